@@ -1,0 +1,177 @@
+"""What an adapter says about a library's models: where the parts are, and nothing of what is done with them.
+
+To support another library, write one file with a :class:`BlockAdapter` per kind of block and a
+:class:`TrunkAdapter` per kind of model, and add one entry to ``ADAPTERS``; see ``docs/adapters.md``.
+
+Shapes: B batch, H heads, N tokens, D channels, d channels of a head, L layers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.tokens import TokenLayout
+
+
+class BlockCall(NamedTuple):
+    """What a block was called with beside its tokens."""
+
+    mask: Tensor | None = None
+    causal: bool = False
+    rope: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position of a model as ``angle = coordinates · frequencies``.
+
+    Linear in the coordinates, so that a token between two patches has an angle, and a token at zero (any that
+    is not a patch) is not rotated.
+
+    Attributes:
+        positions: coordinates of the patches (P, axes); None where only the model's own table knows them
+            (augmented coordinates, dropped patches) and they are read back from it.
+        frequencies: (L or 1, H or 1, axes, d / 2); one entry serves all layers, or all heads.
+        interleaved: whether the two channels of a pair are neighbours, or half a head apart.
+    """
+
+    positions: Tensor | None
+    frequencies: Tensor
+    interleaved: bool
+
+    def table(self, layer: int, positions: Tensor) -> Tensor:
+        """Sines and cosines at any coordinates (B, N, axes), as one table (B, H or 1, N, 2·d)."""
+        frequencies = self.frequencies[min(layer, self.frequencies.shape[0] - 1)]
+        angle = positions.unsqueeze(1) @ frequencies.to(positions.dtype)
+        angle = angle.repeat_interleave(2, -1) if self.interleaved else torch.cat([angle, angle], -1)
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+    def read(self, table: Tensor) -> Tensor:
+        """Coordinates (P, axes) or (B, P, axes) from a table of (…, P, 2·d) whose axes have channels of their own.
+
+        The slowest channel of an axis never turns far enough to be ambiguous, so its angle is the coordinate.
+        """
+        frequencies = self.frequencies[0, 0]
+        work = torch.promote_types(table.dtype, torch.float32)
+        sine, cosine = table.to(work).chunk(2, -1)
+        pair = 2 if self.interleaved else 1
+        angle = torch.atan2(sine, cosine)
+        slowest = torch.where(frequencies == 0, torch.inf, frequencies.abs()).argmin(-1)
+        axes = [angle[..., pair * channel] / frequencies[axis, channel] for axis, channel in enumerate(slowest)]
+        positions = torch.stack(axes, -1)
+        return positions.squeeze(1) if positions.dim() == 4 else positions
+
+
+class BlockAdapter(ABC):
+    """The parts of one kind of block that attends, then feeds.
+
+    Adapters hold no state: each method takes the block and finds the part when it is called, so that a part
+    replaced later (LoRA, quantisation) is seen.
+    """
+
+    input_name = "x"
+    """What the block calls its tokens, where they are passed by name."""
+
+    @abstractmethod
+    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        """Read what the block was called with beside its tokens."""
+
+    @abstractmethod
+    def attend_norm(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Prepare tokens (B, N, D) for attention; the identity in post-norm blocks."""
+
+    @abstractmethod
+    def qkv(self, block: nn.Module, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project to queries, keys and values (B, H, N, d), with their norms and before any rotation.
+
+        Keys and values may have fewer heads (grouped queries).
+        """
+
+    def rotate(self, block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
+        """Rotate queries or keys (B, H, N, d) by a table for the last tokens of the sequence."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def attention_scale(self, block: nn.Module) -> float:
+        """Factor of the attention scores."""
+
+    @abstractmethod
+    def attention_dropout(self, block: nn.Module) -> float:
+        """Dropout of the attention weights in the block's present mode."""
+
+    @abstractmethod
+    def attend_output(self, block: nn.Module, attended: Tensor, h: Tensor) -> Tensor:
+        """Project the attended values (B, N, H·d); ``h`` is what attention was given."""
+
+    @abstractmethod
+    def attend_branch(self, block: nn.Module, y: Tensor) -> Tensor:
+        """Whatever happens to attention's output before it is added: layer scale, dropout, drop path, post-norm."""
+
+    @abstractmethod
+    def feed_norm(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Prepare tokens (B, N, D) for the MLP; the identity in post-norm blocks."""
+
+    @abstractmethod
+    def feed(self, block: nn.Module, h: Tensor) -> Tensor:
+        """Run the MLP."""
+
+    @abstractmethod
+    def feed_branch(self, block: nn.Module, y: Tensor) -> Tensor:
+        """Whatever happens to the MLP's output before it is added."""
+
+    @abstractmethod
+    def attend_parts(self, block: nn.Module) -> Sequence[nn.Module]:
+        """Give the modules whose weights multiply every token while attending."""
+
+    @abstractmethod
+    def feed_parts(self, block: nn.Module) -> Sequence[nn.Module]:
+        """Give the modules whose weights multiply every token while feeding."""
+
+    @abstractmethod
+    def head_shape(self, block: nn.Module) -> tuple[int, int]:
+        """Give the number of heads, and the channels of one."""
+
+
+class TrunkAdapter(ABC):
+    """One kind of model: its blocks in order, its tokens, and how a pass through it begins."""
+
+    @abstractmethod
+    def blocks(self, trunk: nn.Module) -> Sequence[nn.Module]:
+        """Give the blocks in the order in which they run."""
+
+    @abstractmethod
+    def block_adapter(self, block: nn.Module) -> BlockAdapter:
+        """Give the adapter of a block; raises ``UnsupportedModel`` for one that is not known."""
+
+    @abstractmethod
+    def layout(self, trunk: nn.Module, size: tuple[int, int] | None = None) -> TokenLayout:
+        """Give the token layout for inputs of a size in pixels, or of the model's own size."""
+
+    @abstractmethod
+    def preprocessing(self, trunk: nn.Module) -> Preprocessing:
+        """What the model expects of a picture."""
+
+    @abstractmethod
+    def entry_points(self) -> type:
+        """Give the mixin whose methods wrap the model's own ways in, each opening a pass (``passes.py``).
+
+        While a trunk has the mixin, its attribute ``_vitrail_adapter`` is this adapter.
+        """
+
+    @abstractmethod
+    def patch_parts(self, trunk: nn.Module) -> Sequence[nn.Module]:
+        """Give the modules outside the blocks whose weights multiply every patch (embedding, attention pooling)."""
+
+    def check(self, trunk: nn.Module) -> None:
+        """Raise ``UnsupportedModel`` where something beside the blocks cannot be handled."""
+
+    def rotary(self, trunk: nn.Module, grid: tuple[int, int, int]) -> Rotary | None:
+        """Give the model's rotary position for a patch grid, where it has one."""
+        return None

@@ -1,0 +1,59 @@
+"""A pass: one forward run of a trunk, from the moment a picture enters it until tokens reach the first block.
+
+A trunk's entry points open a pass in their thread; the first block reads it, and from there on everything
+travels with the tokens. So two threads, two models, or a model called from within itself never meet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from vitrail.adapters.base import Rotary
+from vitrail.tokens import TokenLayout
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the way in knows and the blocks need.
+
+    Attributes:
+        trunk: the model that is running.
+        layout: its tokens for the present input.
+        rotary: its rotary position, where it has one.
+        expose: whether somebody looks at the tokens between blocks, who must be shown the full length.
+    """
+
+    trunk: nn.Module
+    layout: TokenLayout
+    rotary: Rotary | None = None
+    expose: bool = False
+
+
+class _Local(threading.local):
+    current: Pass | None = None
+
+
+_local = _Local()
+
+
+def current_pass() -> Pass | None:
+    """Give the innermost pass that is open in this thread."""
+    return _local.current
+
+
+@contextmanager
+def open_pass(
+    trunk: nn.Module, layout: TokenLayout, rotary: Rotary | None = None, expose: bool = False
+) -> Iterator[None]:
+    """Mark the forward run inside as a pass of ``trunk``."""
+    outer = _local.current
+    _local.current = Pass(trunk, layout, rotary, expose)
+    try:
+        yield
+    finally:
+        _local.current = outer

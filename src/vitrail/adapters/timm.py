@@ -1,0 +1,254 @@
+"""timm: ``VisionTransformer`` (DeiT, DINOv2, CLIP and SigLIP towers among them) and ``Eva`` (DINOv3 among them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.adapters.base import BlockAdapter, BlockCall, Rotary, TrunkAdapter
+from vitrail.adapters.passes import open_pass
+from vitrail.adapters.timm_rotary import ROTARY
+from vitrail.errors import ModelLoadError, UnsupportedModel
+from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.tokens import Role, TokenLayout
+
+
+def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+    """Create a timm model by name."""
+    try:
+        import timm
+    except ImportError as error:
+        raise ModelLoadError(f"timm:{name} needs timm; install it with `pip install vitrail[timm]`") from error
+    if not timm.is_model(name.split(".")[0]) and not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
+        raise ModelLoadError(f"timm has no model named {name!r}; `timm.list_models('*vit*')` lists those it has")
+    try:
+        return timm.create_model(name, pretrained=pretrained, **options).eval()
+    except Exception as error:
+        hint = "check the network, or go on with random weights (pretrained=False)" if pretrained else "see above"
+        raise ModelLoadError(f"timm could not build {name!r}: {error}; {hint}") from error
+
+
+class TimmBlock(BlockAdapter):
+    """``Block``: pre-norm, with ``LayerScale`` modules."""
+
+    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        names = ("attn_mask", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return BlockCall(given.get("attn_mask"), bool(given.get("is_causal", False)))
+
+    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
+        return block.norm1(x)
+
+    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = block.attn
+        batch, length, _ = h.shape
+        packed = attention.qkv(h).reshape(batch, length, 3, attention.num_heads, attention.head_dim)
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        return attention.q_norm(q), attention.k_norm(k), v
+
+    def attention_scale(self, block: Any) -> float:
+        return block.attn.scale
+
+    def attention_dropout(self, block: Any) -> float:
+        return block.attn.attn_drop.p if block.attn.training else 0.0
+
+    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
+        attention = block.attn
+        y = attention.norm(attended)
+        if attention.gate is not None:
+            y = y * attention.gate(h).sigmoid()
+        return attention.proj_drop(attention.proj(y))
+
+    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path1(block.ls1(y))
+
+    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
+        return block.norm2(x)
+
+    def feed(self, block: Any, h: Tensor) -> Tensor:
+        return block.mlp(h)
+
+    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path2(block.ls2(y))
+
+    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
+        return (block.attn,)
+
+    def feed_parts(self, block: Any) -> Sequence[nn.Module]:
+        return (block.mlp,)
+
+    def head_shape(self, block: Any) -> tuple[int, int]:
+        return block.attn.num_heads, block.attn.head_dim
+
+
+class TimmPostNormBlock(TimmBlock):
+    """``ResPostBlock``: the norms act on each branch's output."""
+
+    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
+        return x
+
+    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path1(block.norm1(y))
+
+    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
+        return x
+
+    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path2(block.norm2(y))
+
+
+class TimmEvaBlock(TimmBlock):
+    """``EvaBlock``: pre-norm, layer scale as plain parameters, rotary position in attention."""
+
+    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        names = ("rope", "attn_mask", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return BlockCall(given.get("attn_mask"), bool(given.get("is_causal", False)), given.get("rope"))
+
+    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = block.attn
+        batch, length, _ = h.shape
+        if attention.qkv is None:
+            parts = (attention.q_proj(h), attention.k_proj(h), attention.v_proj(h))
+        else:
+            parts = _packed_qkv(attention, h).chunk(3, -1)
+        q, k, v = (part.reshape(batch, length, -1, attention.head_dim).transpose(1, 2) for part in parts)
+        return attention.q_norm(q), attention.k_norm(k), v
+
+    def rotate(self, block: Any, x: Tensor, table: Tensor) -> Tensor:
+        from timm.layers import apply_rot_embed_cat
+
+        front = x.shape[2] - table.shape[-2]
+        half = block.attn.rotate_half
+        return torch.cat([x[:, :, :front], apply_rot_embed_cat(x[:, :, front:], table, half=half)], dim=2)
+
+    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path1(y if block.gamma_1 is None else block.gamma_1 * y)
+
+    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path2(y if block.gamma_2 is None else block.gamma_2 * y)
+
+
+class TimmEvaPostNormBlock(TimmEvaBlock):
+    """``EvaBlockPostNorm``: the norms act on each branch's output."""
+
+    attend_norm = TimmPostNormBlock.attend_norm
+    attend_branch = TimmPostNormBlock.attend_branch
+    feed_norm = TimmPostNormBlock.feed_norm
+    feed_branch = TimmPostNormBlock.feed_branch
+
+
+def _packed_qkv(attention: Any, h: Tensor) -> Tensor:
+    """Project as the library does: ``EvaAttention`` keeps query and value biases apart and has none for keys."""
+    if getattr(attention, "q_bias", None) is None:
+        return attention.qkv(h)
+    bias = torch.cat((attention.q_bias, attention.k_bias, attention.v_bias))
+    if attention.qkv_bias_separate:
+        return attention.qkv(h) + bias
+    return F.linear(h, attention.qkv.weight, bias)
+
+
+class TimmEntryPoints:
+    """Ways into a timm trunk; each opens a pass with the layout of the input at hand."""
+
+    _vitrail_adapter: TrunkAdapter
+
+    def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._vitrail_pass(x, expose=False):
+            return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
+
+    def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self._vitrail_pass(x, expose=True):
+            return super().forward_intermediates(x, *args, **kwargs)  # type: ignore[misc]
+
+    def _vitrail_pass(self: Any, x: Tensor, expose: bool) -> AbstractContextManager[None]:
+        adapter = self._vitrail_adapter
+        layout = adapter.layout(self, (x.shape[-2], x.shape[-1]))
+        return open_pass(self, layout, adapter.rotary(self, layout.grid), expose)
+
+
+class TimmVisionTransformer(TrunkAdapter):
+    """``VisionTransformer`` and its subclasses."""
+
+    def blocks(self, trunk: Any) -> Sequence[nn.Module]:
+        return list(trunk.blocks)
+
+    def block_adapter(self, block: nn.Module) -> BlockAdapter:
+        from timm.layers import Attention
+        from timm.models.vision_transformer import Block, ResPostBlock
+
+        known: dict[type, BlockAdapter] = {Block: TimmBlock(), ResPostBlock: TimmPostNormBlock()}
+        return _known_block(block, known, (Attention,))
+
+    def layout(self, trunk: Any, size: tuple[int, int] | None = None) -> TokenLayout:
+        special: list[tuple[Role, int]] = [(Role.CLASS, int(trunk.cls_token is not None))]
+        special.append((Role.DISTILLATION, int(getattr(trunk, "dist_token", None) is not None)))
+        special.append((Role.REGISTER, trunk.num_prefix_tokens - sum(count for _, count in special)))
+        embed = trunk.patch_embed
+        grid = embed.grid_size if size is None else embed.dynamic_feat_size(size)
+        return TokenLayout.of(*special, grid=(1, *grid))
+
+    def preprocessing(self, trunk: Any) -> Preprocessing:
+        given = getattr(trunk, "pretrained_cfg", None) or {}
+        size = trunk.patch_embed.img_size or given.get("input_size", (3, 224, 224))[-2:]
+        half = (0.5, 0.5, 0.5)
+        return Preprocessing(tuple(size), tuple(given.get("mean", half)), tuple(given.get("std", half)))
+
+    def entry_points(self) -> type:
+        return TimmEntryPoints
+
+    def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
+        pool = trunk.attn_pool
+        return (trunk.patch_embed,) if pool is None else (trunk.patch_embed, pool.kv)
+
+
+class TimmEva(TimmVisionTransformer):
+    """``Eva``: the same outside, rotary position inside."""
+
+    def block_adapter(self, block: nn.Module) -> BlockAdapter:
+        from timm.layers import AttentionRope
+        from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
+
+        known: dict[type, BlockAdapter] = {EvaBlock: TimmEvaBlock(), EvaBlockPostNorm: TimmEvaPostNormBlock()}
+        return _known_block(block, known, (EvaAttention, AttentionRope))
+
+    def check(self, trunk: Any) -> None:
+        if trunk.rope is not None and type(trunk.rope).__name__ not in ROTARY:
+            raise UnsupportedModel(
+                f"the rotary position {type(trunk.rope).__name__} of this Eva model is not supported; "
+                f"supported are {', '.join(ROTARY)}"
+            )
+
+    def rotary(self, trunk: Any, grid: tuple[int, int, int]) -> Rotary | None:
+        if trunk.rope is None:
+            return None
+        dropped = trunk.training and trunk.patch_drop is not None
+        return ROTARY[type(trunk.rope).__name__](trunk.rope, grid[1:], dropped)
+
+
+def _known_block(block: nn.Module, known: dict[type, BlockAdapter], attentions: tuple[type, ...]) -> BlockAdapter:
+    adapter = known.get(type(block))
+    if adapter is None:
+        raise UnsupportedModel(
+            f"blocks of class {type(block).__name__} are not supported: Vitrail merges between attention and MLP, "
+            f"and knows {', '.join(kind.__name__ for kind in known)} of timm"
+        )
+    if type(block.attn) not in attentions:
+        raise UnsupportedModel(
+            f"attention of class {type(block.attn).__name__} is not supported in {type(block).__name__}; "
+            f"supported are {', '.join(kind.__name__ for kind in attentions)}"
+        )
+    return adapter
+
+
+def trunks() -> dict[type, TrunkAdapter]:
+    """Give timm's supported model classes."""
+    from timm.models.eva import Eva
+    from timm.models.vision_transformer import VisionTransformer
+
+    return {VisionTransformer: TimmVisionTransformer(), Eva: TimmEva()}

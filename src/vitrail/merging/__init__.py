@@ -1,0 +1,9 @@
+"""Token merging as pure functions and frozen objects on tensors; knows torch and nothing of models."""
+
+from vitrail.merging.assignment import Assignment
+from vitrail.merging.attention import proportional_attention
+from vitrail.merging.matching import match
+from vitrail.merging.schedule import Room, Schedule, Solution
+from vitrail.merging.state import MergeState
+
+__all__ = ["Assignment", "MergeState", "Room", "Schedule", "Solution", "match", "proportional_attention"]

@@ -1,0 +1,58 @@
+"""Assignment: where each token went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An index map from positions before a merge to positions after it.
+
+    ``target`` is (B, N) long with values in ``range(length)``: the token at position ``i`` went into the token
+    at position ``target[:, i]``. Every new position has at least one member. Maps compose (:meth:`then`), so
+    that the merges of all layers are one map, and no N × N matrix ever exists.
+
+    >>> pairs = Assignment(torch.tensor([[0, 1, 1, 2]]), 3)
+    >>> pairs.merge(torch.tensor([[[1.0], [2.0], [4.0], [8.0]]])).squeeze(-1)
+    tensor([[1., 3., 8.]])
+    """
+
+    target: Tensor
+    length: int
+
+    @classmethod
+    def identity(cls, batch: int, length: int, device: torch.device | str | None = None) -> Assignment:
+        """Build the map that leaves every token where it is."""
+        return cls(torch.arange(length, device=device).expand(batch, length), length)
+
+    def merge_sizes(self, size: Tensor) -> Tensor:
+        """Add up the sizes (B, N) of the members of each group: (B, length)."""
+        return size.new_zeros(size.shape[0], self.length).scatter_add(1, self.target, size)
+
+    def merge(self, x: Tensor, size: Tensor | None = None) -> Tensor:
+        """Give the size-weighted mean of each group's members: (B or 1, N, D) becomes (B, length, D).
+
+        Sums run in float32 at least. A group of one member is copied exactly: its weight is 1.
+        """
+        work = torch.promote_types(x.dtype, torch.float32)
+        if size is None:
+            size = torch.ones(self.target.shape, dtype=work, device=x.device)
+        weight = size / self.merge_sizes(size).gather(1, self.target)
+        weighted = x.to(work) * weight.to(work).unsqueeze(-1)
+        merged = weighted.new_zeros(weighted.shape[0], self.length, x.shape[2])
+        return merged.scatter_add(1, self._index(x.shape[2]), weighted).to(x.dtype)
+
+    def unmerge(self, x: Tensor) -> Tensor:
+        """Give every old position the token of its group: (B, length, D) becomes (B, N, D)."""
+        return x.gather(1, self._index(x.shape[2]))
+
+    def then(self, later: Assignment) -> Assignment:
+        """Compose: first this map, then ``later``, which starts where this one ends."""
+        return Assignment(later.target.gather(1, self.target), later.length)
+
+    def _index(self, channels: int) -> Tensor:
+        return self.target.unsqueeze(-1).expand(-1, -1, channels)

@@ -1,0 +1,33 @@
+"""Proportional attention: a merged token counts as often as it has members."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def proportional_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Tensor | None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend with ``softmax(q·kᵀ·scale + log size)``: exactly as if each member were there as a copy.
+
+    Args:
+        q: queries (B, H, N, d), and ``k``, ``v`` likewise.
+        size: members of each key's token (B, N); None where every token has one member, or for plain attention.
+        mask: mask of plain attention, boolean or added to the scores; only while every token has one member.
+        causal: whether each token sees only those before it; likewise.
+        scale: factor of the scores, 1/√d by default.
+        dropout: probability with which attention weights are dropped.
+    """
+    bias = mask if size is None else size.log().to(q.dtype)[:, None, None, :]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale
+    )

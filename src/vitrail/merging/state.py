@@ -1,0 +1,96 @@
+"""MergeState: what one forward pass knows about its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import UnsupportedInput
+from vitrail.merging.assignment import Assignment
+from vitrail.merging.matching import Order, Protected, mask_edges, match
+
+
+@dataclass(frozen=True)
+class MergeState:
+    """Sizes, positions and the composed assignment of one forward pass.
+
+    The state is never changed: :meth:`advance` gives the next one. It travels with the tokens, so that nothing
+    is shared between two passes.
+
+    Attributes:
+        per_layer: how many tokens merge in each layer.
+        layer: the layer that comes next.
+        protected: which of the present tokens may not merge.
+        order: how tokens are ordered after a merge.
+        size: members of each present token (B, N); None while all have one.
+        assignment: where each original token is now; None while nothing merged.
+        positions: coordinates of each present token (B, N, axes), where the model rotates by position.
+    """
+
+    per_layer: tuple[int, ...]
+    layer: int = 0
+    protected: Protected = 0
+    order: Order = "paper"
+    size: Tensor | None = None
+    assignment: Assignment | None = None
+    positions: Tensor | None = None
+
+    @property
+    def r(self) -> int:
+        """Tokens to merge in the layer that comes next."""
+        return self.per_layer[self.layer]
+
+    def skip(self) -> MergeState:
+        """Go on to the next layer without merging."""
+        return replace(self, layer=self.layer + 1)
+
+    def advance(self, x: Tensor, metric: Tensor) -> tuple[Tensor, MergeState]:
+        """Merge the tokens ``x`` (B, N, D) by the similarity of ``metric`` (B, N, d), and go on."""
+        r = self._possible(self.r)
+        if r == 0:
+            return x, self.skip()
+        step = match(metric, r, self.protected, self.order)
+        size = self.size
+        if size is None:
+            size = torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        state = replace(
+            self,
+            layer=self.layer + 1,
+            protected=self._protected_after(step),
+            size=step.merge_sizes(size),
+            assignment=step if self.assignment is None else self.assignment.then(step),
+            positions=None if self.positions is None else step.merge(self.positions, size),
+        )
+        return step.merge(x, size), state
+
+    def unmerge(self, x: Tensor) -> Tensor:
+        """Give every original position its token: (B, N now, D) becomes (B, N at the start, D)."""
+        return x if self.assignment is None else self.assignment.unmerge(x)
+
+    def remerge(self, x: Tensor) -> Tensor:
+        """Take full-length tokens back to the present ones, each the mean of its members."""
+        return x if self.assignment is None else self.assignment.merge(x)
+
+    def _possible(self, r: int) -> int:
+        """Cut ``r`` to the pairs that exist where that depends on the data.
+
+        Protected tokens that stand among the others keep their places in original order, so how many even
+        positions are free is known only once earlier layers have merged.
+        """
+        if r == 0 or isinstance(self.protected, int) or self.order == "paper":
+            return r
+        if torch.compiler.is_compiling():
+            raise UnsupportedInput(
+                "protect= with order='original' leaves a number of tokens that depends on the picture, which "
+                "cannot be compiled; use order='paper', or run without torch.compile"
+            )
+        return min(r, int(mask_edges(self.protected).min()))
+
+    def _protected_after(self, step: Assignment) -> Protected:
+        if isinstance(self.protected, int):
+            return self.protected
+        mask = self.protected.expand_as(step.target)
+        kept = torch.zeros(mask.shape[0], step.length, dtype=torch.long, device=mask.device)
+        return kept.scatter_add(1, step.target, mask.long()) > 0

@@ -1,0 +1,57 @@
+"""Pictures in, pictures out: reading, preparing for a model, and the stained-glass picture.
+
+    read_picture, find_pictures     files to RGB pictures, every kind of bad file to one clear error
+    Preprocessing, to_tensor        pictures to what a model expects, the whole picture under the patch grid
+    stained_glass                   a picture and its groups to the stained-glass picture
+    contact_sheet                   several pictures side by side, with captions
+    samples                         the sample pictures that come with the package
+
+The names are resolved when they are first used: adapters need ``Preprocessing`` alone, and get it without
+Pillow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitrail.pictures.glass import stained_glass
+    from vitrail.pictures.preprocessing import Preprocessing, to_tensor
+    from vitrail.pictures.reading import MAX_PIXELS, as_rgb, find_pictures, read_picture
+    from vitrail.pictures.sheet import contact_sheet
+    from vitrail.pictures.shipped import samples
+
+__all__ = [
+    "MAX_PIXELS",
+    "Preprocessing",
+    "as_rgb",
+    "contact_sheet",
+    "find_pictures",
+    "read_picture",
+    "samples",
+    "stained_glass",
+    "to_tensor",
+]
+
+_HOMES = {
+    "MAX_PIXELS": "reading",
+    "Preprocessing": "preprocessing",
+    "as_rgb": "reading",
+    "contact_sheet": "sheet",
+    "find_pictures": "reading",
+    "read_picture": "reading",
+    "samples": "shipped",
+    "stained_glass": "glass",
+    "to_tensor": "preprocessing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,210 @@
+"""Files to pictures, and every kind of bad file to one clear error."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from vitrail.errors import PictureError
+
+MAX_PIXELS = 100_000_000
+"""Pictures with more pixels are refused before they are decoded; a small file can unpack to gigabytes."""
+
+EXTENSIONS = frozenset(
+    {
+        *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm"),
+        *(".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
+    }
+)
+"""Which files of a folder are taken for pictures."""
+
+# Only formats of pixels. Pillow would also hand some files to outside programs (EPS to Ghostscript, for one).
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+_EXPECTED = "Expected a picture file such as JPEG, PNG, WebP, TIFF, GIF or BMP."
+
+
+def read_picture(path: str | os.PathLike[str]) -> Image.Image:
+    """Read a picture file as RGB.
+
+    Greyscale, palette, 16-bit and CMYK pictures are converted, transparent ones laid on white, EXIF
+    orientation is applied, and of an animation the first frame is taken.
+
+    Raises:
+        PictureError: the file is missing, a folder, empty, unreadable, damaged, cut off, too large (more than
+            ``MAX_PIXELS``, known from the header, before anything is decoded), or not a picture.
+
+    Example:
+        >>> from vitrail.pictures import samples
+        >>> read_picture(samples()["chelsea"]).size
+        (451, 300)
+    """
+    path = Path(path)
+    _check_file(path)
+    with (
+        warnings.catch_warnings()
+    ):  # Pillow warns about odd metadata; the picture is either usable or refused
+        warnings.simplefilter("ignore")
+        image = _open(path)
+        with image:
+            _check_size(path, image.size)
+            try:
+                image.load()
+                return as_rgb(_upright(image))
+            except PictureError as error:
+                raise PictureError(f"{path}: {error}") from error
+            except (
+                Exception
+            ) as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, ...
+                raise PictureError(
+                    f"{path}: the picture is damaged or cut off ({_reason(error)}). "
+                    "Expected a complete picture file. Fetch or export it again."
+                ) from error
+
+
+def find_pictures(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """Find picture files: each file as given, each folder's pictures in all its subfolders, sorted.
+
+    In folders, only files with a known extension count, and hidden files and folders are skipped. A file that
+    is reached twice is listed once.
+
+    Raises:
+        PictureError: a path does not exist, a folder cannot be listed, or there is no picture at all.
+    """
+    given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    found: dict[Path, Path] = {}
+    for path in given:
+        if not path.exists():
+            raise _missing(path)
+        for file in _pictures_under(path) if path.is_dir() else [path]:
+            found.setdefault(file.resolve(), file)
+    if not found:
+        where = ", ".join(str(path) for path in given) or "nothing"
+        raise PictureError(
+            f"No pictures found (looked at: {where}). Expected picture files, or folders with files that end "
+            f"in {', '.join(sorted(EXTENSIONS))}. Name a file or another folder."
+        )
+    return list(found.values())
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Make any PIL picture RGB: deep greys scaled, transparency laid on white, everything else converted."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
+        image = _shallow(image)
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        coloured = image.convert("RGBA")
+        image = Image.new("RGBA", coloured.size, "white")
+        image.alpha_composite(coloured)
+    try:
+        return image.convert("RGB")
+    except ValueError as error:
+        raise PictureError(
+            f"pixels of kind {image.mode!r} cannot be made RGB. Expected greyscale, palette, RGB, RGBA or "
+            "CMYK. Export the picture as RGB."
+        ) from error
+
+
+def _shallow(image: Image.Image) -> Image.Image:
+    """Deep greys to 8 bits: integers are taken for 16-bit ones, and floats for values from 0 to 1."""
+    values = np.asarray(image, dtype=np.float64)
+    top = 1.0 if image.mode == "F" else 65535.0
+    if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= top):
+        raise PictureError(
+            f"the values run from {values.min():g} to {values.max():g}, and which of them is white is "
+            f"not known. Expected 0 (black) to {top:g} (white). Export the picture with 8 or 16 bits."
+        )
+    return Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation; metadata too broken to read has none, and the pixels are still good."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # the parser of metadata raises whatever it likes
+        return image
+
+
+def _check_file(path: Path) -> None:
+    if not path.exists():
+        raise _missing(path)
+    if path.is_dir():
+        raise PictureError(
+            f"{path}: this is a folder. {_EXPECTED} Name a file in it, or list it with find_pictures."
+        )
+    if not path.is_file():
+        raise PictureError(
+            f"{path}: this is not a regular file. {_EXPECTED} Save the picture to a file first."
+        )
+    if path.stat().st_size == 0:
+        raise PictureError(f"{path}: the file is empty. {_EXPECTED} Fetch or export it again.")
+
+
+def _open(path: Path) -> Image.Image:
+    """Read the header, and refuse what is not a picture."""
+    Image.init()
+    try:
+        return Image.open(path, formats=[name for name in _FORMATS if name in Image.OPEN])
+    except Image.DecompressionBombError as error:
+        raise _too_large(path, str(error)) from error
+    except UnidentifiedImageError as error:
+        raise PictureError(
+            f"{path}: this is not a picture, or its header is damaged. {_EXPECTED} "
+            "Convert it to one of these first."
+        ) from error
+    except PermissionError as error:
+        raise PictureError(
+            f"{path}: the file may not be read (permission denied). Expected a readable file. "
+            "Change its permissions."
+        ) from error
+    except Exception as error:  # header parsers raise whatever they like
+        raise PictureError(
+            f"{path}: the file could not be opened as a picture ({_reason(error)}). {_EXPECTED} "
+            "Fetch or export it again."
+        ) from error
+
+
+def _check_size(path: Path, size: tuple[int, int]) -> None:
+    width, height = size
+    if width * height > MAX_PIXELS:
+        raise _too_large(path, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
+    if width * height == 0:
+        raise PictureError(
+            f"{path}: the picture has no pixels ({width} × {height}). {_EXPECTED} Export it again."
+        )
+
+
+def _pictures_under(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise PictureError(
+            f"{error.filename}: the folder cannot be listed ({_reason(error)}). Expected a readable folder. "
+            "Change its permissions, or name its files."
+        ) from error
+
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and Path(name).suffix.lower() in EXTENSIONS:
+                yield Path(place, name)
+
+
+def _missing(path: Path) -> PictureError:
+    return PictureError(f"{path}: there is no such file. {_EXPECTED} Check the path for a typing mistake.")
+
+
+def _too_large(path: Path, size: str) -> PictureError:
+    return PictureError(
+        f"{path}: the picture is too large ({size}). Expected at most {MAX_PIXELS / 1e6:.0f} megapixels. "
+        "Scale it down first."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Say in a few words what went wrong, without the path that the message begins with."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text.splitlines()[0].strip() if text.strip() else type(error).__name__

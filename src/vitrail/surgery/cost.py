@@ -1,0 +1,82 @@
+"""What a model costs, as a function of how many tokens each layer merges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from vitrail.adapters import Found
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Multiply-adds of one block.
+
+    Attributes:
+        attend: weights that meet every token before the merge.
+        feed: weights that meet every token after it.
+        width: channels of all heads together, met by every pair of tokens twice.
+        feature: channels by which tokens are compared.
+    """
+
+    attend: int
+    feed: int
+    width: int
+    feature: int
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Multiply-adds of matrix products and convolutions for one input.
+
+    One multiply-add counts as one FLOP, as in the literature (ViT-B/16 has 17.6 GFLOPs); norms, activations and
+    softmax are left out, as there.
+    """
+
+    per_patch: int
+    fixed: int
+    blocks: tuple[BlockCost, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, found: Found) -> CostModel:
+        """Count the weights of a model by where tokens meet them."""
+        patch_parts = found.adapter.patch_parts(found.trunk)
+        counted = {id(part) for root in (*patch_parts, *found.blocks) for part in root.modules()}
+        rest = [part for part in model.modules() if id(part) not in counted]
+        return cls(
+            per_patch=_weights(part for root in patch_parts for part in root.modules()),
+            fixed=_weights(rest),
+            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks)),
+        )
+
+    def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
+        """Give the cost of one input as a function of the merges of each layer."""
+
+        def cost(per_layer: Sequence[int]) -> int:
+            length, total = special + patches, self.fixed + self.per_patch * patches
+            for block, r in zip(self.blocks, per_layer, strict=True):
+                total += length * block.attend + 2 * length * length * block.width
+                if r:
+                    total += ((length + 1) // 2) * (length // 2) * block.feature
+                length -= r
+                total += length * block.feed
+            return total
+
+        return cost
+
+
+def _block_cost(parts, block) -> BlockCost:  # type: ignore[no-untyped-def]
+    heads, channels = parts.head_shape(block)
+    attend, feed = (
+        _weights(part for root in roots for part in root.modules())
+        for roots in (parts.attend_parts(block), parts.feed_parts(block))
+    )
+    return BlockCost(attend, feed, heads * channels, channels)
+
+
+def _weights(parts: Iterable[nn.Module]) -> int:
+    """Count the weights of matrices and kernels among modules."""
+    products = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
+    return sum(weight.numel() for weight in products if weight.dim() > 1)

@@ -1,0 +1,279 @@
+"""``vitrail.merge``: one line patches a model, one gives it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.adapters import Found, find
+from vitrail.errors import AlreadyMerged, InvalidOption, NotMerged, UnsupportedModel
+from vitrail.merging import Schedule
+from vitrail.surgery.cost import CostModel
+from vitrail.surgery.forward import MergedBlock
+from vitrail.surgery.plan import BlockPlan, Plan, parse_protect
+from vitrail.surgery.swap import original_class, swap
+from vitrail.surgery.trace import Trace, tracking
+from vitrail.tokens import TokenLayout
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Size = int | tuple[int, int]
+
+
+def merge(
+    model: nn.Module,
+    r: int | Sequence[int] | None = None,
+    *,
+    keep: float | None = None,
+    gflops: float | None = None,
+    schedule: str | float = "constant",
+    proportional: bool = True,
+    order: str = "paper",
+    protect: Any = None,
+    unmerge: bool = True,
+) -> Merging:
+    """Merge similar tokens between attention and MLP in every block of a model, in place.
+
+    Parameters, buffers and the keys of ``state_dict`` stay as they are, and ``Merging.remove`` (or the end of a
+    ``with`` block) gives the model back exactly. Give one of ``r``, ``keep`` and ``gflops``.
+
+    >>> merging = vitrail.merge(model, r=8)     # doctest: +SKIP
+    >>> logits = model(images)                  # doctest: +SKIP
+    >>> merging.remove()                        # doctest: +SKIP
+
+    Args:
+        model: a supported model, or a module that has exactly one inside.
+        r: tokens to merge in each layer, or a list with one number per layer.
+        keep: share of the patches that is left after the last layer.
+        gflops: budget for one input, in 10⁹ multiply-adds; solved for each input size.
+        schedule: how merges spread over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
+            ``"increasing"``, or Token Merging's inflection from −1 to 1.
+        proportional: count a merged token in attention as often as it has members. Models pretrained by masking
+            (MAE) and used without finetuning do better without.
+        order: ``"paper"`` as in Token Merging; ``"original"`` keeps tokens in the order of their first member.
+        protect: boolean mask of patches that never merge: (patches,), or (pictures, patches) for one batch.
+        unmerge: give every patch its token back after the last block, so that pooling, heads and dense outputs are
+            exact. With False the merged tokens come out, special ones in front.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+    _refuse_merged(model)
+    found = find(model)
+    _refuse_meta(model)
+    for name, value in (("proportional", proportional), ("unmerge", unmerge)):
+        if not isinstance(value, bool):
+            raise InvalidOption(f"{name} is True or False; got {value!r}")
+    if order not in ("paper", "original"):
+        raise InvalidOption(f"order is 'paper' or 'original'; got {order!r}")
+
+    depth = len(found.blocks)
+    layout = found.adapter.layout(found.trunk)
+    wanted = Schedule.parse(depth, r, keep, gflops, schedule)
+    mask = parse_protect(protect, layout.num_patches)
+    cost = CostModel.of(model, found)
+    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost)  # type: ignore[arg-type]
+    plan.change(wanted)
+    _apply(found, plan)
+    return Merging(model, found, plan)
+
+
+class Merging:
+    """A merged model's handle: settings, figures, pictures, and the way back.
+
+    Attributes:
+        model: the model as it was given.
+    """
+
+    def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
+        self.model = model
+        self._found = found
+        self._plan = plan
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Merging:
+        """Find the merging of a model again, also of a copied or unpickled one."""
+        trunk = _merged_trunk(model)
+        if trunk is None:
+            raise NotMerged(f"this {type(model).__name__} carries no merging; vitrail.merge(model, r=...) adds one")
+        adapter: Any = trunk._vitrail_adapter
+        blocks = tuple(adapter.blocks(trunk))
+        found = Found(trunk, adapter, blocks, tuple(block._vitrail.parts for block in blocks))
+        return cls(model, found, trunk._vitrail_plan)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Merging:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.is_applied:
+            self.remove()
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+        return f"Merging({type(self.model).__name__}, {settings})"
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model is merged by this handle's settings."""
+        return getattr(self._found.trunk, "_vitrail_plan", None) is self._plan
+
+    @property
+    def layout(self) -> TokenLayout:
+        """Which index is which token, at the model's own input size and before any merge."""
+        return self._plan.layout
+
+    @property
+    def r(self) -> list[int]:
+        """Merges per layer at the model's own input size. Assign a number or a list to change them."""
+        return list(self._plan.solve(self.layout.num_patches).per_layer)
+
+    @r.setter
+    def r(self, value: int | Sequence[int]) -> None:
+        self._plan.change(Schedule.parse(self._plan.depth, value))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings as plain data: ``vitrail.merge(model, **config)`` gives the same merging again."""
+        plan, wanted = self._plan, self._plan.schedule
+        given = {"r": wanted.r, "keep": wanted.keep, "gflops": wanted.gflops}
+        config: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if isinstance(wanted.r, tuple):
+            config["r"] = list(wanted.r)
+        else:
+            config["schedule"] = wanted.inflection
+        config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge)
+        if plan.protect is not None:
+            config["protect"] = plan.protect.tolist()
+        return config
+
+    def tokens_per_layer(self, size: Size | None = None) -> list[int]:
+        """How many tokens leave each block, special ones included, for inputs of a size in pixels."""
+        layout = self._layout_for(size)
+        lengths, length = [], layout.num_tokens
+        for merges in self._plan.solve(layout.num_patches).per_layer:
+            length -= merges
+            lengths.append(length)
+        return lengths
+
+    def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
+        """Multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``).
+
+        One multiply-add is one FLOP, as in the literature.
+        """
+        layout = self._layout_for(size)
+        per_layer = self._plan.solve(layout.num_patches).per_layer if merged else (0,) * self._plan.depth
+        return self._plan.cost.counter(layout.num_special, layout.num_patches)(per_layer)
+
+    def track(self) -> AbstractContextManager[Trace]:
+        """Collect where every patch goes in the forward passes of this thread inside a ``with`` block."""
+        self._check_applied()
+        return tracking(self._plan)
+
+    @torch.no_grad()
+    def draw(self, images: Any) -> list[Image]:
+        """Paint each picture as stained glass: one pane per kept token, in the mean colour of its patches.
+
+        Args:
+            images: one picture or several: PIL images, or paths of files. The whole picture is resized to the
+                model's size for the model, and painted at its own resolution.
+        """
+        from vitrail.pictures import stained_glass, to_tensor
+
+        pictures = _as_pictures(images)
+        batch = to_tensor(pictures, self._found.adapter.preprocessing(self._found.trunk))
+        weight = next(self._found.trunk.parameters())
+        training = {part: part.training for part in self.model.modules()}
+        self.model.eval()
+        try:
+            with self.track() as trace:
+                self._found.trunk(batch.to(weight.device, weight.dtype))
+        finally:
+            for part, mode in training.items():
+                part.training = mode
+        grid = trace.layout.grid[1:]
+        groups = trace.groups.cpu()
+        return [
+            stained_glass(picture, group.reshape(grid).numpy())
+            for picture, group in zip(pictures, groups, strict=True)
+        ]
+
+    def remove(self) -> None:
+        """Give the model back exactly as it was."""
+        self._check_applied()
+        parts = [self._found.trunk, *self._found.blocks]
+        foreign = [part for part in parts if original_class(part) is None]
+        if foreign:
+            raise NotMerged(
+                f"the class of {len(foreign)} modules was changed after merging (now "
+                f"{type(foreign[0]).__mro__[0].__name__}, by FSDP for example), so they cannot be given back; undo that "
+                "first, or merge after it"
+            )
+        for part in parts:
+            part.__class__ = original_class(part)  # type: ignore[assignment]
+        del self._found.trunk._vitrail_plan, self._found.trunk._vitrail_adapter
+        for block in self._found.blocks:
+            del block._vitrail
+
+    def _check_applied(self) -> None:
+        if not self.is_applied:
+            raise NotMerged("this merging was removed from its model; vitrail.merge(model, ...) makes a new one")
+
+    def _layout_for(self, size: Size | None) -> TokenLayout:
+        if size is None:
+            return self.layout
+        pair = (size, size) if isinstance(size, int) else tuple(size)
+        if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+            raise InvalidOption(f"size is a number of pixels, or (height, width); got {size!r}")
+        try:
+            return self._found.adapter.layout(self._found.trunk, pair)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise InvalidOption(f"size={size!r} is smaller than one patch of this model") from error
+
+
+def _apply(found: Found, plan: Plan) -> None:
+    """Change the classes; everything that can fail has been checked."""
+    found.trunk._vitrail_plan = plan  # type: ignore[assignment]
+    found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
+    swap(found.trunk, found.adapter.entry_points())
+    for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
+        block._vitrail = BlockPlan(plan, index, parts)  # type: ignore[assignment]
+        swap(block, MergedBlock)
+
+
+def _merged_trunk(model: nn.Module) -> nn.Module | None:
+    return next((part for part in model.modules() if hasattr(part, "_vitrail_plan")), None)
+
+
+def _refuse_merged(model: nn.Module) -> None:
+    if _merged_trunk(model) is not None:
+        raise AlreadyMerged(
+            "this model is merged already; change its r with `Merging.of(model).r = ...`, or remove the merging with "
+            "`Merging.of(model).remove()` first"
+        )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_meta:
+            raise UnsupportedModel(
+                f"{name} is on the meta device and has no values; materialise the model (to_empty and load its "
+                "weights) before merging"
+            )
+
+
+def _as_pictures(images: Any) -> list[Image]:
+    from PIL.Image import Image as Picture
+
+    from vitrail.pictures import as_rgb, read_picture
+
+    if isinstance(images, Tensor):
+        raise InvalidOption("draw takes PIL images or paths of picture files, at their own resolution; got a tensor")
+    several = images if isinstance(images, Iterable) and not isinstance(images, str | Picture) else [images]
+    pictures = [as_rgb(image) if isinstance(image, Picture) else read_picture(image) for image in several]
+    if not pictures:
+        raise InvalidOption("draw needs at least one picture")
+    return pictures

@@ -1,0 +1,141 @@
+"""Plan: what a merging does to a model, without the model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.adapters.base import BlockAdapter
+from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput
+from vitrail.merging import Room, Schedule, Solution
+from vitrail.merging.matching import Order, mask_edges
+from vitrail.surgery.cost import CostModel
+from vitrail.tokens import TokenLayout
+
+
+@dataclass
+class Plan:
+    """The settings of one merging, shared by the blocks of one model.
+
+    A forward pass reads it once, at its first block; changing the schedule never touches a pass on its way.
+
+    Attributes:
+        layout: the model's tokens at its own input size.
+        solved: merges per layer by number of patches, for the present schedule.
+    """
+
+    depth: int
+    layout: TokenLayout
+    schedule: Schedule
+    proportional: bool
+    order: Order
+    unmerge: bool
+    protect: Tensor | None
+    cost: CostModel
+    warned: bool = False
+    solved: dict[int, Solution] = field(default_factory=dict, repr=False)
+
+    def change(self, schedule: Schedule) -> None:
+        """Take another schedule for passes to come, if it can be met at the model's own size."""
+        solution = self._solve(schedule, self.layout.num_patches)
+        self.schedule, self.solved, self.warned = schedule, {self.layout.num_patches: solution}, False
+        self.report(solution)
+
+    def solve(self, patches: int) -> Solution:
+        """Merges per layer for an input of that many patches."""
+        solved = self.solved
+        if patches in solved:
+            return solved[patches]
+        solution = self._solve(self.schedule, patches)
+        if not torch.compiler.is_compiling():
+            solved[patches] = solution
+        return solution
+
+    def room(self, patches: int) -> Room:
+        """How many of the tokens may merge when there are that many patches."""
+        special = self.layout.num_special
+        if self.protect is None:
+            return Room(special + patches, special)
+        if self.protect.shape[1] != patches:
+            raise UnsupportedInput(
+                f"protect= has {self.protect.shape[1]} entries for each picture, but this input has {patches} patches; "
+                "give one entry per patch, row by row"
+            )
+        mask = _with_special(self.protect, special)
+        return Room(special + patches, int(mask.sum(1).max()), int(mask_edges(mask).min()))
+
+    def _solve(self, schedule: Schedule, patches: int) -> Solution:
+        return schedule.solve(
+            self.depth, self.room(patches), self.cost.counter(self.layout.num_special, patches)
+        )
+
+    def report(self, solution: Solution) -> None:
+        """Warn, once, where fewer tokens merge than were asked for."""
+        if self.warned or torch.compiler.is_compiling():
+            return
+        if solution.missing:
+            self.warned = True
+            warnings.warn(
+                f"{sum(solution.wanted)} merges were asked for and {sum(solution.per_layer)} are possible: merges per "
+                f"layer are {list(solution.per_layer)} instead of {list(solution.wanted)}",
+                SaturatedWarning,
+                stacklevel=4,
+            )
+        elif self.schedule.gflops is not None and not any(solution.per_layer):
+            self.warned = True
+            warnings.warn(
+                f"the model costs {(solution.cost or 0) / 1e9:.3g} GFLOPs without merging, which is within "
+                f"gflops={self.schedule.gflops:g}: nothing merges",
+                SaturatedWarning,
+                stacklevel=4,
+            )
+
+    def protected(self, layout: TokenLayout, batch: int, device: torch.device) -> int | Tensor:
+        """Which tokens of a batch may not merge."""
+        if self.protect is None:
+            return layout.num_special
+        mask = _with_special(self.protect, layout.num_special).to(device)
+        if mask.shape[0] not in (1, batch):
+            raise UnsupportedInput(
+                f"protect= has masks for {mask.shape[0]} pictures, but this batch has {batch}; give one mask per "
+                "picture, or one for all"
+            )
+        return mask
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What one block knows: the plan, its own place in it, and how to find its parts."""
+
+    plan: Plan
+    index: int
+    parts: BlockAdapter
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no merged block follows."""
+        return self.index == self.plan.depth - 1
+
+
+def _with_special(protect: Tensor, special: int) -> Tensor:
+    return torch.cat([protect.new_ones(protect.shape[0], special), protect], 1)
+
+
+def parse_protect(protect: Any, patches: int) -> Tensor | None:
+    """Check a user's mask over the patches, (P,) or (B, P), and give it as (1 or B, P)."""
+    if protect is None:
+        return None
+    try:
+        mask = torch.as_tensor(protect)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidOption(f"protect is a boolean mask over the patches; got {type(protect).__name__}") from error
+    if mask.dtype != torch.bool or mask.dim() not in (1, 2) or mask.shape[-1] != patches or not mask.numel():
+        raise InvalidOption(
+            f"protect is a boolean mask of shape (patches,) or (pictures, patches), with {patches} patches at the "
+            f"model's own size; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return mask.detach().cpu().reshape(-1, patches)

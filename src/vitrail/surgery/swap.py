@@ -1,0 +1,49 @@
+"""Changing what a module does by changing its class, and giving it back.
+
+A swapped module is the same object with the same parameters, buffers, hooks and attributes; only its class is now
+a subclass that puts a mixin in front of the original one, under the original's name. That survives deepcopy,
+pickling, DataParallel, DDP, FSDP and ``torch.compile``, and ends by assigning the class back.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+
+@functools.cache
+def swapped_class(mixin: type, original: type) -> type:
+    """Give the subclass of ``original`` with ``mixin`` in front; the same one every time."""
+    names = {
+        # libraries key their registries by a class's printed name
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce,
+        "_vitrail_swap": (mixin, original),
+    }
+    return type(original.__name__, (mixin, original), names)
+
+
+def swap(module: nn.Module, mixin: type) -> None:
+    """Put a mixin in front of a module's class."""
+    module.__class__ = swapped_class(mixin, type(module))
+
+
+def original_class(module: nn.Module) -> type | None:
+    """Give the class that a module had before it was swapped; None if its class is not a swapped one."""
+    made = type(module).__dict__.get("_vitrail_swap")
+    return None if made is None else made[1]
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Pickle and copy by naming mixin and original: the swapped class itself cannot be found by name."""
+    mixin, original = type(self)._vitrail_swap  # type: ignore[attr-defined]
+    return _rebuild, (mixin, original), self.__dict__.copy()
+
+
+def _rebuild(mixin: type, original: type) -> nn.Module:
+    kind: Any = swapped_class(mixin, original)
+    return kind.__new__(kind)

@@ -1,0 +1,125 @@
+"""Trace: where every patch went, kept only while somebody asks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import NotMerged
+from vitrail.merging import Assignment, MergeState
+from vitrail.tokens import TokenLayout
+
+
+@dataclass(frozen=True)
+class TracedPass:
+    """One forward pass: its layout, and the state after its last block."""
+
+    layout: TokenLayout
+    state: MergeState
+    batch: int
+    device: torch.device
+
+    @property
+    def assignment(self) -> Assignment:
+        """Where each original token is in the merged sequence."""
+        if self.state.assignment is None:
+            return Assignment.identity(self.batch, self.layout.num_tokens, self.device)
+        return self.state.assignment
+
+
+@dataclass
+class Trace:
+    """What :meth:`Merging.track` collects; the properties speak of the latest pass.
+
+    Attributes:
+        passes: every forward pass that ran while tracking, in order.
+    """
+
+    passes: list[TracedPass] = field(default_factory=list)
+
+    @property
+    def latest(self) -> TracedPass:
+        """The latest pass."""
+        if not self.passes:
+            raise NotMerged("nothing was tracked: call the model inside `with merging.track() as trace:`")
+        return self.passes[-1]
+
+    @property
+    def layout(self) -> TokenLayout:
+        """The tokens before any merge."""
+        return self.latest.layout
+
+    @property
+    def groups(self) -> Tensor:
+        """Which kept token each patch went into: (B, patches), indices into the merged sequence."""
+        return self.latest.assignment.target[:, self.layout.patches]
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many original tokens each kept token holds: (B, kept)."""
+        latest = self.latest
+        if latest.state.size is None:
+            return torch.ones(latest.batch, latest.layout.num_tokens, device=latest.device)
+        return latest.state.size
+
+    def unmerge(self, tokens: Tensor) -> Tensor:
+        """Give every original position its token: (B, kept, D) becomes (B, N, D)."""
+        return self.latest.assignment.unmerge(tokens)
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.traces: list[tuple[object, Trace]] = []
+
+
+_active = _Active()
+_eager_lock = threading.Lock()
+_eager_count = 0
+_eager_stance: torch.compiler.set_stance | None = None
+
+
+@contextmanager
+def tracking(plan: object) -> Iterator[Trace]:
+    """Collect the passes of this thread through blocks of ``plan``.
+
+    Compiled models run eagerly meanwhile: what a trace keeps lives outside of any graph.
+    """
+    trace = Trace()
+    _active.traces.append((plan, trace))
+    _hold_eager(1)
+    try:
+        yield trace
+    finally:
+        _hold_eager(-1)
+        _active.traces.remove((plan, trace))
+
+
+def record(plan: object, traced: TracedPass) -> None:
+    """Hand a finished pass to whoever tracks in this thread."""
+    for wanted, trace in _active.traces:
+        if wanted is plan:
+            trace.passes.append(traced)
+
+
+def is_tracking() -> bool:
+    """Whether anybody tracks in this thread."""
+    return bool(_active.traces)
+
+
+def _hold_eager(change: int) -> None:
+    """Count trackers over all threads; the first turns compiled code off and the last turns it on again."""
+    global _eager_count, _eager_stance
+    with _eager_lock:
+        _eager_count += change
+        if _eager_count == 1 and change == 1 and "torch._dynamo" in sys.modules:
+            _eager_stance = torch.compiler.set_stance("force_eager")
+            _eager_stance.__enter__()
+        elif _eager_count == 0 and _eager_stance is not None:
+            _eager_stance.__exit__(None, None, None)
+            _eager_stance = None

@@ -1,0 +1,28 @@
+"""The brute-force oracle: what merging means, in plain loops, independent of the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.oracle.core import Recipe, Result, run
+
+__all__ = ["Recipe", "Result", "describe", "run"]
+
+
+def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
+    """Take a model apart and embed the pictures; `call` is what else its forward takes."""
+    from timm.models.eva import Eva
+    from timm.models.vision_transformer import VisionTransformer
+    from transformers import PreTrainedModel
+
+    from tests.oracle.timm_models import describe_eva, describe_vit
+    from tests.oracle.transformers_models import describe_transformers
+
+    if isinstance(model, Eva):
+        return describe_eva(model, images)
+    if isinstance(model, VisionTransformer):
+        return describe_vit(model, images)
+    assert isinstance(model, PreTrainedModel), type(model)
+    return describe_transformers(model, images, **call)

@@ -1,0 +1,288 @@
+"""A slow, literal reading of token merging, to hold the library against.
+
+Everything here is written from the description of the method with explicit loops: one picture at a time, one
+head at a time, one query at a time, one pair of tokens at a time.  Nothing is shared with the library.  A
+token is its vector together with the list of original positions that it stands for; its size, its rotary
+position and the way back to full length all follow from that list.
+
+Only the vectors are tensors, so gradients flow through everything but the (discrete) choice of pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import mul
+
+import torch
+from torch import Tensor
+
+Position = tuple[float, float]
+"""Coordinates (row, column) of a token, in whatever unit the model's rotary angles use."""
+
+Rotate = Callable[[Tensor, Position], Tensor]
+"""Turns the heads (H, d) of one token to its position."""
+
+
+def identity(x: Tensor) -> Tensor:
+    """Leave a vector as it is: stands for a part that a model does not have."""
+    return x
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One block of a model, taken apart.  Each callable maps rows (N, D) to rows, one by one."""
+
+    scale: float
+    q: Callable[[Tensor], Tensor]  # (N, D) -> (N, H, d)
+    k: Callable[[Tensor], Tensor]  # (N, D) -> (N, Hk, d), Hk divides H
+    v: Callable[[Tensor], Tensor]  # (N, D) -> (N, Hk, d)
+    project: Callable[[Tensor], Tensor]
+    feed: Callable[[Tensor], Tensor]
+    q_norm: Callable[[Tensor], Tensor] = identity
+    k_norm: Callable[[Tensor], Tensor] = identity
+    rotate: Rotate | None = None
+    inner_norm: Callable[[Tensor], Tensor] = identity  # on the concatenated heads, before the projection
+    gate: Callable[[Tensor], Tensor] | None = (
+        None  # from the attention's input, multiplies the concatenated heads
+    )
+    before_attend: Callable[[Tensor], Tensor] = identity
+    after_attend: Callable[[Tensor], Tensor] = identity
+    before_feed: Callable[[Tensor], Tensor] = identity
+    after_feed: Callable[[Tensor], Tensor] = identity
+    gain_attend: Callable[[Tensor], Tensor] = identity
+    gain_feed: Callable[[Tensor], Tensor] = identity
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model with its pictures: the tokens entering the first block, the blocks, and what follows."""
+
+    tokens: Tensor  # (B, N, D)
+    prefix: int
+    blocks: Sequence[Parts]
+    finish: Callable[[Tensor], dict[str, Tensor]]
+    features: Callable[[Tensor], Tensor]  # the model's own last norm
+    positions: Sequence[Position] | None = None  # of the patches, where the model has rotary positions
+
+
+@dataclass
+class Token:
+    """A vector and the original positions that it stands for."""
+
+    vector: Tensor
+    members: list[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+@dataclass
+class Result:
+    """What came out: the model's outputs, and the tokens after every block at full length."""
+
+    outputs: dict[str, Tensor]
+    features: Tensor  # (B, N, D): the last norm of the full-length tokens
+    merged: Tensor  # (B, M, D): tokens leaving the last block, not unmerged, before the last norm
+    groups: list[list[int]]  # per picture, per patch: index of the token that it went into
+    sizes: list[list[int]]
+    hidden: list[Tensor] = field(default_factory=list)  # (B, N, D) after each block
+    lengths: list[int] = field(default_factory=list)  # tokens leaving each block
+
+
+STEPS: tuple[str, ...] = ("attend", "merge", "feed")
+"""The order of events in one block."""
+
+
+def run(
+    recipe: Recipe,
+    r: int | Sequence[int],
+    *,
+    proportional: bool = True,
+    order: str = "paper",
+    protect: Tensor | None = None,
+) -> Result:
+    """Run the model on its pictures and merge `r` pairs in each block."""
+    batch, length, _ = recipe.tokens.shape
+    depth = len(recipe.blocks)
+    counts = [r] * depth if isinstance(r, int) else list(r)
+    assert len(counts) == depth
+    pictures = [[Token(recipe.tokens[b, i], [i]) for i in range(length)] for b in range(batch)]
+    shields = [shielded(recipe, protect, b) for b in range(batch)]
+    hidden, lengths = [], []
+    for parts, count in zip(recipe.blocks, counts, strict=True):
+        metrics: list[list[list[float]]] = []
+        for step in STEPS:
+            if step == "attend":
+                metrics = [attend(parts, recipe, tokens, proportional) for tokens in pictures]
+            elif step == "feed":
+                for tokens in pictures:
+                    feed(parts, tokens)
+            else:
+                # A batch is one tensor: all its pictures merge as many pairs as the least mergeable one can.
+                least = min(possible(t, s, count) for t, s in zip(pictures, shields, strict=True))
+                pictures = [
+                    merge(tokens, metric, shield, least, order)
+                    for tokens, metric, shield in zip(pictures, metrics, shields, strict=True)
+                ]
+        hidden.append(torch.stack([full_length(tokens, length) for tokens in pictures]))
+        lengths.append(len(pictures[0]))
+    return Result(
+        outputs=recipe.finish(hidden[-1]),
+        features=recipe.features(hidden[-1]),
+        merged=torch.stack([torch.stack([t.vector for t in tokens]) for tokens in pictures]),
+        groups=[group_of_patches(tokens, recipe.prefix, length) for tokens in pictures],
+        sizes=[[t.size for t in tokens] for tokens in pictures],
+        hidden=hidden,
+        lengths=lengths,
+    )
+
+
+def shielded(recipe: Recipe, protect: Tensor | None, picture: int) -> set[int]:
+    """Original positions that never merge: the prefix, and the patches that the caller's mask names."""
+    shield = set(range(recipe.prefix))
+    if protect is not None:
+        mask = protect if protect.ndim == 1 else protect[picture]
+        for patch, keep in enumerate(mask.tolist()):
+            if keep:
+                shield.add(recipe.prefix + patch)
+    return shield
+
+
+def is_shielded(token: Token, shield: set[int]) -> bool:
+    """Whether a token stands for a protected position (protected tokens are always alone)."""
+    return any(member in shield for member in token.members)
+
+
+def position(token: Token, recipe: Recipe) -> Position | None:
+    """Rotary position: the mean over all patches that the token stands for; the prefix has none."""
+    if recipe.positions is None or token.members[0] < recipe.prefix:
+        return None
+    rows = [recipe.positions[m - recipe.prefix][0] for m in token.members]
+    columns = [recipe.positions[m - recipe.prefix][1] for m in token.members]
+    return sum(rows) / len(rows), sum(columns) / len(columns)
+
+
+def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool) -> list[list[float]]:
+    """Add the attention's output to every token; give back the unit vectors that the matching compares."""
+    x = torch.stack([t.vector for t in tokens])
+    y = parts.before_attend(x)
+    q, k, v = parts.q_norm(parts.q(y)), parts.k_norm(parts.k(y)), parts.v(y)
+    metric = matching_metric(k)
+    if parts.rotate is not None:
+        places = [position(t, recipe) for t in tokens]
+        q = torch.stack(
+            [row if p is None else parts.rotate(row, p) for row, p in zip(q, places, strict=True)]
+        )
+        k = torch.stack(
+            [row if p is None else parts.rotate(row, p) for row, p in zip(k, places, strict=True)]
+        )
+    bias = x.new_tensor([math.log(t.size) if proportional else 0.0 for t in tokens])
+    heads, shared = q.shape[1], q.shape[1] // k.shape[1]
+    rows = []
+    for i in range(len(tokens)):
+        out = []
+        for h in range(heads):
+            logits = k[:, h // shared] @ q[i, h] * parts.scale + bias
+            weights = torch.exp(logits - logits.max().detach())
+            out.append((weights / weights.sum()) @ v[:, h // shared])
+        rows.append(torch.cat(out))
+    mixed = parts.inner_norm(torch.stack(rows))
+    if parts.gate is not None:
+        mixed = mixed * parts.gate(y)
+    x = x + parts.gain_attend(parts.after_attend(parts.project(mixed)))
+    for token, vector in zip(tokens, x, strict=True):
+        token.vector = vector
+    return metric
+
+
+def matching_metric(keys: Tensor) -> list[list[float]]:
+    """Mean of the keys (N, H, d) over the heads, each at length one."""
+    metric = []
+    for token in keys.detach().tolist():
+        mean = [sum(column) / len(token) for column in zip(*token, strict=True)]
+        norm = math.sqrt(sum(c * c for c in mean))
+        metric.append([c / norm for c in mean])
+    return metric
+
+
+def feed(parts: Parts, tokens: list[Token]) -> None:
+    """Add the feed-forward half's output to every token."""
+    x = torch.stack([t.vector for t in tokens])
+    x = x + parts.gain_feed(parts.after_feed(parts.feed(parts.before_feed(x))))
+    for token, vector in zip(tokens, x, strict=True):
+        token.vector = vector
+
+
+def edges(tokens: list[Token], metric: list[list[float]], shield: set[int]) -> list[tuple[float, int, int]]:
+    """For every free token at an even place: its most similar free one at an odd place, first of equals."""
+    found = []
+    for a in range(0, len(tokens), 2):
+        best: tuple[float, int, int] | None = None
+        for b in range(1, len(tokens), 2):
+            if is_shielded(tokens[a], shield) or is_shielded(tokens[b], shield):
+                continue
+            score = sum(map(mul, metric[a], metric[b]))
+            if best is None or score > best[0]:
+                best = (score, a, b)
+        if best is not None:
+            found.append(best)
+    return found
+
+
+def possible(tokens: list[Token], shield: set[int], wanted: int) -> int:
+    """How many pairs can merge: never more than half of the free tokens, never more than there are edges."""
+    free = sum(not is_shielded(t, shield) for t in tokens)
+    flat = [[0.0] for _ in tokens]
+    return min(wanted, free // 2, len(edges(tokens, flat, shield)))
+
+
+def merge(
+    tokens: list[Token], metric: list[list[float]], shield: set[int], count: int, order: str
+) -> list[Token]:
+    """Merge the `count` most similar edges (the first of equals) and put what is left in order."""
+    if count <= 0:
+        return tokens
+    chosen = sorted(edges(tokens, metric, shield), key=lambda e: (-e[0], e[1]))[:count]
+    target = {a: b for _, a, b in chosen}
+    left = []
+    for place, token in enumerate(tokens):
+        if place in target:
+            continue
+        joining = [token] + [tokens[a] for a in sorted(target) if target[a] == place]
+        total = sum(t.size for t in joining)
+        vector = sum((t.size * t.vector for t in joining[1:]), joining[0].size * joining[0].vector) / total
+        left.append((place, Token(vector, sorted(m for t in joining for m in t.members))))
+    arrange = {"paper": paper_order, "original": original_order}[order]
+    return arrange(left, shield)
+
+
+def paper_order(left: list[tuple[int, Token]], shield: set[int]) -> list[Token]:
+    """Protected tokens first, then what is left at even places, then the odd places."""
+    protected = [t for _, t in left if is_shielded(t, shield)]
+    even = [t for place, t in left if place % 2 == 0 and not is_shielded(t, shield)]
+    odd = [t for place, t in left if place % 2 == 1 and not is_shielded(t, shield)]
+    return protected + even + odd
+
+
+def original_order(left: list[tuple[int, Token]], shield: set[int]) -> list[Token]:
+    """By the first original position that each token stands for."""
+    return sorted((t for _, t in left), key=lambda t: min(t.members))
+
+
+def full_length(tokens: list[Token], length: int) -> Tensor:
+    """Give every original position the vector of the token that stands for it: (N, D)."""
+    rows: list[Tensor | None] = [None] * length
+    for token in tokens:
+        for member in token.members:
+            assert rows[member] is None, "a position belongs to two tokens"
+            rows[member] = token.vector
+    return torch.stack([row for row in rows if row is not None])
+
+
+def group_of_patches(tokens: list[Token], prefix: int, length: int) -> list[int]:
+    """For every patch: the place, in the merged sequence, of the token that stands for it."""
+    place = {member: i for i, token in enumerate(tokens) for member in token.members}
+    return [place[prefix + patch] for patch in range(length - prefix)]

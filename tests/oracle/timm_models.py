@@ -1,0 +1,173 @@
+"""Takes timm's VisionTransformer and Eva apart for the oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from timm.layers.pos_embed_sincos import (
+    RotaryEmbeddingCat,
+    RotaryEmbeddingDinoV3,
+    RotaryEmbeddingMixed,
+)
+from timm.models.eva import Eva, EvaBlockPostNorm
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from torch import Tensor, nn
+
+from tests.oracle.core import Parts, Position, Recipe, Rotate, identity
+
+Angles = Callable[[Position], Tensor]
+"""Angles (d,) or (H, d), one per channel, at a position."""
+
+
+def describe_vit(model: VisionTransformer, images: Tensor) -> Recipe:
+    """A VisionTransformer, or a class derived from it, on these pictures."""
+    tokens = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    return Recipe(
+        tokens=tokens,
+        prefix=model.num_prefix_tokens,
+        blocks=[_parts(block, None) for block in model.blocks],
+        finish=lambda x: {"output": model.forward_head(model.norm(x))},
+        features=model.norm,
+    )
+
+
+def describe_eva(model: Eva, images: Tensor) -> Recipe:
+    """An Eva on these pictures, with the positions that its rotary embedding gives to the patches."""
+    tokens = model.norm_pre(model._pos_embed(model.patch_embed(images))[0])
+    height, width = model.patch_embed.dynamic_feat_size((images.shape[-2], images.shape[-1]))
+    turns: list[Angles | None] = [None] * len(model.blocks)
+    positions = None
+    if model.rope is not None:
+        positions = rope_positions(model.rope, height, width)
+        turns = [rope_angles(model.rope, layer) for layer in range(len(model.blocks))]
+    return Recipe(
+        tokens=tokens,
+        prefix=model.num_prefix_tokens,
+        blocks=[_parts(block, turn) for block, turn in zip(model.blocks, turns, strict=True)],
+        finish=lambda x: {"output": model.forward_head(model.norm(x))},
+        features=model.norm,
+        positions=positions,
+    )
+
+
+def rope_positions(rope: nn.Module, height: int, width: int) -> list[Position]:
+    """(row, column) of every patch, row by row, in the unit of the rotary embedding."""
+    cells = [(float(i), float(j)) for i in range(height) for j in range(width)]
+    if isinstance(rope, RotaryEmbeddingMixed):
+        return cells
+    if isinstance(rope, RotaryEmbeddingDinoV3):
+        both = {"max": max(height, width), "min": min(height, width)}
+        tall, wide = both.get(rope.normalize_coords, height), both.get(rope.normalize_coords, width)
+        offset = 0.5 + rope.grid_offset
+        return [(2 * (i + offset) / tall - 1, 2 * (j + offset) / wide - 1) for i, j in cells]
+    assert isinstance(rope, RotaryEmbeddingCat)
+    assert not rope.in_pixels
+    reference = rope.ref_feat_shape or (height, width)
+    offset = rope.grid_offset
+    return [((i + offset) * reference[0] / height, (j + offset) * reference[1] / width) for i, j in cells]
+
+
+def rope_angles(rope: nn.Module, layer: int) -> Angles:
+    """The angle of every channel at a position."""
+    if isinstance(rope, RotaryEmbeddingMixed):
+        frequencies = rope.freqs[:, layer]  # (2, H, d / 2)
+        first = 0 if rope.grid_indexing == "ij" else 1
+
+        def mixed(at: Position) -> Tensor:
+            angles = at[first] * frequencies[0] + at[1 - first] * frequencies[1]
+            return angles.repeat_interleave(2, dim=-1)
+
+        return mixed
+    if isinstance(rope, RotaryEmbeddingDinoV3):
+        periods = rope.periods.double()
+        steps, first = 2 * math.pi / periods, 0
+    else:
+        assert isinstance(rope, RotaryEmbeddingCat)
+        bands = rope.dim // 4
+        steps = torch.tensor([rope.temperature ** (-i / bands) for i in range(bands)], dtype=torch.float64)
+        first = 0 if rope.grid_indexing == "ij" else 1
+
+    def axial(at: Position) -> Tensor:
+        angles = torch.cat([at[first] * steps, at[1 - first] * steps])
+        return torch.cat([angles, angles]) if rope.rotate_half else angles.repeat_interleave(2)
+
+    return axial
+
+
+def _turn(angles: Angles, halves: bool) -> Rotate:
+    """Rotary embedding of one token's heads (H, d): channel c turns with its partner."""
+
+    def rotate(heads: Tensor, at: Position) -> Tensor:
+        angle = angles(at).to(heads.dtype).expand_as(heads)
+        width = heads.shape[-1]
+        columns = []
+        for c in range(width):
+            if halves:
+                partner, sign = (c + width // 2, -1.0) if c < width // 2 else (c - width // 2, 1.0)
+            else:
+                partner, sign = (c + 1, -1.0) if c % 2 == 0 else (c - 1, 1.0)
+            cosine, sine = torch.cos(angle[:, c]), torch.sin(angle[:, c])
+            columns.append(heads[:, c] * cosine + sign * heads[:, partner] * sine)
+        return torch.stack(columns, dim=-1)
+
+    return rotate
+
+
+def _project_heads(attention: nn.Module) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Query, key and value of rows (N, D), as (N, H, d), from a packed or three separate projections."""
+    if attention.qkv is not None:
+        weights = attention.qkv.weight.chunk(3)
+        if attention.qkv.bias is not None:
+            biases = attention.qkv.bias.chunk(3)
+        elif getattr(attention, "q_bias", None) is not None:
+            biases = (attention.q_bias, attention.k_bias, attention.v_bias)
+        else:
+            biases = (None, None, None)
+    else:
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weights, biases = tuple(m.weight for m in linears), tuple(m.bias for m in linears)
+
+    def one(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        def apply(x: Tensor) -> Tensor:
+            y = x @ weight.T if bias is None else x @ weight.T + bias
+            return y.reshape(len(x), -1, attention.head_dim)
+
+        return apply
+
+    return tuple(one(w, b) for w, b in zip(weights, biases, strict=True))
+
+
+def _gain(block: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
+    """LayerScale, whichever way the block keeps it."""
+    gamma = getattr(block, f"gamma_{number}", None)
+    if gamma is None:
+        gamma = getattr(getattr(block, f"ls{number}", None), "gamma", None)
+    return identity if gamma is None else lambda x: x * gamma
+
+
+def _parts(block: nn.Module, angles: Angles | None) -> Parts:
+    attention = block.attn
+    q, k, v = _project_heads(attention)
+    after = isinstance(block, (ResPostBlock, EvaBlockPostNorm))
+    gate = getattr(attention, "gate", None)
+    return Parts(
+        scale=attention.head_dim**-0.5,
+        q=q,
+        k=k,
+        v=v,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        rotate=None if angles is None else _turn(angles, getattr(attention, "rotate_half", False)),
+        inner_norm=attention.norm,
+        gate=None if gate is None else lambda y: torch.sigmoid(gate(y)),
+        project=attention.proj,
+        feed=block.mlp,
+        before_attend=identity if after else block.norm1,
+        after_attend=block.norm1 if after else identity,
+        before_feed=identity if after else block.norm2,
+        after_feed=block.norm2 if after else identity,
+        gain_attend=_gain(block, 1),
+        gain_feed=_gain(block, 2),
+    )

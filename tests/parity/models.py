@@ -1,0 +1,109 @@
+"""The models that parity is proven on: tiny, built from the real classes, every parameter redrawn.
+
+Libraries start LayerScale, biases, registers and norms at values (0, 1, 1e-6) that hide a forgotten branch.
+Here each is drawn from a normal distribution, so that leaving any of them out changes the output visibly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and the shape of the pictures that it is shown."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    size: tuple[int, int]
+    call: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-9  # of the comparison with the oracle in float64
+    bit_equal: bool = True  # whether r=0 gives the very bits of the unpatched model
+
+    def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """A fresh model with redrawn parameters, in evaluation mode."""
+        model = self.build().double()
+        redraw(model, seed=sum(map(ord, self.name)))
+        model = model.to(dtype).eval()
+        if dtype == torch.float64:
+            rebuild_rotary_tables(model)
+        return model
+
+    def images(self, dtype: torch.dtype = torch.float64, batch: int = 2) -> Tensor:
+        """Random pictures, the same at every call."""
+        generator = torch.Generator().manual_seed(7)
+        return torch.randn(batch, 3, *self.size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@torch.no_grad()
+def redraw(model: nn.Module, seed: int) -> None:
+    """Draw every parameter (and the key bias that timm's Eva keeps as a buffer) anew."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+
+    for name, parameter in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        if last in ("gamma", "gamma_1", "gamma_2", "lambda1") or (last == "weight" and parameter.ndim == 1):
+            parameter.copy_(1 + 0.3 * normal(parameter))
+        elif last == "weight":
+            parameter.copy_(normal(parameter) / parameter[0].numel() ** 0.5)
+        elif last == "freqs":
+            # Numbers that float32 holds as well: timm computes mixed rotary positions in float32.
+            parameter.copy_((0.5 * normal(parameter)).float())
+        elif parameter.ndim == 1:
+            parameter.copy_(0.5 * normal(parameter))
+        else:
+            parameter.copy_(normal(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("k_bias"):
+            buffer.copy_(0.5 * normal(buffer))
+
+
+def rebuild_rotary_tables(model: nn.Module) -> None:
+    """timm computes its tables of sines in float32; give a float64 model tables of its own precision."""
+    from timm.layers.pos_embed_sincos import (
+        RotaryEmbeddingCat,
+        RotaryEmbeddingDinoV3,
+        RotaryEmbeddingMixed,
+        build_rotary_pos_embed,
+    )
+
+    rope = getattr(model, "rope", None)
+    if isinstance(rope, RotaryEmbeddingCat) and rope.pos_embed is not None:
+        table = build_rotary_pos_embed(
+            rope.feat_shape,
+            bands=rope._compute_bands(dtype=torch.float64),
+            in_pixels=rope.in_pixels,
+            ref_feat_shape=rope.ref_feat_shape,
+            grid_offset=rope.grid_offset,
+            grid_indexing=rope.grid_indexing,
+            rotate_half=rope.rotate_half,
+            dtype=torch.float64,
+        )
+        rope.pos_embed = torch.cat(table, dim=-1)
+    elif isinstance(rope, RotaryEmbeddingDinoV3) and rope.pos_embed_cached is not None:
+        rope.pos_embed_cached = rope._create_embed(rope.feat_shape, no_aug=True)
+    elif isinstance(rope, RotaryEmbeddingMixed) and rope.t_x is not None:
+        # Multiplied by frequencies that timm turns into float32 whatever the model's precision.
+        rope.t_x, rope.t_y = rope.t_x.float(), rope.t_y.float()
+
+
+def outputs_of(result: Any) -> dict[str, Tensor]:
+    """The tensors of a model's output by name; timm gives a bare tensor."""
+    if isinstance(result, Tensor):
+        return {"output": result}
+    return {name: value for name, value in result.items() if isinstance(value, Tensor)}
+
+
+def by_name(cases: list[Case]) -> dict[str, Case]:
+    """The cases as a dict; names must differ."""
+    table = {case.name: case for case in cases}
+    assert len(table) == len(cases)
+    return table

@@ -1,0 +1,94 @@
+"""The transformers library's models, held against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import vitrail
+from tests.oracle import describe
+from tests.parity.checks import (
+    SETTINGS,
+    Setting,
+    ask_oracle,
+    check_against_oracle,
+    check_nothing_merged,
+    check_removal,
+)
+from tests.parity.models_transformers import CASES
+from vitrail.errors import UnsupportedInput
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@every_case
+def test_nothing_merged_is_the_model_itself(name: str) -> None:
+    check_nothing_merged(CASES[name])
+
+
+@every_case
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_outputs_and_groups_are_the_oracles(name: str, setting: str) -> None:
+    check_against_oracle(CASES[name], SETTINGS[setting])
+
+
+@pytest.mark.parametrize("r", range(11))
+@pytest.mark.parametrize("name", ["vit", "deit-teacher", "registers"])
+def test_every_r_up_to_the_cap_and_beyond(name: str, r: int) -> None:
+    check_against_oracle(CASES[name], Setting(r))
+
+
+@every_case
+def test_removal_gives_the_model_back(name: str) -> None:
+    check_removal(CASES[name])
+
+
+@every_case
+def test_hidden_states_come_out_at_full_length(name: str) -> None:
+    case = CASES[name]
+    model, images = case.model(), case.images()
+    expected, options = ask_oracle(model, case, images, SETTINGS["steady"])
+    with torch.no_grad():
+        entering = describe(model, images, **case.call).tokens
+        plain = model(images, output_hidden_states=True, **case.call).hidden_states
+        with vitrail.merge(model, **options):
+            hidden = model(images, output_hidden_states=True, **case.call).hidden_states
+    assert len(hidden) == len(plain) == 1 + len(expected.hidden)
+    for actual, wanted in zip(hidden, [entering, *expected.hidden], strict=True):
+        assert actual.shape == wanted.shape
+        assert torch.allclose(actual, wanted, rtol=0, atol=case.tolerance)
+
+
+@every_case
+def test_a_tuple_instead_of_names(name: str) -> None:
+    case = CASES[name]
+    model, images = case.model(), case.images()
+    expected, options = ask_oracle(model, case, images, SETTINGS["steady"])
+    with torch.no_grad(), vitrail.merge(model, **options):
+        first = model(images, return_dict=False, **case.call)[0]
+    wanted = next(iter(expected.outputs.values()))
+    assert torch.allclose(first, wanted, rtol=0, atol=case.tolerance)
+
+
+@pytest.mark.parametrize("name", ["vit", "deit", "dinov2-wide", "registers"])
+def test_tokens_stay_merged_on_request(name: str) -> None:
+    case = CASES[name]
+    model, images = case.model(), case.images()
+    expected, options = ask_oracle(model, case, images, SETTINGS["steady"])
+    with torch.no_grad():
+        with vitrail.merge(model, **options, unmerge=False):
+            tokens = model(images).last_hidden_state
+        assert torch.allclose(tokens, model.layernorm(expected.merged), rtol=0, atol=case.tolerance)
+
+
+@every_case
+def test_attention_maps_are_refused(name: str) -> None:
+    case = CASES[name]
+    model, images = case.model(), case.images()
+    with torch.no_grad(), vitrail.merge(model, r=2):
+        with pytest.raises(UnsupportedInput):
+            model(images, output_attentions=True, **case.call)
+        after = model(images, **case.call)
+    expected, _ = ask_oracle(model, case, images, Setting(2))
+    wanted = next(iter(expected.outputs.values()))
+    assert torch.allclose(after[0], wanted, rtol=0, atol=case.tolerance)

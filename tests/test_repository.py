@@ -1,0 +1,125 @@
+"""The promises of the repository itself: versions agree, the import is lean, the README tells the truth."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vitrail
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Packages that come with an extra, or that only some features need: `import vitrail` must not pay for them.
+NOT_AT_IMPORT = {
+    *("PIL", "matplotlib", "open_clip", "peft", "rich", "safetensors", "scipy", "sklearn"),
+    *("timm", "torchaudio", "torchvision", "transformers", "typer"),
+}
+
+# Spelt in halves, so that this file passes its own test.
+FORBIDDEN = ["/wo" + "rk/", "/ro" + "ot/", "extra-index" + "-url"]
+
+IMPORT_PROBE = """
+import json, sys
+import torch
+before = set(sys.modules)
+import vitrail
+added = sorted(set(sys.modules) - before)
+loaded = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps({"added": added, "loaded": loaded, "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+def readme_blocks(language: str) -> list[tuple[int, str]]:
+    """Line number and text of README's code blocks in one language, less those after `<!-- no-test -->`."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    fence = re.compile(
+        rf"^(?P<skip><!-- no-test -->\s*\n)?^```{language}\n(?P<code>.*?)^```\s*$", re.DOTALL | re.MULTILINE
+    )
+    return [
+        (text.count("\n", 0, block.start("code")) + 1, block["code"])
+        for block in fence.finditer(text)
+        if block["skip"] is None
+    ]
+
+
+@pytest.fixture(scope="module")
+def fresh_import() -> dict[str, Any]:
+    """What `import vitrail` does to a new interpreter."""
+    run = subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True)
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def test_newest_changelog_entry_is_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## \[?(\d+\.\d+\.\d+[^\]\s]*)\]?", text, re.MULTILINE)
+    assert released[0] == vitrail.__version__
+
+
+def test_import_loads_nothing_optional(fresh_import: dict[str, Any]) -> None:
+    assert NOT_AT_IMPORT.isdisjoint(fresh_import["loaded"])
+
+
+def test_import_adds_only_our_own_modules_to_torch(fresh_import: dict[str, Any]) -> None:
+    top = {name.partition(".")[0] for name in fresh_import["added"]}
+    assert top - set(sys.stdlib_module_names) - {"torch"} == {"vitrail"}
+
+
+def test_import_stays_fast(fresh_import: dict[str, Any]) -> None:
+    """The compiler takes seconds to load; whoever compiles pays for it then."""
+    slow = re.compile(r"torch\._(dynamo|inductor)\b|torch\.(onnx|distributed\.fsdp)\b|sympy\b")
+    assert [name for name in fresh_import["added"] if slow.match(name)] == []
+
+
+def test_import_leaves_cuda_alone(fresh_import: dict[str, Any]) -> None:
+    assert fresh_import["cuda"] is False
+
+
+@pytest.mark.parametrize("name", sorted(set(vitrail.__all__) - {"__version__"}))
+def test_public_name_exists_and_explains_itself(name: str) -> None:
+    value = getattr(vitrail, name)
+    # A class's own docstring, not its parent's, nor the signature that @dataclass writes when there is none.
+    doc = vars(value).get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
+    assert doc, f"vitrail.{name} has no docstring"
+    assert not doc.startswith(f"{name}("), f"vitrail.{name} has only a generated docstring"
+
+
+def test_public_names_are_listed_once() -> None:
+    assert len(vitrail.__all__) == len(set(vitrail.__all__))
+
+
+def test_readme_begins_with_the_two_commands() -> None:
+    code = "".join(text for _, text in readme_blocks("(?:sh|bash|console)"))
+    commands = [line.partition("#")[0].strip().removeprefix("$ ") for line in code.splitlines()]
+    assert [command for command in commands if command][:2] == ["make demo", "make test"]
+
+
+def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = readme_blocks("python")
+    assert blocks, "README.md has no Python example"
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for line, code in blocks:
+        # The padding makes a traceback name README's own line.
+        exec(compile("\n" * (line - 1) + code, str(ROOT / "README.md"), "exec"), namespace)
+
+
+def test_no_file_names_one_machine() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout, to know which files belong to the repository")
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    files = [ROOT / name for name in names if name and (ROOT / name).is_file()]
+    assert files
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in files
+        for word in FORBIDDEN
+        if word.encode() in path.read_bytes()
+    ]
+    assert found == []

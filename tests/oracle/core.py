@@ -44,9 +44,7 @@ class Parts:
     k_norm: Callable[[Tensor], Tensor] = identity
     rotate: Rotate | None = None
     inner_norm: Callable[[Tensor], Tensor] = identity  # on the concatenated heads, before the projection
-    gate: Callable[[Tensor], Tensor] | None = (
-        None  # from the attention's input, multiplies the concatenated heads
-    )
+    gate: Callable[[Tensor], Tensor] | None = None  # from the attention's input, multiplies the concatenated heads
     before_attend: Callable[[Tensor], Tensor] = identity
     after_attend: Callable[[Tensor], Tensor] = identity
     before_feed: Callable[[Tensor], Tensor] = identity
@@ -173,12 +171,8 @@ def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool
     metric = matching_metric(k)
     if parts.rotate is not None:
         places = [position(t, recipe) for t in tokens]
-        q = torch.stack(
-            [row if p is None else parts.rotate(row, p) for row, p in zip(q, places, strict=True)]
-        )
-        k = torch.stack(
-            [row if p is None else parts.rotate(row, p) for row, p in zip(k, places, strict=True)]
-        )
+        q = torch.stack([row if p is None else parts.rotate(row, p) for row, p in zip(q, places, strict=True)])
+        k = torch.stack([row if p is None else parts.rotate(row, p) for row, p in zip(k, places, strict=True)])
     bias = x.new_tensor([math.log(t.size) if proportional else 0.0 for t in tokens])
     heads, shared = q.shape[1], q.shape[1] // k.shape[1]
     rows = []
@@ -239,9 +233,7 @@ def possible(tokens: list[Token], shield: set[int], wanted: int) -> int:
     return min(wanted, free // 2, len(edges(tokens, flat, shield)))
 
 
-def merge(
-    tokens: list[Token], metric: list[list[float]], shield: set[int], count: int, order: str
-) -> list[Token]:
+def merge(tokens: list[Token], metric: list[list[float]], shield: set[int], count: int, order: str) -> list[Token]:
     """Merge the `count` most similar edges (the first of equals) and put what is left in order."""
     if count <= 0:
         return tokens

@@ -99,18 +99,17 @@ def rope_angles(rope: nn.Module, layer: int) -> Angles:
 def _turn(angles: Angles, halves: bool) -> Rotate:
     """Rotary embedding of one token's heads (H, d): channel c turns with its partner."""
 
+    def partner_of(c: int, width: int) -> tuple[int, float]:
+        if halves:
+            return (c + width // 2, -1.0) if c < width // 2 else (c - width // 2, 1.0)
+        return (c + 1, -1.0) if c % 2 == 0 else (c - 1, 1.0)
+
     def rotate(heads: Tensor, at: Position) -> Tensor:
-        angle = angles(at).to(heads.dtype).expand_as(heads)
-        width = heads.shape[-1]
-        columns = []
-        for c in range(width):
-            if halves:
-                partner, sign = (c + width // 2, -1.0) if c < width // 2 else (c - width // 2, 1.0)
-            else:
-                partner, sign = (c + 1, -1.0) if c % 2 == 0 else (c - 1, 1.0)
-            cosine, sine = torch.cos(angle[:, c]), torch.sin(angle[:, c])
-            columns.append(heads[:, c] * cosine + sign * heads[:, partner] * sine)
-        return torch.stack(columns, dim=-1)
+        angle = angles(at).to(heads.dtype)
+        pairs = [partner_of(c, heads.shape[-1]) for c in range(heads.shape[-1])]
+        signs = heads.new_tensor([sign for _, sign in pairs])
+        across = heads[:, [partner for partner, _ in pairs]]
+        return heads * torch.cos(angle) + signs * across * torch.sin(angle)
 
     return rotate
 

@@ -36,9 +36,7 @@ def gated(attention: type[nn.Module], **options: Any) -> nn.Module:
     """A sigmoid gate on the attention's output, which the model's constructor does not offer."""
     model = eva(**ROTARY)
     for block in model.blocks:
-        block.attn = attention(
-            64, 4, gated=True, qk_norm=True, scale_norm=True, norm_layer=LayerNorm, **options
-        )
+        block.attn = attention(64, 4, gated=True, qk_norm=True, scale_norm=True, norm_layer=LayerNorm, **options)
     return model
 
 
@@ -68,19 +66,13 @@ CASES = by_name(
         Case("cat-dynamic", partial(eva, **ROTARY, dynamic_img_size=True), (24, 56), tolerance=1e-5),
         Case(
             "registers-no-class",
-            partial(
-                eva, **ROTARY, attn_type="rope", class_token=False, num_reg_tokens=1, no_embed_class=True
-            ),
+            partial(eva, **ROTARY, attn_type="rope", class_token=False, num_reg_tokens=1, no_embed_class=True),
             SQUARE,
         ),
         Case("no-prefix", partial(eva, **ROTARY, class_token=False, use_abs_pos_emb=False), SQUARE),
-        Case(
-            "dinov3", partial(eva, **DINOV3, num_reg_tokens=4, init_values=1e-5, no_embed_class=True), SQUARE
-        ),
+        Case("dinov3", partial(eva, **DINOV3, num_reg_tokens=4, init_values=1e-5, no_embed_class=True), SQUARE),
         Case("dinov3-dynamic", partial(eva, **DINOV3, num_reg_tokens=3, dynamic_img_size=True), WIDE),
-        Case(
-            "dinov3-xy", partial(eva, **DINOV3, rope_grid_indexing="xy", img_size=WIDE, swiglu_mlp=True), WIDE
-        ),
+        Case("dinov3-xy", partial(eva, **DINOV3, rope_grid_indexing="xy", img_size=WIDE, swiglu_mlp=True), WIDE),
         Case(
             "mixed-xy",
             partial(eva, **MIXED, rope_grid_indexing="xy", img_size=WIDE, init_values=0.1),
@@ -110,9 +102,7 @@ CASES = by_name(
             ),
             SQUARE,
         ),
-        Case(
-            "qk-norm", partial(eva, **ROTARY, attn_type="rope", qk_norm=True, scale_attn_inner=True), SQUARE
-        ),
+        Case("qk-norm", partial(eva, **ROTARY, attn_type="rope", qk_norm=True, scale_attn_inner=True), SQUARE),
         Case("gated-eva", partial(gated, EvaAttention, num_prefix_tokens=1), SQUARE),
         Case("gated-rope", partial(gated, AttentionRope, num_prefix_tokens=1), SQUARE),
         Case(

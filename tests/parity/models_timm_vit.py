@@ -38,9 +38,7 @@ def gated() -> nn.Module:
     """A sigmoid gate on the attention's output, which the blocks' constructor does not offer."""
     model = vit(depth=4)
     for block in model.blocks:
-        block.attn = Attention(
-            32, 2, qkv_bias=True, gated=True, qk_norm=True, scale_norm=True, norm_layer=LayerNorm
-        )
+        block.attn = Attention(32, 2, qkv_bias=True, gated=True, qk_norm=True, scale_norm=True, norm_layer=LayerNorm)
     return model
 
 
@@ -66,9 +64,7 @@ CASES = by_name(
         Case("avgmax", partial(vit, global_pool="avgmax", fc_norm=False), SQUARE),
         Case("max", partial(vit, global_pool="max"), SQUARE),
         Case("map", partial(vit, class_token=False, global_pool="map"), SQUARE),
-        Case(
-            "map-with-prefix", partial(vit, global_pool="map", pool_include_prefix=True, fc_norm=True), SQUARE
-        ),
+        Case("map-with-prefix", partial(vit, global_pool="map", pool_include_prefix=True, fc_norm=True), SQUARE),
         Case("refined-pool", partial(vit, global_pool="prr"), SQUARE),
         Case("tokens-out", partial(vit, global_pool="", num_classes=0), SQUARE),
         Case("no-positions", partial(vit, pos_embed="none"), SQUARE),

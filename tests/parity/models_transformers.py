@@ -58,9 +58,7 @@ CASES = by_name(
         Case("dinov2", partial(build, hf.Dinov2Model), SQUARE),
         Case("dinov2-wide", partial(build, hf.Dinov2Model), (24, 56)),
         Case("dinov2-head", partial(build, hf.Dinov2ForImageClassification, use_swiglu_ffn=True), SQUARE),
-        Case(
-            "dinov2-eager", partial(build, hf.Dinov2ForImageClassification, "eager"), SQUARE, bit_equal=False
-        ),
+        Case("dinov2-eager", partial(build, hf.Dinov2ForImageClassification, "eager"), SQUARE, bit_equal=False),
         Case("registers", partial(build, hf.Dinov2WithRegistersModel, num_register_tokens=4), SQUARE),
         Case(
             "registers-swiglu",

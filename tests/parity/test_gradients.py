@@ -51,12 +51,13 @@ def test_gradients_are_the_oracles(library: str, case: Case, protect: str) -> No
     vitrail.merge(model, **options)
     actual = gradients(model, outputs_of(model(images, **case.call)))
     assert actual.keys() == expected.keys()
-    moved = 0
     for name, wanted in expected.items():
         if wanted is None:
             assert actual[name] is None or not actual[name].any(), name
             continue
         scale = max(1.0, wanted.abs().max().item())
         assert (actual[name] - wanted).abs().max().item() < 10 * case.tolerance * scale, name
-        moved += int(wanted.abs().max().item() > 1e-6)
-    assert moved >= len(expected) - 3, "nearly every parameter must take part"
+        # The softmax does not see what is added to all of a query's logits alike.
+        assert name.endswith(("k_proj.bias", "k_norm.bias")) or wanted.abs().max().item() > 1e-6, (
+            f"{name} plays no part"
+        )

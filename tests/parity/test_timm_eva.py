@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import vitrail
+from tests.oracle import describe, run
 from tests.parity.checks import (
     SETTINGS,
     Setting,
@@ -17,7 +20,7 @@ from tests.parity.checks import (
     check_removal,
 )
 from tests.parity.models import Case
-from tests.parity.models_timm_eva import CASES, eva, named
+from tests.parity.models_timm_eva import CASES, DINOV3, ROTARY, eva, named
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -100,6 +103,67 @@ def test_features_stay_merged_on_request(name: str) -> None:
         features = model.forward_features(images)
     with torch.no_grad():
         assert torch.allclose(features, model.norm(expected.merged), rtol=0, atol=case.tolerance)
+
+
+def test_coordinates_jittered_in_training_are_the_ones_that_merge() -> None:
+    """In training DINOv3 stretches coordinates at random; merged tokens sit between the stretched ones."""
+    options = {"rope_shift_coords": 0.5, "rope_jitter_coords": 2.0, "rope_rescale_coords": 2.0}
+    case = Case("jitter", partial(eva, **DINOV3, **options, num_reg_tokens=2), (32, 32))
+    model, images = case.model().train(), case.images()
+    with torch.no_grad():
+        torch.manual_seed(3)
+        plain = model(images)
+        torch.manual_seed(3)
+        with vitrail.merge(model, r=0):
+            assert torch.allclose(model(images), plain, rtol=0, atol=1e-9)
+        recipe = describe(model, images)
+        torch.manual_seed(3)
+        coordinates = model.rope._apply_coord_augs(torch.tensor(recipe.positions, dtype=torch.float32))
+        expected = run(replace(recipe, positions=coordinates.tolist()), 3)
+        merging = vitrail.merge(model, r=3)
+        torch.manual_seed(3)
+        with merging.track() as trace:
+            output = model(images)
+    assert trace.groups.tolist() == expected.groups
+    assert torch.allclose(output, expected.outputs["output"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [ROTARY, DINOV3], ids=["cat", "dinov3"])
+def test_patches_dropped_in_training_keep_their_positions(kind: dict[str, Any]) -> None:
+    """In training each picture may lose patches of its own; those left are still where they were."""
+    case = Case("drop", partial(eva, **kind, patch_drop_rate=0.25), (32, 32))
+    model, images = case.model(), case.images()
+    with torch.no_grad():
+        recipe = describe(model, images)
+        model.train()
+        torch.manual_seed(5)
+        tokens, kept = model.patch_drop(recipe.tokens)
+        alone = [
+            run(replace(recipe, tokens=row[None], positions=[recipe.positions[i] for i in patches]), 2)
+            for row, patches in zip(tokens, kept.tolist(), strict=True)
+        ]
+        merging = vitrail.merge(model, r=2)
+        torch.manual_seed(5)
+        with merging.track() as trace:
+            output = model(images)
+    assert trace.groups.tolist() == [expected.groups[0] for expected in alone]
+    wanted = torch.cat([expected.outputs["output"] for expected in alone])
+    assert torch.allclose(output, wanted, rtol=0, atol=1e-9)
+
+
+@every_case
+def test_layers_before_the_first_merge_are_the_models_own(name: str) -> None:
+    """No shortcut: a model that merges in its last layer only still runs its first layers to the bit."""
+    case = CASES[name]
+    model, images = case.model(torch.float32), case.images(torch.float32)
+    ask = {"output_fmt": "NLC", "intermediates_only": True}
+    with torch.no_grad():
+        before = model.forward_intermediates(images, **ask)
+        with vitrail.merge(model, r=[0] * (len(before) - 1) + [2]):
+            after = model.forward_intermediates(images, **ask)
+    for own, patched in zip(before[:-1], after[:-1], strict=True):
+        assert torch.equal(patched, own)
+    assert (after[-1] - before[-1]).abs().max() > 1e-3
 
 
 def test_resolution_may_change_between_calls() -> None:

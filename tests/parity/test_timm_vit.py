@@ -106,6 +106,34 @@ def test_a_stopped_pass_leaves_nothing_behind() -> None:
     assert torch.allclose(output, expected.outputs["output"], rtol=0, atol=case.tolerance)
 
 
+def test_r_may_change_between_calls() -> None:
+    case = CASES["class-even"]
+    model, images = case.model(), case.images()
+    settings = [Setting(2), Setting((5, 1)), Setting(0), Setting(3)]
+    answers = [ask_oracle(model, case, images, setting) for setting in settings]
+    merging = vitrail.merge(model, r=1)
+    for expected, options in answers:
+        merging.r = options["r"]
+        with torch.no_grad():
+            output = model(images)
+        assert torch.allclose(output, expected.outputs["output"], rtol=0, atol=case.tolerance)
+
+
+@every_case
+def test_layers_before_the_first_merge_are_the_models_own(name: str) -> None:
+    """No shortcut: a model that merges in its last layer only still runs its first layers to the bit."""
+    case = CASES[name]
+    model, images = case.model(torch.float32), case.images(torch.float32)
+    ask = {"output_fmt": "NLC", "intermediates_only": True}
+    with torch.no_grad():
+        before = model.forward_intermediates(images, **ask)
+        with vitrail.merge(model, r=[0] * (len(before) - 1) + [2]):
+            after = model.forward_intermediates(images, **ask)
+    for own, patched in zip(before[:-1], after[:-1], strict=True):
+        assert torch.equal(patched, own) if case.bit_equal else torch.allclose(patched, own, atol=5e-5)
+    assert (after[-1] - before[-1]).abs().max() > 1e-3
+
+
 def test_resolution_may_change_between_calls() -> None:
     """One patched dynamic model, pictures of several shapes."""
     case = CASES["dynamic"]

@@ -60,6 +60,20 @@ def test_hidden_states_come_out_at_full_length(name: str) -> None:
 
 
 @every_case
+def test_layers_before_the_first_merge_are_the_models_own(name: str) -> None:
+    """No shortcut: a model that merges in its last layer only still runs its first layers to the bit."""
+    case = CASES[name]
+    model, images = case.model(torch.float32), case.images(torch.float32)
+    with torch.no_grad():
+        before = model(images, output_hidden_states=True, **case.call).hidden_states
+        with vitrail.merge(model, r=[0, 0, 2]):
+            after = model(images, output_hidden_states=True, **case.call).hidden_states
+    for own, patched in zip(before[:-1], after[:-1], strict=True):
+        assert torch.equal(patched, own) if case.bit_equal else torch.allclose(patched, own, atol=5e-5)
+    assert (after[-1] - before[-1]).abs().max() > 1e-3
+
+
+@every_case
 def test_a_tuple_instead_of_names(name: str) -> None:
     case = CASES[name]
     model, images = case.model(), case.images()

@@ -44,9 +44,9 @@ def slow_glass(pixels: np.ndarray, groups: np.ndarray) -> np.ndarray:
     width=st.integers(1, 17),
     groups=st.integers(1, 5).flatmap(
         lambda rows: st.integers(1, 5).flatmap(
-            lambda columns: st.lists(
-                st.integers(-3, 3), min_size=rows * columns, max_size=rows * columns
-            ).map(lambda ids: np.array(ids).reshape(rows, columns))
+            lambda columns: st.lists(st.integers(-3, 3), min_size=rows * columns, max_size=rows * columns).map(
+                lambda ids: np.array(ids).reshape(rows, columns)
+            )
         )
     ),
 )
@@ -127,9 +127,7 @@ def test_bends_are_closed_and_corners_rounded() -> None:
         ((64, 64), (32, 32), 0.4),
     ],
 )
-def test_default_leads_grow_with_the_picture(
-    size: tuple[int, int], grid: tuple[int, int], width: float
-) -> None:
+def test_default_leads_grow_with_the_picture(size: tuple[int, int], grid: tuple[int, int], width: float) -> None:
     groups = np.broadcast_to(np.arange(grid[1]), grid)
     row = 250 - glass(np.full((*size, 3), 250, dtype=np.uint8), groups)[size[0] // 2, :, 0].astype(float)
     assert row.sum() / (250 - LEAD_COLOUR[0]) / (grid[1] - 1) == pytest.approx(width, rel=0.1)
@@ -146,9 +144,7 @@ def test_every_pane_shows_its_colour_even_on_the_finest_grid() -> None:
 def test_a_picture_painted_in_strips_has_no_seams() -> None:
     """A tall picture takes several strips; turned on its side it takes one, and must be the same."""
     pixels, groups = noise(700, 90), np.random.default_rng(1).integers(0, 4, (20, 5))
-    np.testing.assert_array_equal(
-        glass(pixels, groups), glass(pixels.transpose(1, 0, 2), groups.T).transpose(1, 0, 2)
-    )
+    np.testing.assert_array_equal(glass(pixels, groups), glass(pixels.transpose(1, 0, 2), groups.T).transpose(1, 0, 2))
 
 
 def test_the_picture_keeps_its_size_and_is_not_changed() -> None:
@@ -181,9 +177,7 @@ def test_wrong_lead_is_an_error(lead: float) -> None:
 
 def test_lead_wider_than_a_cell_is_as_wide_as_a_cell() -> None:
     pixels = noise(40, 40)
-    np.testing.assert_array_equal(
-        glass(pixels, [[0, 1], [2, 3]], lead=99), glass(pixels, [[0, 1], [2, 3]], lead=20)
-    )
+    np.testing.assert_array_equal(glass(pixels, [[0, 1], [2, 3]], lead=99), glass(pixels, [[0, 1], [2, 3]], lead=20))
 
 
 def test_empty_picture_is_an_error() -> None:

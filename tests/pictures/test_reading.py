@@ -35,12 +35,7 @@ def png(width: int, height: int, *, kind: int = 2, data: bytes = b"") -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
     header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(data))
-        + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
 # ---------------------------------------------------------------- good pictures
@@ -151,9 +146,7 @@ def test_orientation_is_applied_to_jpeg_and_not_twice(tmp_path: Path) -> None:
 
 
 def test_broken_exif_does_not_cost_the_picture(tmp_path: Path) -> None:
-    path = save(
-        tmp_path / "a.png", Image.new("RGB", (2, 1), RED), exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01"
-    )
+    path = save(tmp_path / "a.png", Image.new("RGB", (2, 1), RED), exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01")
     assert pixels(path) == [RED, RED]
 
 
@@ -238,9 +231,7 @@ def test_size_limit_is_checked_before_decoding(tmp_path: Path, monkeypatch: pyte
         read_picture(path)
 
 
-def test_pictures_up_to_the_limit_are_read_without_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_up_to_the_limit_are_read_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "a.png", Image.new("RGB", (4, 3)))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 8)  # Pillow warns from here on, and refuses from 16
     assert read_picture(path).size == (4, 3)

@@ -33,7 +33,10 @@ class Found:
 def find(model: nn.Module) -> Found:
     """Find the one supported trunk in a model: the model itself, or a part of it."""
     kinds = {kind: adapter for library in _loaded() for kind, adapter in library.trunks().items()}
-    trunks = [(name, part) for name, part in model.named_modules() if isinstance(part, tuple(kinds))]
+    known = tuple(kinds)
+    trunks: list[tuple[str, nn.Module]] = [
+        (name, part) for name, part in model.named_modules() if issubclass(type(part), known)
+    ]
     if not trunks:
         raise UnsupportedModel(
             f"{type(model).__name__} is not a supported model and has none inside; supported are "

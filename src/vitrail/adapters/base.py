@@ -20,6 +20,15 @@ from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.tokens import TokenLayout
 
 
+def forward_class(module: nn.Module) -> type:
+    """Give the class whose ``forward`` a module runs.
+
+    Modules are recognised by it: wrappers such as FSDP put a class in front that leaves ``forward`` alone, while
+    one that changes it is another kind of module.
+    """
+    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
 class BlockCall(NamedTuple):
     """What a block was called with beside its tokens."""
 
@@ -98,9 +107,9 @@ class BlockAdapter(ABC):
         """Rotate queries or keys (B, H, N, d) by a table for the last tokens of the sequence."""
         raise NotImplementedError
 
-    @abstractmethod
-    def attention_scale(self, block: nn.Module) -> float:
-        """Factor of the attention scores."""
+    def attention_scale(self, block: nn.Module) -> float | None:
+        """Factor of the attention scores; None where the library leaves it to the attention function, 1/√d."""
+        return None
 
     @abstractmethod
     def attention_dropout(self, block: nn.Module) -> float:
@@ -155,6 +164,10 @@ class TrunkAdapter(ABC):
         """Give the token layout for inputs of a size in pixels, or of the model's own size."""
 
     @abstractmethod
+    def resizes(self, trunk: nn.Module) -> bool:
+        """Whether the model takes inputs of other sizes than its own."""
+
+    @abstractmethod
     def preprocessing(self, trunk: nn.Module) -> Preprocessing:
         """What the model expects of a picture."""
 
@@ -169,7 +182,7 @@ class TrunkAdapter(ABC):
     def patch_parts(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Give the modules outside the blocks whose weights multiply every patch (embedding, attention pooling)."""
 
-    def check(self, trunk: nn.Module) -> None:
+    def check(self, trunk: nn.Module) -> None:  # noqa: B027  (most trunks have nothing more to check)
         """Raise ``UnsupportedModel`` where something beside the blocks cannot be handled."""
 
     def rotary(self, trunk: nn.Module, grid: tuple[int, int, int]) -> Rotary | None:

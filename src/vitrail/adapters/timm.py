@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, Rotary, TrunkAdapter
+from vitrail.adapters.base import BlockAdapter, BlockCall, Rotary, TrunkAdapter, forward_class
 from vitrail.adapters.passes import open_pass
 from vitrail.adapters.timm_rotary import ROTARY
 from vitrail.errors import ModelLoadError, UnsupportedModel
@@ -50,9 +50,6 @@ class TimmBlock(BlockAdapter):
         packed = attention.qkv(h).reshape(batch, length, 3, attention.num_heads, attention.head_dim)
         q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         return attention.q_norm(q), attention.k_norm(k), v
-
-    def attention_scale(self, block: Any) -> float:
-        return block.attn.scale
 
     def attention_dropout(self, block: Any) -> float:
         return block.attn.attn_drop.p if block.attn.training else 0.0
@@ -114,7 +111,7 @@ class TimmEvaBlock(TimmBlock):
         attention = block.attn
         batch, length, _ = h.shape
         if attention.qkv is None:
-            parts = (attention.q_proj(h), attention.k_proj(h), attention.v_proj(h))
+            parts: tuple[Tensor, ...] = (attention.q_proj(h), attention.k_proj(h), attention.v_proj(h))
         else:
             parts = _packed_qkv(attention, h).chunk(3, -1)
         q, k, v = (part.reshape(batch, length, -1, attention.head_dim).transpose(1, 2) for part in parts)
@@ -193,6 +190,9 @@ class TimmVisionTransformer(TrunkAdapter):
         grid = embed.grid_size if size is None else embed.dynamic_feat_size(size)
         return TokenLayout.of(*special, grid=(1, *grid))
 
+    def resizes(self, trunk: Any) -> bool:
+        return trunk.dynamic_img_size
+
     def preprocessing(self, trunk: Any) -> Preprocessing:
         given = getattr(trunk, "pretrained_cfg", None) or {}
         size = trunk.patch_embed.img_size or given.get("input_size", (3, 224, 224))[-2:]
@@ -203,8 +203,8 @@ class TimmVisionTransformer(TrunkAdapter):
         return TimmEntryPoints
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
-        pool = trunk.attn_pool
-        return (trunk.patch_embed,) if pool is None else (trunk.patch_embed, pool.kv)
+        pool = getattr(trunk.attn_pool, "kv", None)  # other poolings have no weights for patches
+        return (trunk.patch_embed,) if pool is None else (trunk.patch_embed, pool)
 
 
 class TimmEva(TimmVisionTransformer):
@@ -231,14 +231,14 @@ class TimmEva(TimmVisionTransformer):
         return ROTARY[type(trunk.rope).__name__](trunk.rope, grid[1:], dropped)
 
 
-def _known_block(block: nn.Module, known: dict[type, BlockAdapter], attentions: tuple[type, ...]) -> BlockAdapter:
-    adapter = known.get(type(block))
+def _known_block(block: Any, known: dict[type, BlockAdapter], attentions: tuple[type, ...]) -> BlockAdapter:
+    adapter = known.get(forward_class(block))
     if adapter is None:
         raise UnsupportedModel(
             f"blocks of class {type(block).__name__} are not supported: Vitrail merges between attention and MLP, "
             f"and knows {', '.join(kind.__name__ for kind in known)} of timm"
         )
-    if type(block.attn) not in attentions:
+    if forward_class(block.attn) not in attentions:
         raise UnsupportedModel(
             f"attention of class {type(block.attn).__name__} is not supported in {type(block).__name__}; "
             f"supported are {', '.join(kind.__name__ for kind in attentions)}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, TrunkAdapter
+from vitrail.adapters.base import BlockAdapter, BlockCall, TrunkAdapter, forward_class
 from vitrail.adapters.passes import open_pass
 from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
@@ -155,8 +155,9 @@ class TransformersTrunk(TrunkAdapter):
         return list(trunk.layers)
 
     def block_adapter(self, block: nn.Module) -> BlockAdapter:
-        adapter = _BLOCKS.get(type(block).__name__)
-        if adapter is None or not type(block).__module__.startswith("transformers."):
+        kind = forward_class(block)
+        adapter = _BLOCKS.get(kind.__name__)
+        if adapter is None or not kind.__module__.startswith("transformers."):
             raise UnsupportedModel(
                 f"layers of class {type(block).__name__} are not supported; of transformers, Vitrail knows "
                 f"{', '.join(_BLOCKS)}"
@@ -172,6 +173,9 @@ class TransformersTrunk(TrunkAdapter):
     def special(self, trunk: Any) -> tuple[tuple[Role, int], ...]:
         """Give the special tokens in their order."""
         return ((Role.CLASS, 1),)
+
+    def resizes(self, trunk: Any) -> bool:
+        return True
 
     def preprocessing(self, trunk: Any) -> Preprocessing:
         size = trunk.config.image_size

@@ -28,6 +28,4 @@ def proportional_attention(
         dropout: probability with which attention weights are dropped.
     """
     bias = mask if size is None else size.log().to(q.dtype)[:, None, None, :]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale)

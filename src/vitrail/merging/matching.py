@@ -79,13 +79,15 @@ def match(metric: Tensor, r: int, protected: Protected = 0, order: Order = "pape
 
     Args:
         metric: features (B, N, D) to compare; compared in float32 or better.
-        r: how many tokens to merge away.
+        r: how many tokens to merge away; with 0 nothing moves.
         protected: tokens that may not merge.
         order: ``"paper"`` puts protected tokens first, then remaining sources, then destinations, each in
             their order; ``"original"`` sorts groups by their first member.
     """
+    batch, length, _ = metric.shape
+    if r == 0:
+        return Assignment.identity(batch, length, metric.device)
     with torch.autocast(metric.device.type, enabled=False):
-        batch, length, _ = metric.shape
         metric = metric.to(torch.promote_types(metric.dtype, torch.float32))
         mask = protected_mask(protected, length, metric.device)
         scores = similarity(metric, mask)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import TypeGuard
 
 from vitrail.errors import InvalidOption
 from vitrail.merging.matching import front_edges
@@ -211,13 +212,13 @@ def _inflection(schedule: object) -> float:
     if isinstance(schedule, str) and schedule in INFLECTIONS:
         return INFLECTIONS[schedule]
     if _is_real(schedule) and -1 <= schedule <= 1:
-        return float(schedule)
+        return schedule + 0.0
     raise InvalidOption(
         f"schedule is one of {', '.join(INFLECTIONS)} or a number from -1 (early) to 1 (late); got {schedule!r}"
     )
 
 
-def _is_real(value: object) -> bool:
+def _is_real(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

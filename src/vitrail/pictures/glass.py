@@ -43,9 +43,7 @@ def stained_glass(picture: Image.Image, groups: Any, *, lead: float | None = Non
     pixels = np.asarray(as_rgb(picture))
     height, width = pixels.shape[:2]
     if height * width == 0:
-        raise UnsupportedInput(
-            f"The picture has no pixels ({width} × {height}). Expected one with at least one pixel."
-        )
+        raise UnsupportedInput(f"The picture has no pixels ({width} × {height}). Expected one with at least one pixel.")
     row, column = _Axis(height, cells.shape[0]), _Axis(width, cells.shape[1])
     lead = _lead_width(row, column) if lead is None else min(_check_lead(lead), row.step, column.step)
 
@@ -82,9 +80,7 @@ class _Axis:
         return np.unique(self.cell, return_index=True)
 
 
-def _mean_colours(
-    pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis
-) -> NDArray[np.uint8]:
+def _mean_colours(pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis) -> NDArray[np.uint8]:
     """Give each group's mean colour (G, 3): pixels summed over each cell, exactly, then cells over groups."""
     rows, row_starts = row.starts()
     columns, column_starts = column.starts()
@@ -151,9 +147,7 @@ def _lead_width(row: _Axis, column: _Axis) -> float:
 
 def _check_lead(lead: float) -> float:
     if not (np.isreal(lead) and np.isfinite(lead) and lead >= 0):
-        raise InvalidOption(
-            f"lead={lead!r}: expected a width in pixels, 0 or more. Leave it out for a fitting one."
-        )
+        raise InvalidOption(f"lead={lead!r}: expected a width in pixels, 0 or more. Leave it out for a fitting one.")
     return float(lead)
 
 

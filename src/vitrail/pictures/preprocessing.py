@@ -30,15 +30,11 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         if len(self.size) != 2 or any(isinstance(n, bool) or int(n) != n or n < 1 for n in self.size):
-            raise InvalidOption(
-                f"size={self.size!r}: expected the height and width in pixels, like (224, 224)."
-            )
+            raise InvalidOption(f"size={self.size!r}: expected the height and width in pixels, like (224, 224).")
         if len(self.mean) != 3 or not all(math.isfinite(value) for value in self.mean):
             raise InvalidOption(f"mean={self.mean!r}: expected three numbers, for red, green and blue.")
         if len(self.std) != 3 or not all(math.isfinite(value) and value > 0 for value in self.std):
-            raise InvalidOption(
-                f"std={self.std!r}: expected three numbers above zero, for red, green and blue."
-            )
+            raise InvalidOption(f"std={self.std!r}: expected three numbers above zero, for red, green and blue.")
         for name, kind in (
             ("size", int),
             ("mean", float),

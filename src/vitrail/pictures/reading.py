@@ -45,9 +45,7 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
     """
     path = Path(path)
     _check_file(path)
-    with (
-        warnings.catch_warnings()
-    ):  # Pillow warns about odd metadata; the picture is either usable or refused
+    with warnings.catch_warnings():  # Pillow warns about odd metadata; the picture is either usable or refused
         warnings.simplefilter("ignore")
         image = _open(path)
         with image:
@@ -57,9 +55,7 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
                 return as_rgb(_upright(image))
             except PictureError as error:
                 raise PictureError(f"{path}: {error}") from error
-            except (
-                Exception
-            ) as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, ...
+            except Exception as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, ...
                 raise PictureError(
                     f"{path}: the picture is damaged or cut off ({_reason(error)}). "
                     "Expected a complete picture file. Fetch or export it again."
@@ -134,13 +130,9 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         raise _missing(path)
     if path.is_dir():
-        raise PictureError(
-            f"{path}: this is a folder. {_EXPECTED} Name a file in it, or list it with find_pictures."
-        )
+        raise PictureError(f"{path}: this is a folder. {_EXPECTED} Name a file in it, or list it with find_pictures.")
     if not path.is_file():
-        raise PictureError(
-            f"{path}: this is not a regular file. {_EXPECTED} Save the picture to a file first."
-        )
+        raise PictureError(f"{path}: this is not a regular file. {_EXPECTED} Save the picture to a file first.")
     if path.stat().st_size == 0:
         raise PictureError(f"{path}: the file is empty. {_EXPECTED} Fetch or export it again.")
 
@@ -154,13 +146,11 @@ def _open(path: Path) -> Image.Image:
         raise _too_large(path, str(error)) from error
     except UnidentifiedImageError as error:
         raise PictureError(
-            f"{path}: this is not a picture, or its header is damaged. {_EXPECTED} "
-            "Convert it to one of these first."
+            f"{path}: this is not a picture, or its header is damaged. {_EXPECTED} Convert it to one of these first."
         ) from error
     except PermissionError as error:
         raise PictureError(
-            f"{path}: the file may not be read (permission denied). Expected a readable file. "
-            "Change its permissions."
+            f"{path}: the file may not be read (permission denied). Expected a readable file. Change its permissions."
         ) from error
     except Exception as error:  # header parsers raise whatever they like
         raise PictureError(
@@ -174,9 +164,7 @@ def _check_size(path: Path, size: tuple[int, int]) -> None:
     if width * height > MAX_PIXELS:
         raise _too_large(path, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
     if width * height == 0:
-        raise PictureError(
-            f"{path}: the picture has no pixels ({width} × {height}). {_EXPECTED} Export it again."
-        )
+        raise PictureError(f"{path}: the picture has no pixels ({width} × {height}). {_EXPECTED} Export it again.")
 
 
 def _pictures_under(folder: Path) -> Iterator[Path]:

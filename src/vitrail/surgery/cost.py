@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vitrail.adapters import Found
+from vitrail.adapters.base import BlockAdapter
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CostModel:
         return cost
 
 
-def _block_cost(parts, block) -> BlockCost:  # type: ignore[no-untyped-def]
+def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:
     heads, channels = parts.head_shape(block)
     attend, feed = (
         _weights(part for root in roots for part in root.modules())
@@ -78,5 +79,5 @@ def _block_cost(parts, block) -> BlockCost:  # type: ignore[no-untyped-def]
 
 def _weights(parts: Iterable[nn.Module]) -> int:
     """Count the weights of matrices and kernels among modules."""
-    products = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
-    return sum(weight.numel() for weight in products if weight.dim() > 1)
+    weights = [getattr(part, "weight", None) for part in parts]
+    return sum(weight.numel() for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() > 1)

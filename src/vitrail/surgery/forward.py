@@ -192,9 +192,8 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
         layout = layout.with_grid((1, 1, patches)) if patches else layout
     solution = plan.solve(patches)
     plan.report(solution)
-    state = MergeState(
-        solution.per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order
-    )
+    per_layer = solution.wanted if plan.pictures_decide else solution.per_layer
+    state = MergeState(per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order)
     rotary = entered.rotary if mine and entered is not None else None
     expose = mine and entered is not None and entered.expose
     return Carried(plan, layout, state, rotary, expose)
@@ -207,12 +206,22 @@ def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
 def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:
     """Set the state on the outgoing tokens; the last block's are ordinary tokens again."""
     if mine.is_last:
-        if not torch.compiler.is_compiling() and is_tracking() and torch._C._current_graph_task_id() == -1:
-            record(mine.plan, TracedPass(carried.layout, passed.state, out.shape[0], out.device))
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            _finish(mine.plan, carried, out, passed)
         return out
     tokens = None
     if passed.shown is not passed.tokens:
-        # a hook or a checkpoint may have put another full-length tensor in its place
-        tokens = passed.tokens if out is passed.shown else passed.state.remerge(out)
+        # a hook may have put another tensor in its place; a reentrant checkpoint gives gradients to `out` alone
+        same = out is passed.shown and out.requires_grad == passed.tokens.requires_grad
+        tokens = passed.tokens if same else passed.state.remerge(out)
     setattr(out, _CARRIER, replace(carried, state=passed.state, tokens=tokens))
     return out
+
+
+def _finish(plan: Plan, carried: Carried, out: Tensor, passed: Passed) -> None:
+    """Tell whoever asked how a pass went."""
+    if is_tracking():
+        record(plan, TracedPass(carried.layout, passed.state, out.shape[0], out.device))
+    if plan.pictures_decide:
+        done = carried.layout.num_tokens - passed.tokens.shape[1]
+        plan.report_done(sum(passed.state.per_layer), done)

@@ -74,7 +74,7 @@ def merge(
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
     wanted = Schedule.parse(depth, r, keep, gflops, schedule)
-    mask = parse_protect(protect, layout.num_patches)
+    mask = parse_protect(protect, layout.num_patches, found.adapter.resizes(found.trunk))
     cost = CostModel.of(model, found)
     plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost)  # type: ignore[arg-type]
     plan.change(wanted)
@@ -151,7 +151,10 @@ class Merging:
         return config
 
     def tokens_per_layer(self, size: Size | None = None) -> list[int]:
-        """How many tokens leave each block, special ones included, for inputs of a size in pixels."""
+        """How many tokens leave each block, special ones included, for inputs of a size in pixels.
+
+        With ``protect`` and ``order="original"`` the pictures decide, and more may be left.
+        """
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
         for merges in self._plan.solve(layout.num_patches).per_layer:
@@ -197,8 +200,7 @@ class Merging:
         grid = trace.layout.grid[1:]
         groups = trace.groups.cpu()
         return [
-            stained_glass(picture, group.reshape(grid).numpy())
-            for picture, group in zip(pictures, groups, strict=True)
+            stained_glass(picture, group.reshape(grid).numpy()) for picture, group in zip(pictures, groups, strict=True)
         ]
 
     def remove(self) -> None:
@@ -208,9 +210,8 @@ class Merging:
         foreign = [part for part in parts if original_class(part) is None]
         if foreign:
             raise NotMerged(
-                f"the class of {len(foreign)} modules was changed after merging (now "
-                f"{type(foreign[0]).__mro__[0].__name__}, by FSDP for example), so they cannot be given back; undo that "
-                "first, or merge after it"
+                f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
+                "FSDP for example), so they cannot be given back; undo that first, or merge after it"
             )
         for part in parts:
             part.__class__ = original_class(part)  # type: ignore[assignment]
@@ -229,7 +230,7 @@ class Merging:
         if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
             raise InvalidOption(f"size is a number of pixels, or (height, width); got {size!r}")
         try:
-            return self._found.adapter.layout(self._found.trunk, pair)  # type: ignore[arg-type]
+            return self._found.adapter.layout(self._found.trunk, pair)
         except ValueError as error:
             raise InvalidOption(f"size={size!r} is smaller than one patch of this model") from error
 

@@ -41,9 +41,21 @@ class Plan:
 
     def change(self, schedule: Schedule) -> None:
         """Take another schedule for passes to come, if it can be met at the model's own size."""
-        solution = self._solve(schedule, self.layout.num_patches)
-        self.schedule, self.solved, self.warned = schedule, {self.layout.num_patches: solution}, False
-        self.report(solution)
+        patches = self.layout.num_patches
+        known = {}
+        if self.protect is None or self.protect.shape[1] == patches:
+            known[patches] = self._solve(schedule, patches)
+        self.schedule, self.solved, self.warned = schedule, known, False
+        for solution in known.values():
+            self.report(solution)
+
+    @property
+    def pictures_decide(self) -> bool:
+        """Whether how many pairs there are depends on what earlier layers merged.
+
+        It does where protected patches keep their places among others that merge.
+        """
+        return self.protect is not None and self.order == "original"
 
     def solve(self, patches: int) -> Solution:
         """Merges per layer for an input of that many patches."""
@@ -69,9 +81,7 @@ class Plan:
         return Room(special + patches, int(mask.sum(1).max()), int(mask_edges(mask).min()))
 
     def _solve(self, schedule: Schedule, patches: int) -> Solution:
-        return schedule.solve(
-            self.depth, self.room(patches), self.cost.counter(self.layout.num_special, patches)
-        )
+        return schedule.solve(self.depth, self.room(patches), self.cost.counter(self.layout.num_special, patches))
 
     def report(self, solution: Solution) -> None:
         """Warn, once, where fewer tokens merge than were asked for."""
@@ -83,7 +93,7 @@ class Plan:
                 f"{sum(solution.wanted)} merges were asked for and {sum(solution.per_layer)} are possible: merges per "
                 f"layer are {list(solution.per_layer)} instead of {list(solution.wanted)}",
                 SaturatedWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         elif self.schedule.gflops is not None and not any(solution.per_layer):
             self.warned = True
@@ -91,7 +101,18 @@ class Plan:
                 f"the model costs {(solution.cost or 0) / 1e9:.3g} GFLOPs without merging, which is within "
                 f"gflops={self.schedule.gflops:g}: nothing merges",
                 SaturatedWarning,
-                stacklevel=4,
+                stacklevel=5,
+            )
+
+    def report_done(self, wanted: int, done: int) -> None:
+        """Warn, once, where a pass merged fewer tokens than it was asked to."""
+        if done < wanted and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{wanted} merges were asked for and {done} were possible in this batch: protected patches keep "
+                "their places in order='original', and not every pair between them exists",
+                SaturatedWarning,
+                stacklevel=5,
             )
 
     def protected(self, layout: TokenLayout, batch: int, device: torch.device) -> int | Tensor:
@@ -125,17 +146,21 @@ def _with_special(protect: Tensor, special: int) -> Tensor:
     return torch.cat([protect.new_ones(protect.shape[0], special), protect], 1)
 
 
-def parse_protect(protect: Any, patches: int) -> Tensor | None:
-    """Check a user's mask over the patches, (P,) or (B, P), and give it as (1 or B, P)."""
+def parse_protect(protect: Any, patches: int, resizes: bool) -> Tensor | None:
+    """Check a user's mask over the patches, (P,) or (B, P), and give it as (1 or B, P).
+
+    A model that takes other sizes than its own takes masks for them, too; they are checked with the input.
+    """
     if protect is None:
         return None
     try:
         mask = torch.as_tensor(protect)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidOption(f"protect is a boolean mask over the patches; got {type(protect).__name__}") from error
-    if mask.dtype != torch.bool or mask.dim() not in (1, 2) or mask.shape[-1] != patches or not mask.numel():
+    fits = mask.dim() in (1, 2) and mask.numel() > 0 and (resizes or mask.shape[-1] == patches)
+    if mask.dtype != torch.bool or not fits:
         raise InvalidOption(
             f"protect is a boolean mask of shape (patches,) or (pictures, patches), with {patches} patches at the "
             f"model's own size; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
-    return mask.detach().cpu().reshape(-1, patches)
+    return mask.detach().cpu().reshape(-1, mask.shape[-1])

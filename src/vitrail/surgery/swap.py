@@ -29,7 +29,8 @@ def swapped_class(mixin: type, original: type) -> type:
 
 def swap(module: nn.Module, mixin: type) -> None:
     """Put a mixin in front of a module's class."""
-    module.__class__ = swapped_class(mixin, type(module))
+    original: type = type(module)
+    module.__class__ = swapped_class(mixin, original)
 
 
 def original_class(module: nn.Module) -> type | None:

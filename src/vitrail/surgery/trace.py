@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class _Active(threading.local):
 _active = _Active()
 _eager_lock = threading.Lock()
 _eager_count = 0
-_eager_stance: torch.compiler.set_stance | None = None
+_eager_stance: Any = None
 
 
 @contextmanager

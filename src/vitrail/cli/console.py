@@ -1,0 +1,75 @@
+"""What the commands say to a person: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from vitrail.errors import VitrailError, VitrailWarning
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def say(text: str, style: str = "") -> None:
+    """Print a line of results; long paths are left in one piece."""
+    out.print(Text(text, style=style), soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a yellow note."""
+    err.print(Text.assemble(("Note: ", "bold yellow"), (" ".join(text.split()), "yellow")), soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """Print a red paragraph."""
+    err.print(Text.assemble(("Error: ", "bold red"), (" ".join(text.split()), "red")), soft_wrap=True)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn each of our errors into one red paragraph and exit code 2; anything else is a bug and loud."""
+    try:
+        yield
+    except VitrailError as error:
+        complain(str(error))
+        raise typer.Exit(2) from error
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """Show the first warning of each of our kinds as a note; other libraries' warnings go their usual way."""
+    seen: set[type[Warning]] = set()
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if not issubclass(category, VitrailWarning):
+                usual(message, category, filename, lineno, file, line)
+            elif category not in seen:
+                seen.add(category)
+                note(str(message))
+
+        warnings.simplefilter("always", VitrailWarning)
+        warnings.showwarning = show
+        yield
+
+
+def progress() -> Progress:
+    """Give a progress bar that leaves nothing behind."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)

@@ -1,0 +1,85 @@
+"""Writing results: whole files or none, in a folder of the user's choice, never over what was read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO
+
+from PIL import Image
+
+from vitrail.errors import VitrailError
+
+
+class OutputError(VitrailError):
+    """Results could not be written."""
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write a file in one step: a reader sees the old one or the new one, and a failure leaves the old one.
+
+    The text goes to a temporary file in the same folder, which then takes the name.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(
+            f"{path}: the file could not be written ({error.strerror or error}). Expected a folder with "
+            "space that may be written to. Name another one with -o."
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_picture(path: Path, picture: Image.Image) -> None:
+    """Write a picture as PNG, in one step."""
+    write_atomically(path, lambda file: picture.save(file, format="PNG"))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in one step."""
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def make_folder(path: Path) -> Path:
+    """Make the folder for results, with those above it, and give its absolute path."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{path}: the folder for results could not be made ({error.strerror or error}). Expected a "
+            "folder, or a place where one may be made. Name another one with -o."
+        ) from error
+    return path.resolve()
+
+
+class Names:
+    """Names for results that collide neither with each other nor with a file that was read.
+
+    Two pictures of the same name in different folders become ``cat`` and ``cat-2``. Upper and lower case
+    count as the same, as they do on some file systems.
+    """
+
+    def __init__(self, folder: Path, endings: Iterable[str], inputs: Iterable[Path]) -> None:
+        self.folder = folder
+        self.endings = tuple(endings)
+        self.taken = {str(path.resolve()).casefold() for path in inputs}
+
+    def for_picture(self, picture: Path) -> dict[str, Path]:
+        """Give the files that a picture's results go to, by ending."""
+        number = 1
+        while True:
+            stem = picture.stem if number == 1 else f"{picture.stem}-{number}"
+            paths = {ending: self.folder / f"{stem}-{ending}.png" for ending in self.endings}
+            keys = {str(path.resolve()).casefold() for path in paths.values()}
+            if self.taken.isdisjoint(keys):
+                self.taken |= keys
+                return paths
+            number += 1

@@ -1,0 +1,97 @@
+"""The work of ``vitrail merge``: every picture through the model, without and with merging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import vitrail
+from vitrail.cli import console
+from vitrail.cli.files import Names, make_folder, write_picture
+from vitrail.cli.model import Loaded, ask, cost_of, load, paint
+from vitrail.cli.summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
+from vitrail.errors import PictureError
+from vitrail.pictures import contact_sheet, find_pictures, read_picture
+
+SIDE = 1600
+"""Longest side of a picture in the side-by-side view; the stained glass itself keeps its resolution."""
+
+
+def run_merge(
+    model: str,
+    pictures: Sequence[Path],
+    options: dict[str, Any],
+    out: Path,
+    *,
+    size: tuple[int, int] | None = None,
+    random: bool = False,
+    device: str | None = None,
+) -> Summary:
+    """Merge a model, run it on pictures, write what came out, and print it.
+
+    A picture that cannot be read is reported and skipped if there are others.
+    """
+    paths = find_pictures(pictures)
+    with console.err.status(f"Loading {model}"):
+        loaded = load(model, random=random, size=size, device=device)
+    with vitrail.merge(loaded.model, **options) as merging:  # wrong options are found before anything is written
+        cost, config = cost_of(loaded, merging), merging.config
+    folder = make_folder(out)
+    if random:
+        console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
+
+    names = Names(folder, ("glass", "side-by-side"), paths)
+    results: list[Result] = []
+    skipped: list[Skipped] = []
+    with console.progress() as bar:
+        task = bar.add_task("Merging", total=len(paths))
+        for path in paths:
+            try:
+                picture = read_picture(path)
+            except PictureError as error:
+                if len(paths) == 1:
+                    raise
+                console.complain(f"Skipped {error}")
+                skipped.append(Skipped(str(path), str(error)))
+            else:
+                if not results:
+                    ask(loaded, picture)  # the first pass of all takes longer, and would be the one without merging
+                results.append(_one_picture(loaded, options, path, picture, names))
+            bar.advance(task)
+    if not results:
+        raise PictureError(f"None of the {len(paths)} pictures could be read, so there is nothing to show.")
+    size = loaded.preprocessing.size
+    summary = Summary(model, loaded.weights, loaded.device.type, size, config, cost, results, skipped)
+    write_summary(folder, as_data(summary), markdown([summary], f"{model}, merged"))
+    _print(summary, folder)
+    return summary
+
+
+def _one_picture(loaded: Loaded, options: dict[str, Any], path: Path, picture: Image.Image, names: Names) -> Result:
+    before = ask(loaded, picture)
+    with vitrail.merge(loaded.model, **options) as merging:
+        glass, result = paint(loaded, merging, picture, path.name, before)
+    files = names.for_picture(path)
+    write_picture(files["glass"], glass)
+    write_picture(files["side-by-side"], contact_sheet([_smaller(picture), _smaller(glass)]))
+    result.files.update({ending: file.name for ending, file in files.items()})
+    return result
+
+
+def _smaller(picture: Image.Image) -> Image.Image:
+    copy = picture.copy()
+    copy.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    return copy
+
+
+def _print(summary: Summary, folder: Path) -> None:
+    console.out.print(table([summary], f"{summary.model} ({summary.weights} weights, {summary.device})"))
+    tokens = " ".join(str(count) for count in summary.cost.tokens_after)
+    console.say(f"Tokens that leave each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
+    if summary.skipped:
+        total = len(summary.pictures) + len(summary.skipped)
+        console.complain(f"{len(summary.skipped)} of {total} pictures could not be read and were left out, see above.")
+    console.say(f"Pictures and summary.md are in {folder}", style="bold")

@@ -1,0 +1,128 @@
+"""What a run did, for people (a table, a short text) and for programs (JSON)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from vitrail import __version__
+from vitrail.cli.files import write_text
+
+COLUMNS = ("picture", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
+LEGEND = (
+    "Panes: groups of patches in the picture. Tokens: those that leave the last block, without → with "
+    "merging. GFLOPs: 10⁹ multiply-adds for one picture. Cosine: between the model's outputs without and "
+    "with merging. Top-1: whether the most likely class stays the same. Ms: one pass each, so a rough figure."
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one picture costs, without and with merging."""
+
+    tokens_before: list[int]
+    tokens_after: list[int]
+    flops_before: int
+    flops_after: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out for one picture. ``cosine`` and ``same_top1`` are None where they mean nothing."""
+
+    picture: str
+    panes: int
+    cosine: float | None
+    same_top1: bool | None
+    seconds_before: float
+    seconds_after: float
+    files: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A picture that could not be read."""
+
+    picture: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One model, merged in one way at one input size, over some pictures."""
+
+    model: str
+    weights: str
+    device: str
+    input_size: tuple[int, int]
+    merging: dict[str, Any]
+    cost: Cost
+    pictures: list[Result]
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Give a line of the table for each picture."""
+        cost = self.cost
+        return [
+            (
+                result.picture,
+                str(result.panes),
+                f"{cost.tokens_before[-1]} → {cost.tokens_after[-1]}",
+                f"{cost.flops_before / 1e9:.3g} → {cost.flops_after / 1e9:.3g}",
+                "–" if result.cosine is None else f"{result.cosine:.4f}",
+                {None: "–", True: "same", False: "other"}[result.same_top1],
+                f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
+            )
+            for result in self.pictures
+        ]
+
+
+def table(runs: Sequence[Summary], title: str) -> Table:
+    """Make the table for the terminal."""
+    made = Table(*COLUMNS, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in made.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for run in runs:
+        for row in run.rows():
+            made.add_row(*row)
+    return made
+
+
+def markdown(runs: Sequence[Summary], heading: str, remarks: Sequence[str] = ()) -> str:
+    """Make the short text: the table, what its columns mean, tokens per layer, and what was skipped."""
+    lines = [f"# {heading}", ""]
+    lines += [line for remark in remarks for line in (remark, "")]
+    lines += ["| " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for run in runs for row in run.rows()]
+    lines += ["", LEGEND, ""]
+    lines += dict.fromkeys(line for run in runs for line in _details(run))  # once where runs are alike
+    return "\n".join([*lines, "", f"Written by Vitrail {__version__}.", ""])
+
+
+def _details(run: Summary) -> list[str]:
+    height, width = run.input_size
+    settings = ", ".join(f"{name}={value}" for name, value in run.merging.items())
+    tokens = " ".join(str(count) for count in run.cost.tokens_after)
+    return [
+        f"- {run.model} ({run.weights} weights, {run.device}), input {height} × {width}, merged with "
+        f"{settings}: {tokens} tokens leave the blocks, instead of {run.cost.tokens_before[-1]} each time.",
+        *(f"- Skipped: {skipped.reason}" for skipped in run.skipped),
+    ]
+
+
+def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
+    """Write ``summary.json`` and ``summary.md``."""
+    content = json.dumps({"vitrail": __version__, **data}, indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(folder / "summary.json", content + "\n")
+    write_text(folder / "summary.md", text)
+
+
+def as_data(run: Summary) -> dict[str, Any]:
+    """Give a summary as plain data."""
+    return asdict(run)

@@ -1,0 +1,107 @@
+"""Results are written whole or not at all, and never over what was read."""
+
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+import pytest
+from PIL import Image
+
+from vitrail.cli.files import Names, OutputError, make_folder, write_atomically, write_picture, write_text
+from vitrail.errors import VitrailError
+
+
+def test_a_failure_midway_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def fail(file: IO[bytes]) -> None:
+        file.write(b"half of the new")
+        raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_old_file_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    seen = []
+
+    def write(file: IO[bytes]) -> None:
+        file.write(b"new")
+        seen.append(path.read_text())
+
+    write_atomically(path, write)
+    assert seen == ["old"]
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_our_error_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match=r"a\.txt: .*\(No space left on device\).*-o"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_in_the_way_is_our_error(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(VitrailError, match="could not be written"):
+        write_text(tmp_path / "a.txt", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    write_text(tmp_path / "ours", "text")
+    usual, ours = (stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("usual", "ours"))
+    assert ours == usual
+
+
+def test_pictures_are_png(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", Image.new("RGB", (3, 2), "red"))
+    with Image.open(tmp_path / "a.png") as image:
+        assert (image.format, image.size, image.getpixel((2, 1))) == ("PNG", (3, 2), (255, 0, 0))
+
+
+def test_folders_are_made_with_those_above(tmp_path: Path) -> None:
+    assert make_folder(tmp_path / "a" / "b") == (tmp_path / "a" / "b").resolve()
+    assert (tmp_path / "a" / "b").is_dir()
+    make_folder(tmp_path / "a" / "b")
+
+
+def test_a_file_where_the_folder_should_be_is_our_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"file: the folder for results could not be made"):
+        make_folder(tmp_path / "file")
+
+
+def test_names_do_not_collide(tmp_path: Path) -> None:
+    names = Names(tmp_path, ("glass",), [])
+    given = ["a/cat.jpg", "b/cat.png", "c/CAT.jpg", "cat-2.jpg"]
+    assert [names.for_picture(Path(path))["glass"].name for path in given] == [
+        "cat-glass.png",
+        "cat-2-glass.png",
+        "CAT-3-glass.png",
+        "cat-2-2-glass.png",
+    ]
+
+
+def test_names_spare_what_was_read(tmp_path: Path) -> None:
+    inputs = [tmp_path / "cat.jpg", tmp_path / "cat-glass.png"]
+    files = Names(tmp_path, ("glass", "side"), inputs).for_picture(inputs[0])
+    assert {ending: path.name for ending, path in files.items()} == {
+        "glass": "cat-2-glass.png",
+        "side": "cat-2-side.png",
+    }

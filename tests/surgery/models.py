@@ -1,0 +1,54 @@
+"""One small model of each kind that promises are tested on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.parity.models import Case, outputs_of
+from tests.parity.models_timm_eva import CASES as EVA
+from tests.parity.models_timm_vit import CASES as VIT
+from tests.parity.models_transformers import CASES as TRANSFORMERS
+
+ALL: dict[str, Case] = {
+    **{f"timm-{name}": case for name, case in VIT.items()},
+    **{f"eva-{name}": case for name, case in EVA.items()},
+    **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
+}
+FEW = [
+    "timm-registers",
+    "timm-map",
+    "eva-eva02",
+    "eva-dinov3",
+    "eva-mixed-xy",
+    "hf-deit-head",
+    "hf-registers-head",
+]
+
+
+def run(model: nn.Module, images: Tensor, case: Case) -> Tensor:
+    """Give a model's main output."""
+    return main_output(model(images, **case.call))
+
+
+def main_output(result: Any) -> Tensor:
+    return next(iter(outputs_of(result).values()))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the largest value of the second."""
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+def trunk_blocks(model: nn.Module) -> list[nn.Module]:
+    """Give the blocks, however the library calls them."""
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    return list(next(part for part in lists if len(part) >= 3 and hasattr(part[0], "mlp")))
+
+
+def count_parameters_with_gradient(model: nn.Module) -> int:
+    return sum(parameter.grad is not None for parameter in model.parameters())
+
+
+def half(case: Case, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    return case.model(torch.float32).to(dtype), case.images(torch.float32).to(dtype)

@@ -1,0 +1,376 @@
+"""``vitrail.merge`` and its handle: options, figures, errors, pictures."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, VisionTransformer
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import vitrail
+from tests.fakes import ToyViT, toy  # noqa: F401
+from tests.surgery.models import ALL, FEW, distance, main_output, run
+from vitrail.errors import (
+    AlreadyMerged,
+    InvalidOption,
+    NotMerged,
+    SaturatedWarning,
+    UnsupportedInput,
+    UnsupportedModel,
+)
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return VisionTransformer(**SMALL).eval()
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+def snapshot(model: nn.Module) -> list[tuple[type, set[str]]]:
+    return [(type(part), set(vars(part))) for part in model.modules()]
+
+
+# -- the handle ---------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_published_model():
+    model = timm.create_model("vit_base_patch16_224").eval()
+    merging = vitrail.merge(model, r=15)
+    assert merging.layout.num_tokens == 197
+    assert merging.tokens_per_layer() == [197 - 15 * (i + 1) for i in range(12)]
+    assert merging.flops(merged=False) / 1e9 == pytest.approx(17.6, abs=0.1)
+    merging.remove()
+    decreasing = vitrail.merge(model, r=16, schedule="decreasing")
+    assert decreasing.r == [32, 29, 26, 23, 20, 17, 14, 11, 8, 5, 2, 0]
+    assert decreasing.tokens_per_layer()[-1] == 10
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, "timm-class-odd", "timm-glu", "timm-wide-heads", "eva-grouped-heads", "hf-dinov2-head"]
+)
+@pytest.mark.parametrize("r", [0, 3])
+def test_flops_are_those_that_torch_counts(name, r):
+    case = ALL[name]
+    model, images = case.model(torch.float32), case.images(torch.float32, batch=1)
+    merging = vitrail.merge(model, r=r)
+    with FlopCounterMode(display=False) as counter:
+        run(model, images, case)
+    # what torch counts beside: pooling by attention, the coordinates of rotary positions
+    assert merging.flops(case.size) == pytest.approx(counter.get_total_flops() / 2, rel=0.01)
+
+
+def test_budget_is_solved_again_for_every_size():
+    model = timm.create_model("vit_tiny_patch16_224", depth=4, dynamic_img_size=True).eval()
+    full = {size: vitrail.merge(model, r=0).flops(size) for size in [224]}
+    vitrail.Merging.of(model).remove()
+    merging = vitrail.merge(model, gflops=0.7 * full[224] / 1e9)
+    for size in (224, 256, (192, 288)):
+        assert merging.flops(size) <= 0.7 * full[224]
+        assert merging.flops(size) > 0.66 * full[224]
+    assert merging.tokens_per_layer(256)[-1] < merging.tokens_per_layer(224)[-1]
+    merging.remove()
+    keep = vitrail.merge(model, keep=0.5)
+    assert keep.tokens_per_layer(224)[-1] == 1 + 98
+    assert keep.tokens_per_layer((192, 288))[-1] == 1 + 108
+    with keep.track() as trace:
+        model(torch.randn(1, 3, 192, 288))
+    assert trace.sizes.shape[1] == 1 + 108
+    assert trace.layout.grid == (1, 12, 18)
+
+
+def test_r_can_be_changed_between_calls(model, images):
+    merging = vitrail.merge(model, r=2)
+    first = model(images)
+    merging.r = [1, 0, 3]
+    assert merging.r == [1, 0, 3]
+    assert merging.tokens_per_layer() == [16, 16, 13]
+    assert distance(model(images), first) > 1e-4
+    merging.r = 2
+    assert torch.equal(model(images), first)
+    with pytest.raises(InvalidOption):
+        merging.r = -1
+    assert merging.r == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 3},
+        {"r": [1, 2, 3], "order": "original"},
+        {"keep": 0.5, "schedule": "decreasing", "proportional": False},
+        {"gflops": 0.0006, "schedule": 0.25, "unmerge": False},
+        {"r": 2, "protect": [True] * 4 + [False] * 12},
+    ],
+)
+def test_config_gives_the_same_merging_again(model, images, options):
+    merging = vitrail.merge(model, **options)
+    wanted, config = model(images), json.loads(json.dumps(merging.config))
+    merging.remove()
+    again = vitrail.merge(model, **config)
+    assert torch.equal(model(images), wanted)
+    assert again.config == merging.config
+
+
+def test_merged_tokens_on_request(model, images):
+    full = vitrail.merge(model, r=3)
+    with full.track() as trace:
+        features = model.forward_features(images)
+    full.remove()
+    vitrail.merge(model, r=3, unmerge=False)
+    merged = model.forward_features(images)
+    assert merged.shape[1] == 17 - 9
+    torch.testing.assert_close(trace.unmerge(merged), features)
+    shapes = [y.shape[1] for y in model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)]
+    assert shapes == [13, 10, 7]
+
+
+def test_with_block_gives_the_model_back_also_after_an_error(model, images):
+    before, wanted = snapshot(model), model(images)
+    with pytest.raises(RuntimeError, match="on purpose"), vitrail.merge(model, r=2):
+        raise RuntimeError("on purpose")
+    assert snapshot(model) == before
+    assert torch.equal(model(images), wanted)
+
+
+def test_merging_twice_and_removing_twice_are_errors(model):
+    merging = vitrail.merge(model, r=2)
+    with pytest.raises(AlreadyMerged, match=r"Merging\.of\(model\)\.remove"):
+        vitrail.merge(model, r=3)
+    assert vitrail.Merging.of(model).config == merging.config
+    merging.remove()
+    for use in (merging.remove, merging.track):
+        with pytest.raises(NotMerged, match="was removed"):
+            use()
+    with pytest.raises(NotMerged, match="carries no merging"):
+        vitrail.Merging.of(model)
+    assert "r=2" in repr(merging)
+
+
+def test_a_wrapped_model_is_found_inside(model, images):
+    whole = nn.Sequential(model, nn.Softmax(-1))
+    merging = vitrail.merge(whole, r=2)
+    assert merging.tokens_per_layer() == [15, 13, 11]
+    merged = whole(images)
+    merging.remove()
+    assert distance(merged, whole(images)) > 1e-5
+
+
+def test_nothing_is_tracked_outside(model, images):
+    merging = vitrail.merge(model, r=2)
+    with merging.track() as trace, pytest.raises(NotMerged, match="nothing was tracked"):
+        trace.groups  # noqa: B018
+    with merging.track() as trace:
+        model(images)
+        model(images[:1])
+    model(images)
+    assert [p.batch for p in trace.passes] == [2, 1]
+    assert trace.groups.shape == (1, 16)
+
+
+# -- what is asked for, and what is possible ----------------------------------------------------------------------
+
+
+def test_more_merges_than_pairs_are_reported_once(model, images):
+    with pytest.warns(SaturatedWarning, match=r"60 merges were asked for and 15 are possible.*\[8, 4, 2\]|14 are"):
+        merging = vitrail.merge(model, r=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(images)
+        model(images)
+    assert merging.r == [8, 4, 2]
+
+
+def test_a_budget_that_needs_no_merging_says_so(model):
+    with pytest.warns(SaturatedWarning, match="nothing merges"):
+        assert vitrail.merge(model, gflops=100).r == [0, 0, 0]
+
+
+def test_protected_patches_never_merge(model, images):
+    mask = torch.zeros(16, dtype=torch.bool)
+    mask[[3, 4, 9]] = True
+    for order in ("paper", "original"):
+        with vitrail.merge(model, r=3, protect=mask, order=order) as merging:
+            with merging.track() as trace:
+                model(images)
+            sizes = trace.sizes.gather(1, trace.groups)
+            assert torch.equal(sizes[:, mask], torch.ones(2, 3))
+            assert bool((sizes[:, ~mask] > 1).any())
+
+
+def test_a_mask_for_each_picture_belongs_to_its_batch(model, images):
+    mask = torch.zeros(2, 16, dtype=torch.bool)
+    mask[0, :8], mask[1, 8:] = True, True
+    merging = vitrail.merge(model, r=2, protect=mask)
+    with merging.track() as trace:
+        model(images)
+    sizes = trace.sizes.gather(1, trace.groups)
+    assert torch.equal(sizes[mask], torch.ones(16))
+    with pytest.raises(UnsupportedInput, match="masks for 2 pictures, but this batch has 3"):
+        model(torch.randn(3, 3, 32, 32))
+
+
+def test_everything_protected_merges_nothing(model, images):
+    plain = model(images)
+    with pytest.warns(SaturatedWarning):
+        vitrail.merge(model, r=2, protect=[True] * 16)
+    assert torch.equal(model(images), plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": -1}, "got -1"),
+        ({"r": 1.5}, "got 1.5"),
+        ({"r": [1, 2]}, "the model has 3 layers, the list 2"),
+        ({"keep": 1.2}, "got 1.2"),
+        ({"keep": -0.1}, "got -0.1"),
+        ({"keep": 0.01, "r": 2}, "got r and keep"),
+        ({}, "none of them"),
+        ({"gflops": 1e-9}, "cannot be reached"),
+        ({"keep": 0.1, "schedule": "nowhere"}, "schedule is one of"),
+        ({"r": 2, "order": "random"}, "order is 'paper' or 'original'"),
+        ({"r": 2, "proportional": 1}, "proportional is True or False"),
+        ({"r": 2, "unmerge": "no"}, "unmerge is True or False"),
+        ({"r": 2, "protect": torch.zeros(15, dtype=torch.bool)}, "16 patches.*shape \\(15,\\)"),
+        ({"r": 2, "protect": torch.zeros(16)}, "float32"),
+        ({"r": 2, "protect": "corner"}, "protect is a boolean mask"),
+    ],
+)
+def test_bad_options_leave_the_model_untouched(model, options, message):
+    before = snapshot(model)
+    with pytest.raises(InvalidOption, match=message):
+        vitrail.merge(model, **options)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Linear(3, 3),
+        lambda: nn.Sequential(),
+        lambda: VisionTransformer(**SMALL, block_fn=ParallelScalingBlock),
+        lambda: VisionTransformer(**SMALL, block_fn=ParallelThingsBlock),
+        lambda: VisionTransformer(**SMALL, attn_layer="diff"),
+        lambda: VisionTransformer(**{**SMALL, "depth": 0}),
+        lambda: timm.create_model("beit_base_patch16_224", img_size=32, embed_dim=32, depth=1, num_heads=2),
+        lambda: timm.create_model("resnet10t"),
+        lambda: nn.ModuleList([VisionTransformer(**SMALL), VisionTransformer(**SMALL)]),
+        lambda: VisionTransformer(**SMALL, device="meta"),
+    ],
+    ids=[
+        "linear",
+        "empty",
+        "parallel",
+        "parallel-things",
+        "differential",
+        "no-blocks",
+        "beit",
+        "resnet",
+        "two",
+        "meta",
+    ],
+)
+def test_unsupported_models_are_named_and_left_untouched(build):
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModel) as error:
+        vitrail.merge(model, r=2)
+    assert snapshot(model) == before
+    assert len(str(error.value)) > 40
+
+
+def test_a_block_with_a_forward_of_its_own_is_refused(model):
+    class Special(type(model.blocks[1])):
+        def forward(self, x, **_):
+            return x
+
+    model.blocks[1].__class__ = Special
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModel, match="blocks of class Special"):
+        vitrail.merge(model, r=2)
+    assert snapshot(model) == before
+
+
+def test_not_a_model():
+    with pytest.raises(UnsupportedModel, match="got str"):
+        vitrail.merge("vit_base_patch16_224", r=2)
+
+
+def test_masks_are_refused_only_where_tokens_merge(model, images):
+    mask = torch.zeros(17, 17)
+    plain = model(images, attn_mask=mask)
+    with vitrail.merge(model, r=0):
+        torch.testing.assert_close(model(images, attn_mask=mask), plain)
+    with vitrail.merge(model, r=2), pytest.raises(UnsupportedInput, match="without a mask"):
+        model(images, attn_mask=mask)
+
+
+def test_patch_dropout_in_training(images):
+    model = VisionTransformer(**SMALL, patch_drop_rate=0.25).train()
+    merging = vitrail.merge(model, r=2)
+    with merging.track() as trace:
+        model(images).sum().backward()
+    assert trace.layout.num_patches == 12
+    assert trace.sizes.shape[1] == 13 - 6
+
+
+# -- another library ----------------------------------------------------------------------------------------------
+
+
+def test_a_new_library_is_one_file_and_one_entry(toy: ToyViT):  # noqa: F811
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    plain = toy(images)
+    with vitrail.merge(toy, r=0):
+        assert torch.equal(toy(images), plain)
+    with vitrail.merge(toy, r=3) as merging:
+        with merging.track() as trace:
+            merged = toy(images)
+        assert trace.sizes.shape == (2, 8)
+        assert distance(merged, plain) > 1e-3
+    assert torch.equal(toy(images), plain)
+
+
+def test_the_toy_is_unknown_without_its_adapter():
+    with pytest.raises(UnsupportedModel, match=r"ToyViT is not a supported model.*timm VisionTransformer"):
+        vitrail.merge(ToyViT(), r=2)
+
+
+# -- pictures -----------------------------------------------------------------------------------------------------
+
+
+def test_draw_paints_at_the_pictures_own_resolution(model):
+    pixels = np.zeros((90, 140, 3), np.uint8)
+    pixels[:, 70:] = (250, 40, 30)
+    merging = vitrail.merge(model, r=4)
+    model.train()
+    painted = merging.draw(Image.fromarray(pixels))
+    assert model.training
+    assert [picture.size for picture in painted] == [(140, 90)]
+    assert np.asarray(painted[0]).std() > 10
+    assert len(merging.draw([Image.fromarray(pixels), Image.new("L", (40, 40), 128)])) == 2
+
+
+def test_draw_refuses_what_is_not_a_picture(model, tmp_path):
+    merging = vitrail.merge(model, r=2)
+    with pytest.raises(InvalidOption, match="got a tensor"):
+        merging.draw(torch.zeros(1, 3, 8, 8))
+    with pytest.raises(InvalidOption, match="at least one"):
+        merging.draw([])
+    with pytest.raises(vitrail.errors.PictureError):
+        merging.draw(tmp_path / "missing.png")
+
+
+def test_main_output_of_transformers_is_a_tensor():
+    case = ALL["hf-vit-head"]
+    assert main_output(case.model()(case.images())).shape == (2, 5)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 import vitrail
 from vitrail.cli import app
+from vitrail.errors import UnsupportedInput
 from vitrail.pictures import Preprocessing, read_picture, stained_glass, to_tensor
 
 MODEL = "timm:vit_tiny_patch16_224"
@@ -263,6 +264,13 @@ def test_a_size_that_the_model_refuses_is_answered_in_words(photos: Path, saved_
     result = run("merge", f"hf:{saved_vit}", photos, "-r", "1", "--size", "64", "-o", tmp_path)
     assert result.exit_code == 2
     assert "does not take pictures of 64 × 64 pixels" in result.stderr
+
+
+def test_an_output_that_says_nothing_about_the_picture_is_answered_in_words() -> None:
+    from vitrail.cli.model import _values
+
+    with pytest.raises(UnsupportedInput, match=r"gave a dict.*logits"):
+        _values(torch.nn.Identity(), {})
 
 
 def test_a_bug_is_not_hidden(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

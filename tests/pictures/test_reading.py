@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from vitrail.errors import PictureError
-from vitrail.pictures import MAX_PIXELS, as_rgb, find_pictures, read_picture
+from vitrail.pictures import MAX_PIXELS, as_rgb, read_picture
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -150,6 +150,16 @@ def test_broken_exif_does_not_cost_the_picture(tmp_path: Path) -> None:
     assert pixels(path) == [RED, RED]
 
 
+def test_metadata_that_the_parser_chokes_on_does_not_cost_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choke(image: Image.Image) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", choke)
+    assert pixels(save(tmp_path / "a.png", Image.new("RGB", (2, 1), RED))) == [RED, RED]
+
+
 def test_path_may_be_a_string(tmp_path: Path) -> None:
     assert read_picture(str(save(tmp_path / "a.png", Image.new("RGB", (5, 4))))).size == (5, 4)
 
@@ -246,58 +256,3 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("PIL.Image.open", refuse)  # permissions do not stop the user that tests may run as
     with pytest.raises(PictureError, match="permission denied"):
         read_picture(path)
-
-
-# ---------------------------------------------------------------- finding
-
-
-def test_find_lists_folders_recursively_sorted_without_hidden_and_others(tmp_path: Path) -> None:
-    names = [
-        "b.PNG",
-        "a.jpg",
-        "sub/c.webp",
-        "sub/notes.txt",
-        ".hidden.png",
-        ".git/d.png",
-        "README",
-        "zzz/e.tiff",
-    ]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = [path.relative_to(tmp_path).as_posix() for path in find_pictures([tmp_path])]
-    assert found == ["a.jpg", "b.PNG", "sub/c.webp", "zzz/e.tiff"]
-
-
-def test_find_keeps_named_files_whatever_they_are_called_and_lists_each_once(tmp_path: Path) -> None:
-    for name in ("one.png", "two.data", ".three.png"):
-        (tmp_path / name).touch()
-    given = [tmp_path / "two.data", tmp_path, tmp_path / ".three.png", str(tmp_path / "two.data")]
-    assert find_pictures(given) == [tmp_path / "two.data", tmp_path / "one.png", tmp_path / ".three.png"]
-
-
-def test_find_takes_one_path(tmp_path: Path) -> None:
-    (tmp_path / "one.png").touch()
-    assert find_pictures(str(tmp_path)) == find_pictures(tmp_path) == [tmp_path / "one.png"]
-
-
-def test_find_refuses_a_missing_path(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match=r"nowhere: there is no such file"):
-        find_pictures([tmp_path, tmp_path / "nowhere"])
-
-
-def test_find_refuses_to_find_nothing(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(PictureError, match=r"No pictures found \(looked at: .*\.jpeg"):
-        find_pictures([tmp_path])
-    with pytest.raises(PictureError, match="looked at: nothing"):
-        find_pictures([])
-
-
-def test_find_refuses_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(PictureError, match=r"the folder cannot be listed \(Permission denied\)"):
-        find_pictures([tmp_path])

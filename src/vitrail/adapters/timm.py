@@ -29,8 +29,8 @@ def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     try:
         return timm.create_model(name, pretrained=pretrained, **options).eval()
     except Exception as error:
-        hint = "check the network, or go on with random weights (pretrained=False)" if pretrained else "see above"
-        raise ModelLoadError(f"timm could not build {name!r}: {error}; {hint}") from error
+        hint = " Check the network, or go on with random weights (pretrained=False)." if pretrained else ""
+        raise ModelLoadError(f"timm could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
 
 
 class TimmBlock(BlockAdapter):

@@ -29,8 +29,8 @@ def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         model = auto.from_pretrained(name, **options) if pretrained else auto.from_config(config, **options)
     except Exception as error:
         raise ModelLoadError(
-            f"transformers could not load {name!r}: {error}; give a folder written by save_pretrained, or a name on "
-            "the Hub that can be reached"
+            f"transformers could not load {name!r}: {str(error).rstrip('.')}. Give a folder written by "
+            "save_pretrained, or a name on the Hub that can be reached."
         ) from error
     return model.eval()
 

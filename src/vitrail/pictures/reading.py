@@ -97,13 +97,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
         coloured = image.convert("RGBA")
         image = Image.new("RGBA", coloured.size, "white")
         image.alpha_composite(coloured)
-    try:
-        return image.convert("RGB")
-    except ValueError as error:
-        raise PictureError(
-            f"pixels of kind {image.mode!r} cannot be made RGB. Expected greyscale, palette, RGB, RGBA or "
-            "CMYK. Export the picture as RGB."
-        ) from error
+    return image.convert("RGB")
 
 
 def _shallow(image: Image.Image) -> Image.Image:

@@ -17,6 +17,7 @@ from tests.fakes import ToyViT, toy  # noqa: F401
 from tests.surgery.models import ALL, FEW, distance, main_output, run
 from vitrail.errors import (
     AlreadyMerged,
+    BrokenPass,
     InvalidOption,
     NotMerged,
     SaturatedWarning,
@@ -101,6 +102,83 @@ def test_r_can_be_changed_between_calls(model, images):
     with pytest.raises(InvalidOption):
         merging.r = -1
     assert merging.r == [2, 2, 2]
+    merging.remove()
+    with pytest.raises(NotMerged):
+        merging.r = 1
+
+
+def test_a_changed_number_keeps_its_schedule(model):
+    merging = vitrail.merge(model, r=1, schedule="decreasing")
+    assert merging.r == [2, 1, 0]
+    merging.r = 2
+    assert merging.r == [4, 2, 0]
+    assert merging.config["schedule"] == "decreasing"
+
+
+@pytest.mark.parametrize("r", [np.int64(2), torch.tensor(2), (2, 2, 2), np.array([2, 2, 2]), torch.tensor([2, 2, 2])])
+def test_numbers_of_other_libraries_count(model, r):
+    assert vitrail.merge(model, r=r).r == [2, 2, 2]
+
+
+def test_figures_follow_a_change_of_input_size(model):
+    merging = vitrail.merge(model, r=2)
+    model.set_input_size((64, 32))
+    assert merging.layout.grid == (1, 8, 4)
+    assert merging.tokens_per_layer() == [31, 29, 27]
+    assert model(torch.randn(1, 3, 64, 32)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("size", [64.0, "big", (32, 32, 32), 64])
+def test_sizes_that_the_model_cannot_take_are_errors(model, size):
+    with pytest.raises(InvalidOption, match="size"):
+        vitrail.merge(model, r=2).flops(size)
+
+
+def test_blocks_dropped_after_merging_are_noticed(model, images):
+    vitrail.merge(model, r=2)
+    model.blocks = model.blocks[:2]
+    with pytest.raises(BrokenPass, match="3 blocks were merged and the model now has 2"):
+        model(images)
+
+
+def test_unmerge_takes_merged_tokens_only(model, images):
+    merging = vitrail.merge(model, r=2)
+    with merging.track() as trace:
+        full = model.forward_features(images)
+    with pytest.raises(InvalidOption, match=r"\(2, 11, channels\); got \(2, 17, 32\) \(those are full length already"):
+        trace.unmerge(full)
+    for wrong in (full[0], full[:1, :11], full[:, 1:11]):
+        with pytest.raises(InvalidOption, match="unmerge takes the merged tokens"):
+            trace.unmerge(wrong)
+
+
+def test_hooks_on_attention_are_told_that_they_do_not_run(model, images):
+    merging = vitrail.merge(model, r=0)
+    model.blocks[1].attn.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.warns(vitrail.errors.VitrailWarning, match="hooks on Attention do not run while the model is merged"):
+        model(images)
+    model(images)
+    merging.remove()
+
+
+def test_a_forward_replaced_on_the_object_is_refused(model):
+    model.blocks[1].attn.forward = lambda x, **_: x
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModel, match="the forward of a Attention was replaced on the object"):
+        vitrail.merge(model, r=2)
+    assert snapshot(model) == before
+
+
+def test_blocks_wrapped_before_merging_say_what_to_do(model):
+    model.blocks[0] = torch.compile(model.blocks[0])
+    with pytest.raises(UnsupportedModel, match="merge before wrapping"):
+        vitrail.merge(model, r=2)
+
+
+def test_a_model_whose_blocks_are_gone(model):
+    del model.blocks
+    with pytest.raises(UnsupportedModel, match="has no blocks"):
+        vitrail.merge(model, r=2)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +211,12 @@ def test_merged_tokens_on_request(model, images):
     torch.testing.assert_close(trace.unmerge(merged), features)
     shapes = [y.shape[1] for y in model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)]
     assert shapes == [13, 10, 7]
+    for as_grid in (
+        lambda: model.forward_intermediates(images),
+        lambda: model.get_intermediate_layers(images, reshape=True),
+    ):
+        with pytest.raises(UnsupportedInput, match="feature maps need every patch at its place"):
+            as_grid()
 
 
 def test_with_block_gives_the_model_back_also_after_an_error(model, images):
@@ -182,7 +266,7 @@ def test_nothing_is_tracked_outside(model, images):
 
 
 def test_more_merges_than_pairs_are_reported_once(model, images):
-    with pytest.warns(SaturatedWarning, match=r"60 merges were asked for and 15 are possible.*\[8, 4, 2\]|14 are"):
+    with pytest.warns(SaturatedWarning, match=r"60 merges were asked for and 14 are possible with 16 patches"):
         merging = vitrail.merge(model, r=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -218,6 +302,16 @@ def test_a_mask_for_each_picture_belongs_to_its_batch(model, images):
     assert torch.equal(sizes[mask], torch.ones(16))
     with pytest.raises(UnsupportedInput, match="masks for 2 pictures, but this batch has 3"):
         model(torch.randn(3, 3, 32, 32))
+
+
+def test_a_mask_may_have_the_shape_of_the_grid_and_is_copied(model, images):
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    mask[0] = True
+    merging = vitrail.merge(model, r=2, protect=mask)
+    first = model(images)
+    mask[:] = True
+    assert torch.equal(model(images), first)
+    assert merging.config["protect"] == [[True] * 4 + [False] * 12]
 
 
 def test_everything_protected_merges_nothing(model, images):
@@ -363,8 +457,9 @@ def test_draw_paints_at_the_pictures_own_resolution(model):
 
 def test_draw_refuses_what_is_not_a_picture(model, tmp_path):
     merging = vitrail.merge(model, r=2)
-    with pytest.raises(InvalidOption, match="got a tensor"):
-        merging.draw(torch.zeros(1, 3, 8, 8))
+    for wrong in (torch.zeros(1, 3, 8, 8), np.zeros((8, 8, 3)), None, [None]):
+        with pytest.raises(InvalidOption, match="draw takes PIL images or paths"):
+            merging.draw(wrong)
     with pytest.raises(InvalidOption, match="at least one"):
         merging.draw([])
     with pytest.raises(vitrail.errors.PictureError):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vitrail
 from tests.surgery.models import ALL, FEW, distance, run, trunk_blocks
-from vitrail.errors import BrokenPass, NotMerged
+from vitrail.errors import BrokenPass
 
 
 def gradients(model: nn.Module, images: torch.Tensor, case) -> dict[str, torch.Tensor]:
@@ -177,16 +177,49 @@ def _fsdp(rank: int) -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         assert grads
         assert all(bool(grad.full_tensor().isfinite().all()) for grad in grads)
-        if merge_first:
-            with pytest.raises(NotMerged, match="was changed after merging"):
-                merging.remove()
+        merging.remove()
+        assert distance(run(model, images, case), plain) < 1e-9
+        with vitrail.merge(model, r=2):
             assert distance(run(model, images, case), wanted) < 1e-9
-        else:
+
+
+def _fsdp_mixed(rank: int) -> None:
+    """Mixed precision rebuilds every block's arguments to cast them."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for name in ("timm-registers", "eva-eva02"):
+        case = ALL[name]
+        images = case.images(torch.float32)
+        for merge_first in (True, False):
+            model = case.model(torch.float32)
+            if merge_first:
+                merging = vitrail.merge(model, r=2)
+            for block in trunk_blocks(model):
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+            if not merge_first:
+                merging = vitrail.merge(model, r=2)
+            with merging.track() as trace:
+                out = run(model, images, case)
+            assert bool(out.isfinite().all())
+            assert trace.sizes.sum(1).tolist() == [trace.layout.num_tokens] * 2
             merging.remove()
-            assert distance(run(model, images, case), plain) < 1e-9
+            assert isinstance(trunk_blocks(model)[0], FSDPModule)
 
 
-JOBS = {"ddp": _ddp, "fsdp": _fsdp}
+JOBS = {"ddp": _ddp, "fsdp": _fsdp, "fsdp-mixed-precision": _fsdp_mixed}
+
+
+def test_accelerate_hooks_after_merging():
+    accelerate = pytest.importorskip("accelerate")
+    case = ALL["hf-vit-head"]
+    model, images = case.model(torch.float32), case.images(torch.float32)
+    vitrail.merge(model, r=2)
+    wanted = run(model, images, case)
+    for block in trunk_blocks(model):
+        accelerate.hooks.add_hook_to_module(block, accelerate.hooks.AlignDevicesHook("cpu"))
+    assert torch.equal(run(model, images, case), wanted)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo and spawn as used here need a POSIX system")

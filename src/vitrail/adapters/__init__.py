@@ -50,7 +50,10 @@ def find(model: nn.Module) -> Found:
     trunk = trunks[0][1]
     adapter = next(adapter for kind, adapter in kinds.items() if isinstance(trunk, kind))
     adapter.check(trunk)
-    blocks = tuple(adapter.blocks(trunk))
+    try:
+        blocks = tuple(adapter.blocks(trunk))
+    except AttributeError:
+        blocks = ()
     if not blocks:
         raise UnsupportedModel(f"this {type(trunk).__name__} has no blocks, so there is nothing to merge in")
     return Found(trunk, adapter, blocks, tuple(adapter.block_adapter(block) for block in blocks))

@@ -78,6 +78,32 @@ class Rotary:
         return positions.squeeze(1) if positions.dim() == 4 else positions
 
 
+@dataclass(frozen=True)
+class DenseBlock:
+    """A block that is nothing but its matrices: LayerNorm, attention, LayerNorm, linear, GELU, linear.
+
+    Attributes:
+        qkv: one linear layer for queries, keys and values together, or three.
+        gammas: layer scale of attention and MLP, or None for either.
+        gelu: ``"none"`` or ``"tanh"``, as in ``torch.nn.functional.gelu``.
+    """
+
+    heads: int
+    norm1: nn.LayerNorm
+    qkv: tuple[nn.Linear, ...]
+    proj: nn.Linear
+    norm2: nn.LayerNorm
+    fc1: nn.Linear
+    fc2: nn.Linear
+    gammas: tuple[Tensor | None, Tensor | None]
+    gelu: str
+
+
+def is_plain(module: nn.Module, *kinds: type) -> bool:
+    """Whether a module is just one of these classes, with nobody hooked into it."""
+    return type(module) in kinds and not module._forward_hooks and not module._forward_pre_hooks
+
+
 class BlockAdapter(ABC):
     """The parts of one kind of block that attends, then feeds.
 
@@ -134,6 +160,10 @@ class BlockAdapter(ABC):
     @abstractmethod
     def feed_branch(self, block: nn.Module, y: Tensor) -> Tensor:
         """Whatever happens to the MLP's output before it is added."""
+
+    def dense(self, block: nn.Module) -> DenseBlock | None:
+        """Give the block as its matrices; None where it is anything more, or somebody looks inside."""
+        return None
 
     @abstractmethod
     def attend_parts(self, block: nn.Module) -> Sequence[nn.Module]:

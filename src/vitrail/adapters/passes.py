@@ -26,12 +26,14 @@ class Pass:
         layout: its tokens for the present input.
         rotary: its rotary position, where it has one.
         expose: whether somebody looks at the tokens between blocks, who must be shown the full length.
+        gridded: whether they will be laid out as a grid.
     """
 
     trunk: nn.Module
     layout: TokenLayout
     rotary: Rotary | None = None
     expose: bool = False
+    gridded: bool = False
 
 
 class _Local(threading.local):
@@ -48,11 +50,15 @@ def current_pass() -> Pass | None:
 
 @contextmanager
 def open_pass(
-    trunk: nn.Module, layout: TokenLayout, rotary: Rotary | None = None, expose: bool = False
+    trunk: nn.Module,
+    layout: TokenLayout,
+    rotary: Rotary | None = None,
+    expose: bool = False,
+    gridded: bool = False,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
     outer = _local.current
-    _local.current = Pass(trunk, layout, rotary, expose)
+    _local.current = Pass(trunk, layout, rotary, expose, gridded)
     try:
         yield
     finally:

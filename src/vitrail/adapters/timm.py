@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, Rotary, TrunkAdapter, forward_class
+from vitrail.adapters.base import (
+    BlockAdapter,
+    BlockCall,
+    DenseBlock,
+    Rotary,
+    TrunkAdapter,
+    forward_class,
+    is_plain,
+)
 from vitrail.adapters.passes import open_pass
 from vitrail.adapters.timm_rotary import ROTARY
 from vitrail.errors import ModelLoadError, UnsupportedModel
@@ -73,6 +81,32 @@ class TimmBlock(BlockAdapter):
     def feed_branch(self, block: Any, y: Tensor) -> Tensor:
         return block.drop_path2(block.ls2(y))
 
+    def dense(self, block: Any) -> DenseBlock | None:
+        from timm.layers import LayerNorm, LayerScale, Mlp
+
+        attention, mlp = block.attn, block.mlp
+        norms = (block.norm1, block.norm2)
+        linears = (attention.qkv, attention.proj, mlp.fc1, mlp.fc2) if type(mlp) is Mlp else ()
+        plain = (
+            linears
+            and all(is_plain(norm, nn.LayerNorm, LayerNorm) and norm.bias is not None for norm in norms)
+            and all(is_plain(linear, nn.Linear) and linear.bias is not None for linear in linears)
+            and all(
+                is_plain(part, nn.Identity) for part in (attention.q_norm, attention.k_norm, attention.norm, mlp.norm)
+            )
+            and all(is_plain(scale, nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
+            and all(is_plain(whole, type(whole)) for whole in (attention, mlp))
+            and attention.gate is None
+            and is_plain(mlp.act, nn.GELU)
+        )
+        if not plain:
+            return None
+        gammas = tuple(getattr(scale, "gamma", None) for scale in (block.ls1, block.ls2))
+        return DenseBlock(
+            attention.num_heads, norms[0], (attention.qkv,), attention.proj, norms[1], mlp.fc1, mlp.fc2,
+            gammas, mlp.act.approximate,  # type: ignore[arg-type]
+        )  # fmt: skip
+
     def attend_parts(self, block: Any) -> Sequence[nn.Module]:
         return (block.attn,)
 
@@ -85,6 +119,9 @@ class TimmBlock(BlockAdapter):
 
 class TimmPostNormBlock(TimmBlock):
     """``ResPostBlock``: the norms act on each branch's output."""
+
+    def dense(self, block: Any) -> DenseBlock | None:
+        return None
 
     def attend_norm(self, block: Any, x: Tensor) -> Tensor:
         return x
@@ -101,6 +138,9 @@ class TimmPostNormBlock(TimmBlock):
 
 class TimmEvaBlock(TimmBlock):
     """``EvaBlock``: pre-norm, layer scale as plain parameters, rotary position in attention."""
+
+    def dense(self, block: Any) -> DenseBlock | None:
+        return None
 
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         names = ("rope", "attn_mask", "is_causal")
@@ -156,17 +196,20 @@ class TimmEntryPoints:
     _vitrail_adapter: TrunkAdapter
 
     def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with self._vitrail_pass(x, expose=False):
+        with self._vitrail_pass(x):
             return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self._vitrail_pass(x, expose=True):
+        gridded = kwargs.get("output_fmt", args[4] if len(args) > 4 else "NCHW") == "NCHW"
+        with self._vitrail_pass(x, expose=True, gridded=gridded):
             return super().forward_intermediates(x, *args, **kwargs)  # type: ignore[misc]
 
-    def _vitrail_pass(self: Any, x: Tensor, expose: bool) -> AbstractContextManager[None]:
+    def _vitrail_pass(
+        self: Any, x: Tensor, expose: bool = False, gridded: bool = False
+    ) -> AbstractContextManager[None]:
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, (x.shape[-2], x.shape[-1]))
-        return open_pass(self, layout, adapter.rotary(self, layout.grid), expose)
+        return open_pass(self, layout, adapter.rotary(self, layout.grid), expose, gridded)
 
 
 class TimmVisionTransformer(TrunkAdapter):
@@ -236,7 +279,7 @@ def _known_block(block: Any, known: dict[type, BlockAdapter], attentions: tuple[
     if adapter is None:
         raise UnsupportedModel(
             f"blocks of class {type(block).__name__} are not supported: Vitrail merges between attention and MLP, "
-            f"and knows {', '.join(kind.__name__ for kind in known)} of timm"
+            f"and knows {', '.join(kind.__name__ for kind in known)} of timm. If it is a wrapper, merge before wrapping"
         )
     if forward_class(block.attn) not in attentions:
         raise UnsupportedModel(

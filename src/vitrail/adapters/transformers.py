@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, TrunkAdapter, forward_class
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, TrunkAdapter, forward_class, is_plain
 from vitrail.adapters.passes import open_pass
 from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
@@ -71,6 +71,36 @@ class TransformersBlock(BlockAdapter):
     def feed_branch(self, block: Any, y: Tensor) -> Tensor:
         return block.dropout(y)
 
+    def dense(self, block: Any) -> DenseBlock | None:
+        attention = block.attention
+        return self._dense(
+            block,
+            attention.num_attention_heads,
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            attention.o_proj,
+            (block.layernorm_before, block.layernorm_after),
+            (None, None),
+        )
+
+    def _dense(
+        self,
+        block: Any,
+        heads: int,
+        qkv: tuple[Any, ...],
+        proj: Any,
+        norms: tuple[Any, Any],
+        gammas: tuple[Tensor | None, Tensor | None],
+    ) -> DenseBlock | None:
+        mlp = block.mlp
+        linears = (*qkv, proj, *((mlp.fc1, mlp.fc2) if hasattr(mlp, "fc1") else (mlp,)))
+        plain = (
+            all(is_plain(linear, nn.Linear) and linear.bias is not None for linear in linears)
+            and all(is_plain(norm, nn.LayerNorm) for norm in norms)
+            and is_plain(mlp, type(mlp))
+            and type(getattr(mlp, "activation_fn", None)).__name__ == "GELUActivation"
+        )
+        return DenseBlock(heads, norms[0], qkv, proj, norms[1], mlp.fc1, mlp.fc2, gammas, "none") if plain else None
+
     def attend_parts(self, block: Any) -> Sequence[nn.Module]:
         return (block.attention,)
 
@@ -83,6 +113,17 @@ class TransformersBlock(BlockAdapter):
 
 class Dinov2Block(TransformersBlock):
     """A DINOv2 layer: other names for the norms, layer scale and drop path."""
+
+    def dense(self, block: Any) -> DenseBlock | None:
+        attention = block.attention
+        return self._dense(
+            block,
+            attention.num_attention_heads,
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            attention.o_proj,
+            (block.norm1, block.norm2),
+            (block.layer_scale1.lambda1, block.layer_scale2.lambda1),
+        )
 
     def attend_norm(self, block: Any, x: Tensor) -> Tensor:
         return block.norm1(x)
@@ -99,6 +140,9 @@ class Dinov2Block(TransformersBlock):
 
 class NestedDinov2Block(Dinov2Block):
     """A DINOv2 layer of transformers before 5.18, whose attention is two modules deep."""
+
+    def dense(self, block: Any) -> DenseBlock | None:
+        return None
 
     def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = block.attention.attention
@@ -142,7 +186,8 @@ class TransformersEntryPoint:
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, (pixel_values.shape[-2], pixel_values.shape[-1]))
         expose = adapter.exposes or bool(hidden)
-        with open_pass(self, layout, expose=expose):
+        gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
+        with open_pass(self, layout, expose=expose, gridded=gridded):
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -160,7 +205,7 @@ class TransformersTrunk(TrunkAdapter):
         if adapter is None or not kind.__module__.startswith("transformers."):
             raise UnsupportedModel(
                 f"layers of class {type(block).__name__} are not supported; of transformers, Vitrail knows "
-                f"{', '.join(_BLOCKS)}"
+                f"{', '.join(_BLOCKS)}. If this is a wrapper, merge before wrapping"
             )
         nested = isinstance(adapter, Dinov2Block) and not hasattr(block.attention, "q_proj")
         return NestedDinov2Block() if nested else adapter

@@ -46,6 +46,12 @@ class Assignment:
         merged = weighted.new_zeros(weighted.shape[0], self.length, x.shape[2])
         return merged.scatter_add(1, self._index(x.shape[2]), weighted).to(x.dtype)
 
+    def merge_all(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Merge tokens and sizes (None for all one) at once; gives both, and log₂ of the sizes where it is free."""
+        if size is None:
+            size = torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        return self.merge(x, size), self.merge_sizes(size), None
+
     def unmerge(self, x: Tensor) -> Tensor:
         """Give every old position the token of its group: (B, length, D) becomes (B, N, D)."""
         return x.gather(1, self._index(x.shape[2]))

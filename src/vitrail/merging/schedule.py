@@ -7,9 +7,10 @@ a given number of tokens: never more merges than there are pairs, and reported w
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import TypeGuard
 
 from vitrail.errors import InvalidOption
@@ -82,6 +83,11 @@ class Schedule:
     gflops: float | None = None
     inflection: float = 0.0
 
+    @property
+    def shape(self) -> str | float:
+        """The inflection by its name, where it has one."""
+        return next((name for name, value in INFLECTIONS.items() if value == self.inflection), self.inflection)
+
     @classmethod
     def parse(
         cls,
@@ -108,14 +114,15 @@ class Schedule:
             if not _is_real(gflops) or not 0 < gflops < math.inf:
                 raise InvalidOption(f"gflops is a budget above 0, in 10⁹ multiply-adds; got {gflops!r}")
             return cls(gflops=float(gflops), inflection=inflection)
-        if isinstance(r, Sequence) and not isinstance(r, str):
-            if len(r) != depth:
+        if hasattr(r, "__len__") and not isinstance(r, str) and getattr(r, "ndim", 1) == 1:
+            counts = list(r)  # type: ignore[arg-type]
+            if len(counts) != depth:
                 raise InvalidOption(
-                    f"a list for r needs one number per layer: the model has {depth} layers, the list {len(r)}"
+                    f"a list for r needs one number per layer: the model has {depth} layers, the list {len(counts)}"
                 )
             if inflection:
                 raise InvalidOption(f"schedule={schedule!r} shapes a single r; a list for r is the schedule itself")
-            return cls(r=tuple(_count(value) for value in r))
+            return cls(r=tuple(map(_count, counts)))
         return cls(r=_count(r), inflection=inflection)
 
     def solve(self, depth: int, room: Room, cost: Cost | None = None) -> Solution:
@@ -193,8 +200,8 @@ def ramp(r: int, inflection: float, depth: int) -> tuple[int, ...]:
     >>> ramp(16, -1, 12)
     (32, 29, 26, 23, 20, 17, 14, 11, 8, 5, 2, 0)
     """
-    if depth == 1:
-        return (r,)
+    if depth == 1 or inflection == 0:
+        return (r,) * depth
     start = int(r * (1.0 - inflection))
     step = (2 * r - 2 * start) / (depth - 1)
     return tuple(int(start + step * layer) for layer in range(depth))
@@ -223,6 +230,13 @@ def _is_real(value: object) -> TypeGuard[float]:
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 0:
-        raise InvalidOption(f"r counts tokens to merge per layer: whole numbers of 0 or more; got {value!r}")
-    return int(value)
+    try:
+        count = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise InvalidOption(
+            "r counts tokens to merge per layer: a whole number of 0 or more, or a list with one for each layer; got "
+            f"{value!r}"
+        )
+    return count

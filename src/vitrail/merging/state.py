@@ -9,15 +9,15 @@ from torch import Tensor
 
 from vitrail.errors import UnsupportedInput
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.matching import Order, Protected, mask_edges, match
+from vitrail.merging.matching import Order, Protected, mask_edges
 
 
 @dataclass(frozen=True)
 class MergeState:
     """Sizes, positions and the composed assignment of one forward pass.
 
-    The state is never changed: :meth:`advance` gives the next one. It travels with the tokens, so that nothing
-    is shared between two passes.
+    The state is never changed: :meth:`skip` and :meth:`merge` give the next one. It travels with the tokens, so
+    that nothing is shared between two passes.
 
     Attributes:
         per_layer: how many tokens merge in each layer.
@@ -25,6 +25,7 @@ class MergeState:
         protected: which of the present tokens may not merge.
         order: how tokens are ordered after a merge.
         size: members of each present token (B, N); None while all have one.
+        log2_size: log₂ of it, where it is known already.
         assignment: where each original token is now; None while nothing merged.
         positions: coordinates of each present token (B, N, axes), where the model rotates by position.
     """
@@ -34,6 +35,7 @@ class MergeState:
     protected: Protected = 0
     order: Order = "paper"
     size: Tensor | None = None
+    log2_size: Tensor | None = None
     assignment: Assignment | None = None
     positions: Tensor | None = None
 
@@ -46,24 +48,37 @@ class MergeState:
         """Go on to the next layer without merging."""
         return replace(self, layer=self.layer + 1)
 
-    def advance(self, x: Tensor, metric: Tensor) -> tuple[Tensor, MergeState]:
-        """Merge the tokens ``x`` (B, N, D) by the similarity of ``metric`` (B, N, d), and go on."""
-        r = self._possible(self.r)
-        if r == 0:
-            return x, self.skip()
-        step = match(metric, r, self.protected, self.order)
-        size = self.size
-        if size is None:
-            size = torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        state = replace(
+    def possible(self) -> int:
+        """Tokens to merge in the layer that comes next, cut to the pairs that exist where that depends on the data.
+
+        Protected tokens that stand among the others keep their places in original order, so how many even
+        positions are free is known only once earlier layers have merged.
+        """
+        if self.r == 0 or isinstance(self.protected, int) or self.order == "paper":
+            return self.r
+        if torch.compiler.is_compiling():
+            raise UnsupportedInput(
+                "protect= with order='original' leaves a number of tokens that depends on the picture, which "
+                "cannot be compiled; use order='paper', or run without torch.compile"
+            )
+        return min(self.r, int(mask_edges(self.protected).min()))
+
+    def merge(self, x: Tensor, step: Assignment) -> tuple[Tensor, MergeState]:
+        """Merge tokens (B, N, D) by a step, and go on to the next layer."""
+        merged, size, log2_size = step.merge_all(x, self.size)
+        return merged, self.after(step, size, log2_size)
+
+    def after(self, step: Assignment, size: Tensor, log2_size: Tensor | None = None) -> MergeState:
+        """Give the state after a step that left tokens of these sizes."""
+        return replace(
             self,
             layer=self.layer + 1,
             protected=self._protected_after(step),
-            size=step.merge_sizes(size),
+            size=size,
+            log2_size=log2_size,
             assignment=step if self.assignment is None else self.assignment.then(step),
-            positions=None if self.positions is None else step.merge(self.positions, size),
+            positions=None if self.positions is None else step.merge(self.positions, self.size),
         )
-        return step.merge(x, size), state
 
     def unmerge(self, x: Tensor) -> Tensor:
         """Give every original position its token: (B, N now, D) becomes (B, N at the start, D)."""
@@ -72,21 +87,6 @@ class MergeState:
     def remerge(self, x: Tensor) -> Tensor:
         """Take full-length tokens back to the present ones, each the mean of its members."""
         return x if self.assignment is None else self.assignment.merge(x)
-
-    def _possible(self, r: int) -> int:
-        """Cut ``r`` to the pairs that exist where that depends on the data.
-
-        Protected tokens that stand among the others keep their places in original order, so how many even
-        positions are free is known only once earlier layers have merged.
-        """
-        if r == 0 or isinstance(self.protected, int) or self.order == "paper":
-            return r
-        if torch.compiler.is_compiling():
-            raise UnsupportedInput(
-                "protect= with order='original' leaves a number of tokens that depends on the picture, which "
-                "cannot be compiled; use order='paper', or run without torch.compile"
-            )
-        return min(r, int(mask_edges(self.protected).min()))
 
     def _protected_after(self, step: Assignment) -> Protected:
         if isinstance(self.protected, int):

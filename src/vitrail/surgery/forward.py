@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, BlockCall, Rotary
-from vitrail.adapters.passes import current_pass
+from vitrail.adapters.passes import Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
-from vitrail.merging import MergeState, proportional_attention
+from vitrail.merging import MergeState
+from vitrail.surgery.dense import dense_forward, serves
 from vitrail.surgery.plan import BlockPlan, Plan
 from vitrail.surgery.trace import TracedPass, is_tracking, record
 from vitrail.tokens import TokenLayout
@@ -53,6 +55,12 @@ class Passed(NamedTuple):
     state: MergeState
 
 
+class Slot:
+    """Where a block's forward leaves what it did: an object of its own, which wrappers that rebuild arguments keep."""
+
+    passed: Passed
+
+
 class MergedBlock:
     """Mixin in front of a library's block: the same parameters, attending, merging and feeding."""
 
@@ -64,22 +72,22 @@ class MergedBlock:
         carried = _receive(mine, x)
         if carried.tokens is not None:
             x = carried.tokens
-        passed: list[Passed] = []
-        out = super().__call__(x, *args, vitrail_carried=carried, vitrail_passed=passed, **kwargs)  # type: ignore[misc]
-        return _send(mine, carried, out, passed[0])
+        slot = Slot()
+        out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
+        return _send(mine, carried, out, slot.passed)
 
     def forward(
         self,
         x: Tensor,
         *args: Any,
         vitrail_carried: Carried,
-        vitrail_passed: list[Passed],
+        vitrail_slot: Slot,
         **kwargs: Any,
     ) -> Tensor:
         parts = self._vitrail.parts
         x, state = merged_forward(parts, self, x, parts.read_call(args, kwargs), vitrail_carried)  # type: ignore[arg-type]
         shown = state.unmerge(x) if _shows_full_length(self._vitrail, vitrail_carried) else x
-        vitrail_passed[:] = [Passed(x, shown, state)]
+        vitrail_slot.passed = Passed(x, shown, state)
         return shown
 
 
@@ -89,12 +97,19 @@ def merged_forward(
     """Run one block: attend in proportion to sizes, merge what is most alike, feed what is left."""
     state = carried.state
     _refuse_masks(call, state)
+    if not torch.compiler.is_compiling():
+        carried.plan.report_hooks(parts.attend_parts(block))
     if call.rope is not None:
         state = _with_positions(state, carried, call.rope)
+    elif serves(block, x, state) and call.mask is None and not call.causal:
+        dense = parts.dense(block)
+        if dense is not None:
+            return dense_forward(dense, x, state, carried.plan.proportional)
 
     h = parts.attend_norm(block, x)
     q, k, v = parts.qkv(block, h)
-    metric = k.detach().mean(1) if state.r else None
+    r = state.possible()
+    step = kernels.match(k.detach(), r, state.protected, state.order) if r else None
     if call.rope is not None:
         table = call.rope
         if state.size is not None and carried.rotary is not None and state.positions is not None:
@@ -103,19 +118,19 @@ def merged_forward(
     if k.shape[1] != q.shape[1]:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    attended = proportional_attention(
+    attended = kernels.attention(
         q,
         k,
         v,
         state.size if carried.plan.proportional else None,
+        state.log2_size,
         mask=call.mask,
         causal=call.causal,
         scale=parts.attention_scale(block),
         dropout=parts.attention_dropout(block),
     )
-    attended = attended.transpose(1, 2).flatten(2)
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
-    x, state = (x, state.skip()) if metric is None else state.advance(x, metric)
+    x, state = (x, state.skip()) if step is None else state.merge(x, step)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
     return x, state
 
@@ -185,18 +200,35 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
     entered = current_pass()
     mine = entered is not None and getattr(entered.trunk, "_vitrail_plan", None) is plan
     layout = entered.layout if mine and entered is not None else plan.layout
+    if mine and entered is not None:
+        _refuse_changes(plan, entered)
     patches = x.shape[1] - layout.num_special
     if patches < 0:
         raise BrokenPass(f"{x.shape[1]} tokens cannot hold this model's {layout.num_special} special tokens")
     if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
         layout = layout.with_grid((1, 1, patches)) if patches else layout
     solution = plan.solve(patches)
-    plan.report(solution)
+    plan.report(solution, patches)
     per_layer = solution.wanted if plan.pictures_decide else solution.per_layer
     state = MergeState(per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order)
     rotary = entered.rotary if mine and entered is not None else None
     expose = mine and entered is not None and entered.expose
     return Carried(plan, layout, state, rotary, expose)
+
+
+def _refuse_changes(plan: Plan, entered: Pass) -> None:
+    """Refuse what could only come out wrong: other blocks than those merged, or merged tokens as a grid."""
+    count = len(entered.trunk._vitrail_adapter.blocks(entered.trunk))  # type: ignore[union-attr, operator]
+    if count != plan.depth:
+        raise BrokenPass(
+            f"{plan.depth} blocks were merged and the model now has {count}; remove the merging before blocks are "
+            "added or dropped, and merge again"
+        )
+    if entered.gridded and not plan.unmerge and any(plan.solve(entered.layout.num_patches).per_layer):
+        raise UnsupportedInput(
+            "feature maps need every patch at its place, and with unmerge=False merged tokens come out; merge with "
+            "unmerge=True, or ask for token sequences (timm: output_fmt='NLC')"
+        )
 
 
 def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
@@ -224,4 +256,4 @@ def _finish(plan: Plan, carried: Carried, out: Tensor, passed: Passed) -> None:
         record(plan, TracedPass(carried.layout, passed.state, out.shape[0], out.device))
     if plan.pictures_decide:
         done = carried.layout.num_tokens - passed.tokens.shape[1]
-        plan.report_done(sum(passed.state.per_layer), done)
+        plan.report_done(sum(passed.state.per_layer), done, carried.layout.num_patches)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import AlreadyMerged, InvalidOption, NotMerged, UnsupportedModel
 from vitrail.merging import Schedule
 from vitrail.surgery.cost import CostModel
 from vitrail.surgery.forward import MergedBlock
+from vitrail.surgery.patches import PatchProduct, patch_convolutions
 from vitrail.surgery.plan import BlockPlan, Plan, parse_protect
 from vitrail.surgery.swap import original_class, swap
 from vitrail.surgery.trace import Trace, tracking
@@ -56,7 +59,8 @@ def merge(
         proportional: count a merged token in attention as often as it has members. Models pretrained by masking
             (MAE) and used without finetuning do better without.
         order: ``"paper"`` as in Token Merging; ``"original"`` keeps tokens in the order of their first member.
-        protect: boolean mask of patches that never merge: (patches,), or (pictures, patches) for one batch.
+        protect: boolean mask of patches that never merge: (patches,) or (height, width) of the grid for all pictures;
+            (pictures, patches) or (pictures, height, width) for one batch.
         unmerge: give every patch its token back after the last block, so that pooling, heads and dense outputs are
             exact. With False the merged tokens come out, special ones in front.
     """
@@ -64,6 +68,7 @@ def merge(
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
     _refuse_merged(model)
     found = find(model)
+    _refuse_patched(found)
     _refuse_meta(model)
     for name, value in (("proportional", proportional), ("unmerge", unmerge)):
         if not isinstance(value, bool):
@@ -74,9 +79,10 @@ def merge(
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
     wanted = Schedule.parse(depth, r, keep, gflops, schedule)
-    mask = parse_protect(protect, layout.num_patches, found.adapter.resizes(found.trunk))
+    resizes = found.adapter.resizes(found.trunk)
+    mask = parse_protect(protect, layout.grid, resizes)
     cost = CostModel.of(model, found)
-    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost)  # type: ignore[arg-type]
+    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes)  # type: ignore[arg-type]
     plan.change(wanted)
     _apply(found, plan)
     return Merging(model, found, plan)
@@ -124,16 +130,21 @@ class Merging:
     @property
     def layout(self) -> TokenLayout:
         """Which index is which token, at the model's own input size and before any merge."""
-        return self._plan.layout
+        return self._found.adapter.layout(self._found.trunk)
 
     @property
     def r(self) -> list[int]:
-        """Merges per layer at the model's own input size. Assign a number or a list to change them."""
+        """Merges per layer at the model's own input size. Assign a number or a list to change them.
+
+        A number is spread over depth by the schedule that the merging has; a list is the schedule itself.
+        """
         return list(self._plan.solve(self.layout.num_patches).per_layer)
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
-        self._plan.change(Schedule.parse(self._plan.depth, value))
+        self._check_applied()
+        shape = 0.0 if hasattr(value, "__len__") else self._plan.schedule.inflection
+        self._plan.change(Schedule.parse(self._plan.depth, value, schedule=shape))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -144,7 +155,7 @@ class Merging:
         if isinstance(wanted.r, tuple):
             config["r"] = list(wanted.r)
         else:
-            config["schedule"] = wanted.inflection
+            config["schedule"] = wanted.shape
         config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge)
         if plan.protect is not None:
             config["protect"] = plan.protect.tolist()
@@ -187,6 +198,7 @@ class Merging:
         from vitrail.pictures import stained_glass, to_tensor
 
         pictures = _as_pictures(images)
+        _refuse_other_channels(self._found)
         batch = to_tensor(pictures, self._found.adapter.preprocessing(self._found.trunk))
         weight = next(self._found.trunk.parameters())
         training = {part: part.training for part in self.model.modules()}
@@ -206,7 +218,8 @@ class Merging:
     def remove(self) -> None:
         """Give the model back exactly as it was."""
         self._check_applied()
-        parts = [self._found.trunk, *self._found.blocks]
+        convolutions = [part for part in _embedding(self._found) if isinstance(part, PatchProduct)]
+        parts = [self._found.trunk, *self._found.blocks, *convolutions]
         foreign = [part for part in parts if original_class(part) is None]
         if foreign:
             raise NotMerged(
@@ -226,9 +239,14 @@ class Merging:
     def _layout_for(self, size: Size | None) -> TokenLayout:
         if size is None:
             return self.layout
-        pair = (size, size) if isinstance(size, int) else tuple(size)
-        if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
-            raise InvalidOption(f"size is a number of pixels, or (height, width); got {size!r}")
+        try:
+            height, width = map(operator.index, size if hasattr(size, "__len__") else (size, size))  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise InvalidOption(f"size is a number of pixels, or (height, width); got {size!r}") from error
+        pair = (height, width)
+        own = self._found.adapter.preprocessing(self._found.trunk).size
+        if pair != own and not self._found.adapter.resizes(self._found.trunk):
+            raise InvalidOption(f"this model takes pictures of {own[0]} × {own[1]} pixels only; got size={size!r}")
         try:
             return self._found.adapter.layout(self._found.trunk, pair)
         except ValueError as error:
@@ -240,6 +258,8 @@ def _apply(found: Found, plan: Plan) -> None:
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
     found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
     swap(found.trunk, found.adapter.entry_points())
+    for conv in patch_convolutions(_embedding(found)):
+        swap(conv, PatchProduct)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
         block._vitrail = BlockPlan(plan, index, parts)  # type: ignore[assignment]
         swap(block, MergedBlock)
@@ -257,6 +277,21 @@ def _refuse_merged(model: nn.Module) -> None:
         )
 
 
+def _refuse_patched(found: Found) -> None:
+    """Refuse parts whose forward somebody replaced on the object itself: it would not be run."""
+    attending = [
+        part
+        for parts, block in zip(found.block_adapters, found.blocks, strict=True)
+        for part in parts.attend_parts(block)
+    ]
+    for part in (*found.blocks, *attending):
+        if "forward" in vars(part):
+            raise UnsupportedModel(
+                f"the forward of a {type(part).__name__} was replaced on the object (accelerate's dispatch does so), "
+                "and merging would bypass it; merge first, then wrap or dispatch the model"
+            )
+
+
 def _refuse_meta(model: nn.Module) -> None:
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.is_meta:
@@ -266,14 +301,29 @@ def _refuse_meta(model: nn.Module) -> None:
             )
 
 
+def _embedding(found: Found) -> list[nn.Module]:
+    return [part for root in found.adapter.patch_parts(found.trunk) for part in root.modules()]
+
+
+def _refuse_other_channels(found: Found) -> None:
+    channels = next((part.in_channels for part in _embedding(found) if isinstance(part, nn.Conv2d)), 3)
+    if channels != 3:
+        raise InvalidOption(
+            f"draw shows colour pictures to the model, which takes {channels} channels instead of three"
+        )
+
+
 def _as_pictures(images: Any) -> list[Image]:
     from PIL.Image import Image as Picture
 
     from vitrail.pictures import as_rgb, read_picture
 
-    if isinstance(images, Tensor):
-        raise InvalidOption("draw takes PIL images or paths of picture files, at their own resolution; got a tensor")
-    several = images if isinstance(images, Iterable) and not isinstance(images, str | Picture) else [images]
+    several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
+    for image in several:
+        if not isinstance(image, Picture | str | os.PathLike):
+            raise InvalidOption(
+                f"draw takes PIL images or paths of picture files, at their own resolution; got {type(image).__name__}"
+            )
     pictures = [as_rgb(image) if isinstance(image, Picture) else read_picture(image) for image in several]
     if not pictures:
         raise InvalidOption("draw needs at least one picture")

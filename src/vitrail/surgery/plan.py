@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter
-from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput
+from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
 from vitrail.merging import Room, Schedule, Solution
 from vitrail.merging.matching import Order, mask_edges
 from vitrail.surgery.cost import CostModel
@@ -36,7 +38,9 @@ class Plan:
     unmerge: bool
     protect: Tensor | None
     cost: CostModel
-    warned: bool = False
+    resizes: bool = False
+    warned: set[int] = field(default_factory=set)
+    hooks_reported: bool = False
     solved: dict[int, Solution] = field(default_factory=dict, repr=False)
 
     def change(self, schedule: Schedule) -> None:
@@ -45,9 +49,10 @@ class Plan:
         known = {}
         if self.protect is None or self.protect.shape[1] == patches:
             known[patches] = self._solve(schedule, patches)
-        self.schedule, self.solved, self.warned = schedule, known, False
-        for solution in known.values():
-            self.report(solution)
+        self.schedule, self.solved, self.warned = schedule, known, set()
+        if not self.resizes:
+            for solution in known.values():
+                self.report(solution, patches)
 
     @property
     def pictures_decide(self) -> bool:
@@ -83,20 +88,20 @@ class Plan:
     def _solve(self, schedule: Schedule, patches: int) -> Solution:
         return schedule.solve(self.depth, self.room(patches), self.cost.counter(self.layout.num_special, patches))
 
-    def report(self, solution: Solution) -> None:
-        """Warn, once, where fewer tokens merge than were asked for."""
-        if self.warned or torch.compiler.is_compiling():
+    def report(self, solution: Solution, patches: int) -> None:
+        """Warn, once for each size, where fewer tokens merge than were asked for."""
+        if torch.compiler.is_compiling() or patches in self.warned:
             return
         if solution.missing:
-            self.warned = True
+            self.warned.add(patches)
             warnings.warn(
-                f"{sum(solution.wanted)} merges were asked for and {sum(solution.per_layer)} are possible: merges per "
-                f"layer are {list(solution.per_layer)} instead of {list(solution.wanted)}",
+                f"{sum(solution.wanted)} merges were asked for and {sum(solution.per_layer)} are possible with "
+                f"{patches} patches: {list(solution.per_layer)} merges per layer instead of {list(solution.wanted)}",
                 SaturatedWarning,
                 stacklevel=5,
             )
         elif self.schedule.gflops is not None and not any(solution.per_layer):
-            self.warned = True
+            self.warned.add(patches)
             warnings.warn(
                 f"the model costs {(solution.cost or 0) / 1e9:.3g} GFLOPs without merging, which is within "
                 f"gflops={self.schedule.gflops:g}: nothing merges",
@@ -104,10 +109,24 @@ class Plan:
                 stacklevel=5,
             )
 
-    def report_done(self, wanted: int, done: int) -> None:
-        """Warn, once, where a pass merged fewer tokens than it was asked to."""
-        if done < wanted and not self.warned:
-            self.warned = True
+    def report_hooks(self, attending: Sequence[nn.Module]) -> None:
+        """Warn, once, about hooks on attention itself: its parts are called directly, so they never fire."""
+        if self.hooks_reported or not any(part._forward_hooks or part._forward_pre_hooks for part in attending):
+            return
+        hooks = [h for part in attending for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+        if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
+            self.hooks_reported = True
+            warnings.warn(
+                f"hooks on {type(attending[0]).__name__} do not run while the model is merged, because its parts are "
+                "called directly; hook into those, into the block, or remove the merging",
+                VitrailWarning,
+                stacklevel=5,
+            )
+
+    def report_done(self, wanted: int, done: int, patches: int) -> None:
+        """Warn, once for each size, where a pass merged fewer tokens than it was asked to."""
+        if done < wanted and patches not in self.warned:
+            self.warned.add(patches)
             warnings.warn(
                 f"{wanted} merges were asked for and {done} were possible in this batch: protected patches keep "
                 "their places in order='original', and not every pair between them exists",
@@ -146,21 +165,24 @@ def _with_special(protect: Tensor, special: int) -> Tensor:
     return torch.cat([protect.new_ones(protect.shape[0], special), protect], 1)
 
 
-def parse_protect(protect: Any, patches: int, resizes: bool) -> Tensor | None:
-    """Check a user's mask over the patches, (P,) or (B, P), and give it as (1 or B, P).
+def parse_protect(protect: Any, grid: tuple[int, int, int], resizes: bool) -> Tensor | None:
+    """Check a user's mask over the patches, (P,), (B, P), (h, w) or (B, h, w), and give it as (1 or B, P).
 
     A model that takes other sizes than its own takes masks for them, too; they are checked with the input.
     """
     if protect is None:
         return None
+    patches = prod(grid)
     try:
         mask = torch.as_tensor(protect)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidOption(f"protect is a boolean mask over the patches; got {type(protect).__name__}") from error
+    if mask.dim() in (2, 3) and tuple(mask.shape[-2:]) == grid[1:]:
+        mask = mask.reshape(-1, patches)
     fits = mask.dim() in (1, 2) and mask.numel() > 0 and (resizes or mask.shape[-1] == patches)
     if mask.dtype != torch.bool or not fits:
         raise InvalidOption(
             f"protect is a boolean mask of shape (patches,) or (pictures, patches), with {patches} patches at the "
             f"model's own size; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
-    return mask.detach().cpu().reshape(-1, mask.shape[-1])
+    return mask.detach().cpu().reshape(-1, mask.shape[-1]).clone()

@@ -34,9 +34,28 @@ def swap(module: nn.Module, mixin: type) -> None:
 
 
 def original_class(module: nn.Module) -> type | None:
-    """Give the class that a module had before it was swapped; None if its class is not a swapped one."""
-    made = type(module).__dict__.get("_vitrail_swap")
-    return None if made is None else made[1]
+    """Give the class that a module had before it was swapped; None if its class has nothing to do with a swapped one.
+
+    Where another class was put in front since (FSDP does so), it is one with that class in front of the original.
+    """
+    kind: type = type(module)
+    return _without_swap(kind)
+
+
+@functools.cache
+def _without_swap(kind: type) -> type | None:
+    made = vars(kind).get("_vitrail_swap")
+    if made is not None:
+        return made[1]
+    bases = tuple(map(_base_without_swap, kind.__bases__))
+    if bases == kind.__bases__:
+        return None
+    names = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, names)
+
+
+def _base_without_swap(base: type) -> type:
+    return _without_swap(base) or base
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import NotMerged
+from vitrail.errors import InvalidOption, NotMerged
 from vitrail.merging import Assignment, MergeState
 from vitrail.tokens import TokenLayout
 
@@ -71,7 +71,15 @@ class Trace:
 
     def unmerge(self, tokens: Tensor) -> Tensor:
         """Give every original position its token: (B, kept, D) becomes (B, N, D)."""
-        return self.latest.assignment.unmerge(tokens)
+        assignment = self.latest.assignment
+        batch, length = assignment.target.shape
+        if tokens.dim() != 3 or tokens.shape[:2] != (batch, assignment.length):
+            full = " (those are full length already)" if tokens.shape[1:2] == (length,) else ""
+            raise InvalidOption(
+                f"unmerge takes the merged tokens of the latest pass, ({batch}, {assignment.length}, channels); "
+                f"got {tuple(tokens.shape)}{full}"
+            )
+        return assignment.unmerge(tokens)
 
 
 class _Active(threading.local):

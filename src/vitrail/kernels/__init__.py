@@ -1,0 +1,134 @@
+"""Fast twins of the reference functions, and the choice between the two.
+
+    attention    proportional attention                   merging.proportional_attention
+    match        which tokens merge into which            merging.match
+    KernelAssignment.merge    means of groups             merging.Assignment.merge
+
+The kernels serve CUDA devices where Triton is installed; every other device and dtype gets the reference. Inside
+``with reference():`` everything does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.kernels import ops
+from vitrail.merging import Assignment, proportional_attention
+from vitrail.merging import match as reference_match
+from vitrail.merging.matching import Order, Protected
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Switch:
+    forced = 0
+
+
+_switch = _Switch()
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Use the reference functions everywhere inside, in all threads."""
+    _switch.forced += 1
+    try:
+        yield
+    finally:
+        _switch.forced -= 1
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the kernels serve a tensor."""
+    return x.is_cuda and x.dtype in _DTYPES and _has_triton() and not _switch.forced
+
+
+def describe() -> dict[str, Any]:
+    """Say which functions are used here, and why."""
+    if _switch.forced:
+        return {"kernels": "reference", "why": "forced by vitrail.kernels.reference()"}
+    if not _has_triton():
+        return {"kernels": "reference", "why": "Triton is not installed"}
+    if not torch.cuda.is_available():
+        return {"kernels": "reference", "why": "no CUDA device"}
+    return {"kernels": "triton", "why": f"Triton on {torch.cuda.get_device_name()}"}
+
+
+@dataclass(frozen=True)
+class KernelAssignment(Assignment):
+    """An assignment that lists the members of each group, so that a kernel can merge them in one pass."""
+
+    member: Tensor
+    start: Tensor
+
+    def merge_all(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.merge(x, size, self.target, self.member, self.start)
+
+
+def match(k: Tensor, r: int, protected: Protected = 0, order: Order = "paper") -> Assignment:
+    """Match tokens by their keys (B, H, N, d), averaged over heads."""
+    if r and isinstance(protected, int) and order == "paper" and usable(k):
+        target, member, start = ops.match(k, r, protected)
+        return KernelAssignment(target, k.shape[2] - r, member, start)
+    metric = k.mean(1, dtype=torch.promote_types(k.dtype, torch.float32))
+    return reference_match(metric, r, protected, order)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Tensor | None,
+    log2_size: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend (B, H, N, d) in proportion to sizes (B, N); gives (B, N, H·d)."""
+    if size is not None and usable(q):
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad):
+            if dropout == 0.0:
+                return ops.attend(q, k, v, size.log2() if log2_size is None else log2_size, scale)
+        elif q.dtype != torch.float32:
+            return _attention_by_channels(q, k, v, size, scale, dropout)
+    out = proportional_attention(q, k, v, size, mask=mask, causal=causal, scale=scale, dropout=dropout)
+    return out.transpose(1, 2).flatten(2)
+
+
+def _attention_by_channels(q: Tensor, k: Tensor, v: Tensor, size: Tensor, scale: float, dropout: float) -> Tensor:
+    """Attend with ``log size`` in two more channels of the keys, so that the flash kernels with gradients serve.
+
+    One channel holds ``log size / scale`` rounded to the keys' precision, the other what rounding left; queries have
+    a one in both. Six channels of zeros fill up the eight that kernels want.
+    """
+    bias = (size.log() / scale).unsqueeze(1).expand(-1, q.shape[1], -1)
+    high = bias.to(k.dtype)
+    low = (bias - high.to(bias.dtype)).to(k.dtype)
+    ones = torch.ones_like(high)
+    none = torch.zeros_like(high)
+    k_more = torch.stack([high, low, none, none, none, none, none, none], -1)
+    q_more = torch.stack([ones, ones, none, none, none, none, none, none], -1)
+    out = F.scaled_dot_product_attention(
+        torch.cat([q, q_more], -1),
+        torch.cat([k, k_more], -1),
+        F.pad(v, (0, 8)),
+        dropout_p=dropout,
+        scale=scale,
+    )
+    return out[..., : v.shape[-1]].transpose(1, 2).flatten(2)

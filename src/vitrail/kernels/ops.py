@@ -1,0 +1,160 @@
+"""The kernels as operators that ``torch.compile`` and autograd know: shapes without values, and gradients.
+
+Implementations import Triton when they first run, so that loading Vitrail does not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+@custom_op("vitrail::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> Tensor:
+    """Attend (B, H, N, D) in proportion to sizes; gives (B, N, H·D)."""
+    from vitrail.kernels import triton_attention
+
+    return triton_attention.launch(q, k, v, log2_size, scale)
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1] * q.shape[3])
+
+
+@custom_op("vitrail::match", mutates_args=())
+def match(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Match by keys (B, H, N, D): target (B, N), member (B, N), start (B, N − r + 1)."""
+    from vitrail.kernels import triton_matching
+
+    return triton_matching.launch(k, r, protected)
+
+
+@match.register_fake
+def _(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, length, _ = k.shape
+    return (
+        k.new_empty(batch, length, dtype=torch.int64),
+        k.new_empty(batch, length, dtype=torch.int32),
+        k.new_empty(batch, length - r + 1, dtype=torch.int32),
+    )
+
+
+@custom_op("vitrail::merge", mutates_args=())
+def merge(
+    x: Tensor, size: Tensor | None, target: Tensor, member: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge tokens (B, N, D): tokens, sizes and their log₂."""
+    from vitrail.kernels.triton_merging import Groups, launch
+
+    return launch(x.contiguous(), Groups(size, member, start))[:3]
+
+
+@merge.register_fake
+def _(x: Tensor, size: Tensor | None, target: Tensor, member: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, kept = x.shape[0], start.shape[1] - 1
+    return (
+        x.new_empty(batch, kept, x.shape[2]),
+        x.new_empty(batch, kept, dtype=torch.float32),
+        x.new_empty(batch, kept, dtype=torch.float32),
+    )
+
+
+@custom_op("vitrail::spread", mutates_args=())
+def spread(grad: Tensor, size: Tensor | None, merged_size: Tensor, target: Tensor) -> Tensor:
+    """Give each token its share of its group's gradient: the backward of ``merge``."""
+    from vitrail.kernels.triton_merging import launch_backward
+
+    return launch_backward(grad, size, merged_size, target)
+
+
+@spread.register_fake
+def _(grad: Tensor, size: Tensor | None, merged_size: Tensor, target: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], target.shape[1], grad.shape[2])
+
+
+def _keep_for_merge(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, size, target, _, _ = inputs
+    ctx.has_size = size is not None
+    ctx.save_for_backward(*((size,) if size is not None else ()), output[1], target)
+
+
+def _backward_of_merge(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    *size, merged_size, target = ctx.saved_tensors
+    return spread(grad, size[0] if ctx.has_size else None, merged_size, target), None, None, None, None
+
+
+merge.register_autograd(_backward_of_merge, setup_context=_keep_for_merge)
+
+
+@custom_op("vitrail::merge_norm", mutates_args=())
+def merge_norm(
+    x: Tensor,
+    y: Tensor,
+    gamma: Tensor | None,
+    size: Tensor | None,
+    member: Tensor,
+    start: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    add: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge ``x + γ·y``: tokens (+ ``add``), sizes, their log₂, and the tokens after a LayerNorm."""
+    from vitrail.kernels.triton_merging import Groups, Norm, launch
+
+    out, sizes, logs, normed = launch(x, Groups(size, member, start), y, gamma, Norm(weight, bias, eps), add)
+    assert normed is not None
+    return out, sizes, logs, normed
+
+
+@merge_norm.register_fake
+def _(  # type: ignore[no-untyped-def]
+    x: Tensor, y, gamma, size, member, start: Tensor, weight, bias, eps, add
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, kept = x.shape[0], start.shape[1] - 1
+    tokens = x.new_empty(batch, kept, x.shape[2])
+    sizes = x.new_empty(batch, kept, dtype=torch.float32)
+    return tokens, sizes, torch.empty_like(sizes), torch.empty_like(tokens)
+
+
+@custom_op("vitrail::norm", mutates_args=())
+def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last axis of contiguous tokens."""
+    from vitrail.kernels.triton_merging import Norm, launch_norm
+
+    return launch_norm(x, Norm(weight, bias, eps))[1]
+
+
+@norm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@custom_op("vitrail::add_scaled", mutates_args=())
+def add_scaled(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    """``x + γ·y`` for contiguous tokens."""
+    from vitrail.kernels.triton_merging import launch_sum
+
+    return launch_sum(x, y, gamma)
+
+
+@add_scaled.register_fake
+def _(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@custom_op("vitrail::add_norm", mutates_args=())
+def add_norm(
+    x: Tensor, y: Tensor, gamma: Tensor | None, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``x + γ·y`` (+ ``add``), and its LayerNorm (without)."""
+    from vitrail.kernels.triton_merging import Norm, launch_norm
+
+    return launch_norm(x, Norm(weight, bias, eps), y, gamma, add)
+
+
+@add_norm.register_fake
+def _(x: Tensor, y, gamma, weight, bias, eps, add) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), torch.empty_like(x)

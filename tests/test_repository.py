@@ -16,8 +16,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Packages that come with an extra, or that only some features need: `import vitrail` must not pay for them.
 NOT_AT_IMPORT = {
-    *("PIL", "matplotlib", "open_clip", "peft", "rich", "safetensors", "scipy", "sklearn"),
-    *("timm", "torchaudio", "torchvision", "transformers", "typer"),
+    *(
+        "PIL",
+        "matplotlib",
+        "onnx",
+        "onnxruntime",
+        "onnxscript",
+        "open_clip",
+        "peft",
+        "rich",
+        "safetensors",
+        "scipy",
+        "sklearn",
+    ),
+    *("timm", "torchaudio", "torchvision", "transformers", "triton", "typer"),
 }
 
 # Spelt in halves, so that this file passes its own test.

@@ -8,7 +8,8 @@
     ├── NotMerged            the model carries no merging (any more)
     ├── BrokenPass           tokens reached a block without the state of their forward pass
     ├── PictureError         a file is not a picture that can be used
-    └── ModelLoadError       a model name could not be turned into a model
+    ├── ModelLoadError       a model name could not be turned into a model
+    └── ExportError          a model could not be exported, or its file does not do what the model does
 
     VitrailWarning
     └── SaturatedWarning     fewer tokens merge than were asked for
@@ -54,6 +55,10 @@ class PictureError(VitrailError):
 
 class ModelLoadError(VitrailError):
     """A model name could not be turned into a model."""
+
+
+class ExportError(VitrailError):
+    """A model could not be exported, or its file does not do what the model does."""
 
 
 class VitrailWarning(UserWarning):

@@ -88,7 +88,7 @@ def test_a_file_where_the_folder_should_be_is_our_error(tmp_path: Path) -> None:
 
 
 def test_names_do_not_collide(tmp_path: Path) -> None:
-    names = Names(tmp_path, ("glass",), [])
+    names = Names(tmp_path, ("glass",), [])  # nothing known before, so that numbers have to do
     given = ["a/cat.jpg", "b/cat.png", "c/CAT.jpg", "cat-2.jpg"]
     assert [names.for_picture(Path(path))["glass"].name for path in given] == [
         "cat-glass.png",
@@ -96,6 +96,30 @@ def test_names_do_not_collide(tmp_path: Path) -> None:
         "CAT-3-glass.png",
         "cat-2-2-glass.png",
     ]
+
+
+def test_names_say_which_picture_they_are_of(tmp_path: Path) -> None:
+    expected = {
+        "sun.jpg": "sun-glass.png",
+        "anim.gif": "anim.gif-glass.png",
+        "anim.webp": "anim.webp-glass.png",
+        "a/cat.jpg": "a-cat-glass.png",
+        "b/CAT.jpg": "b-CAT-glass.png",
+        "b/../c/cat.png": "cat.png-glass.png",
+        "x/same/dog.jpg": "x-same-dog-glass.png",
+        "y/same/dog.jpg": "y-same-dog-glass.png",
+        "no-suffix": "no-suffix-glass.png",
+    }
+    inputs = [tmp_path / name for name in expected]
+    names = Names(tmp_path / "out", ("glass",), inputs)
+    assert [names.for_picture(path)["glass"].name for path in inputs] == list(expected.values())
+
+
+def test_links_are_called_by_their_own_names(tmp_path: Path) -> None:
+    (tmp_path / "blob").touch()
+    (tmp_path / "cat.jpg").symlink_to(tmp_path / "blob")
+    files = Names(tmp_path, ("glass",), [tmp_path / "cat.jpg"]).for_picture(tmp_path / "cat.jpg")
+    assert files["glass"].name == "cat-glass.png"
 
 
 def test_names_spare_what_was_read(tmp_path: Path) -> None:

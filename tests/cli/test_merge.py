@@ -131,7 +131,7 @@ def test_options_reach_the_merging(photos: Path, tmp_path: Path) -> None:
     result = run("merge", MODEL, photos / "a.png", "-r", "1", "-o", tmp_path, *flags, *TINY)
     assert result.exit_code == 0, result.output
     merging = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["merging"]
-    assert (merging["schedule"], merging["order"], merging["proportional"]) == (-1.0, "original", False)
+    assert (merging["schedule"], merging["order"], merging["proportional"]) == ("decreasing", "original", False)
 
 
 def test_r_per_layer_and_other_sizes(photos: Path, tmp_path: Path) -> None:
@@ -157,7 +157,9 @@ def test_pictures_of_one_name_and_pictures_in_the_output_folder_are_kept_apart(p
     result = run("merge", MODEL, photos, "-r", "1", "-o", photos, *TINY)
     assert result.exit_code == 0, result.output
     names = {path.name for path in photos.iterdir()}
-    assert {"a-glass.png", "a-2-glass.png", "b-2-glass.png", "b-glass-glass.png"} <= names
+    assert {"photos-a-glass.png", "more-a-glass.png", "b-2-glass.png", "b-glass-glass.png"} <= names
+    pictures = json.loads((photos / "summary.json").read_text(encoding="utf-8"))["pictures"]
+    assert {str(photos / "a.png"), str(photos / "more" / "a.png"), "b.png"} <= {entry["picture"] for entry in pictures}
     assert read_picture(photos / "b-glass.png").size == (9, 9)
 
 
@@ -194,7 +196,6 @@ def test_only_bad_pictures_are_an_error(photos: Path, tmp_path: Path) -> None:
 
 MISTAKES = {
     "unknown library": (("nolib:vit", "PHOTOS", "-r", "1"), "timm:NAME"),
-    "no library": (("vit_tiny_patch16_224", "PHOTOS", "-r", "1"), "timm:NAME"),
     "unknown model": (("timm:no_such_model", "PHOTOS", "-r", "1"), "no_such_model"),
     "not a transformer": (("timm:resnet18", "PHOTOS", "-r", "1", "--random-weights"), "ResNet"),
     "negative r": ((MODEL, "PHOTOS", "-r", "-1", *TINY), "'-1' is not a number of tokens"),
@@ -226,6 +227,7 @@ MISTAKES = {
 def test_mistakes_are_answered_in_words(
     photos: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vitrail.cli.model._unreachable_hub", lambda: None)  # tests do not ask the network
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     arguments, expected = MISTAKES[mistake]
@@ -237,20 +239,6 @@ def test_mistakes_are_answered_in_words(
     assert expected in one_line(result.stderr)
     assert result.stdout == ""
     assert not (tmp_path / "glass").exists()
-
-
-def test_weights_out_of_reach_suggest_random_ones(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreachable(*args: object, **kwargs: object) -> None:
-        raise OSError("the network\nis unreachable")
-
-    monkeypatch.setattr("timm.create_model", unreachable)
-    result = run("merge", MODEL, photos, "-r", "1", "-o", tmp_path)
-    assert result.exit_code == 2
-    assert "the network is unreachable" in result.stderr
-    assert "--random-weights" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_cuda_is_refused_where_there_is_none(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,11 @@ def forward_class(module: nn.Module) -> type:
     """Give the class whose ``forward`` a module runs.
 
     Modules are recognised by it: wrappers such as FSDP put a class in front that leaves ``forward`` alone, while
-    one that changes it is another kind of module.
+    one that changes it is another kind of module. Mixins of our own do not count.
     """
-    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    kinds = type(module).__mro__
+    ours = {vars(kind)["_vitrail_swap"][0] for kind in kinds if "_vitrail_swap" in vars(kind)}
+    return next(kind for kind in kinds if "forward" in vars(kind) and kind not in ours)
 
 
 class BlockCall(NamedTuple):

@@ -22,18 +22,20 @@ class Pass:
     """What the way in knows and the blocks need.
 
     Attributes:
-        trunk: the model that is running.
+        trunk: the model that is running; None where blocks run by themselves.
         layout: its tokens for the present input.
         rotary: its rotary position, where it has one.
         expose: whether somebody looks at the tokens between blocks, who must be shown the full length.
         gridded: whether they will be laid out as a grid.
+        unmasked: whether nobody asked for a mask, so that one which allows everything may be ignored.
     """
 
-    trunk: nn.Module
+    trunk: nn.Module | None
     layout: TokenLayout
     rotary: Rotary | None = None
     expose: bool = False
     gridded: bool = False
+    unmasked: bool = False
 
 
 class _Local(threading.local):
@@ -55,10 +57,11 @@ def open_pass(
     rotary: Rotary | None = None,
     expose: bool = False,
     gridded: bool = False,
+    unmasked: bool = False,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
     outer = _local.current
-    _local.current = Pass(trunk, layout, rotary, expose, gridded)
+    _local.current = Pass(trunk, layout, rotary, expose, gridded, unmasked)
     try:
         yield
     finally:

@@ -187,7 +187,9 @@ class TransformersEntryPoint:
         layout = adapter.layout(self, (pixel_values.shape[-2], pixel_values.shape[-1]))
         expose = adapter.exposes or bool(hidden)
         gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
-        with open_pass(self, layout, expose=expose, gridded=gridded):
+        # while exporting, transformers makes a mask that allows everything
+        unmasked = kwargs.get("attention_mask") is None and not any(isinstance(value, Tensor) for value in args[2:])
+        with open_pass(self, layout, expose=expose, gridded=gridded, unmasked=unmasked):
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
 
 

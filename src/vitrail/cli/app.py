@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli import console
+from vitrail.cli.bench import EPILOG, bench
+from vitrail.cli.export import EXPORT_EPILOG, export
 
 MAX_SIDE = 4096
 HELP = "Vision Transformers with fewer tokens: merge what is alike, and see it as stained glass."
@@ -172,3 +174,7 @@ def demo(
         from vitrail.cli.demo import run_demo
 
         run_demo(out)
+
+
+app.command(epilog=EPILOG)(bench)
+app.command(epilog=EXPORT_EPILOG)(export)

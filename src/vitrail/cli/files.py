@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -61,25 +62,40 @@ def make_folder(path: Path) -> Path:
 
 
 class Names:
-    """Names for results that collide neither with each other nor with a file that was read.
+    """Names for results that say which picture they are of, and collide neither with each other nor with a file read.
 
-    Two pictures of the same name in different folders become ``cat`` and ``cat-2``. Upper and lower case
-    count as the same, as they do on some file systems.
+    ``cat.jpg`` becomes ``cat``. Pictures that would share this name go by more of theirs: ``cat.gif`` and
+    ``cat.webp`` stay apart by their whole names, ``a/cat.jpg`` and ``b/cat.jpg`` become ``a-cat`` and ``b-cat``.
+    Upper and lower case count as the same, as they do on some file systems.
     """
 
     def __init__(self, folder: Path, endings: Iterable[str], inputs: Iterable[Path]) -> None:
         self.folder = folder
         self.endings = tuple(endings)
-        self.taken = {str(path.resolve()).casefold() for path in inputs}
+        read = list(inputs)
+        self.taken = {str(path.resolve()).casefold() for path in read}
+        self.shared = Counter(label for path in read for label in {label.casefold() for label in _labels(path)})
 
     def for_picture(self, picture: Path) -> dict[str, Path]:
         """Give the files that a picture's results go to, by ending."""
+        label = next((label for label in _labels(picture) if self.shared[label.casefold()] <= 1), picture.stem)
         number = 1
         while True:
-            stem = picture.stem if number == 1 else f"{picture.stem}-{number}"
+            stem = label if number == 1 else f"{label}-{number}"
             paths = {ending: self.folder / f"{stem}-{ending}.png" for ending in self.endings}
             keys = {str(path.resolve()).casefold() for path in paths.values()}
             if self.taken.isdisjoint(keys):
                 self.taken |= keys
                 return paths
             number += 1
+
+
+def _labels(path: Path) -> Iterator[str]:
+    """Give what a picture may be called, from the shortest on."""
+    yield path.stem
+    yield path.name
+    folders = Path(os.path.normpath(path.absolute())).parent.parts[1:]
+    for start in reversed(range(len(folders))):
+        before = "-".join(folders[start:])
+        yield f"{before}-{path.stem}"
+        yield f"{before}-{path.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ from vitrail.cli.files import Names, make_folder, write_picture
 from vitrail.cli.model import Loaded, ask, cost_of, load, paint
 from vitrail.cli.summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
 from vitrail.errors import PictureError
-from vitrail.pictures import contact_sheet, find_pictures, read_picture
+from vitrail.pictures import check_picture, contact_sheet, find_pictures, read_picture
 
 SIDE = 1600
 """Longest side of a picture in the side-by-side view; the stained glass itself keeps its resolution."""
+
+NAMED = 5
+"""How many pictures a note names one by one."""
 
 
 def run_merge(
@@ -35,6 +39,7 @@ def run_merge(
     A picture that cannot be read is reported and skipped if there are others.
     """
     paths = find_pictures(pictures)
+    good, skipped = _check(paths)  # before the model is loaded, which may take long
     with console.err.status(f"Loading {model}"):
         loaded = load(model, random=random, size=size, device=device)
     with vitrail.merge(loaded.model, **options) as merging:  # wrong options are found before anything is written
@@ -45,24 +50,22 @@ def run_merge(
 
     names = Names(folder, ("glass", "side-by-side"), paths)
     results: list[Result] = []
-    skipped: list[Skipped] = []
+    alike = Counter(path.name for path in paths)
     with console.progress() as bar:
-        task = bar.add_task("Merging", total=len(paths))
-        for path in paths:
+        task = bar.add_task("Merging", total=len(good))
+        for path in good:
             try:
                 picture = read_picture(path)
             except PictureError as error:
-                if len(paths) == 1:
-                    raise
-                console.complain(f"Skipped {error}")
-                skipped.append(Skipped(str(path), str(error)))
+                skipped.append(_skip(path, error))
             else:
                 if not results:
                     ask(loaded, picture)  # the first pass of all takes longer, and would be the one without merging
-                results.append(_one_picture(loaded, options, path, picture, names))
+                called = path.name if alike[path.name] == 1 else str(path)
+                results.append(_one_picture(loaded, options, path, picture, called, names))
             bar.advance(task)
     if not results:
-        raise PictureError(f"None of the {len(paths)} pictures could be read, so there is nothing to show.")
+        raise _none(paths)
     size = loaded.preprocessing.size
     summary = Summary(model, loaded.weights, loaded.device.type, size, config, cost, results, skipped)
     write_summary(folder, as_data(summary), markdown([summary], f"{model}, merged"))
@@ -70,10 +73,47 @@ def run_merge(
     return summary
 
 
-def _one_picture(loaded: Loaded, options: dict[str, Any], path: Path, picture: Image.Image, names: Names) -> Result:
+def _check(paths: Sequence[Path]) -> tuple[list[Path], list[Skipped]]:
+    """Sort out what is no picture, and say what is used of those with several frames."""
+    good: list[Path] = []
+    skipped: list[Skipped] = []
+    moving: list[str] = []
+    for path in paths:
+        try:
+            frames = check_picture(path)
+            if len(paths) == 1:
+                read_picture(path)  # a single one can be checked to its last pixel
+        except PictureError as error:
+            if len(paths) == 1:
+                raise
+            skipped.append(_skip(path, error))
+        else:
+            good.append(path)
+            if frames > 1:
+                moving.append(f"{path.name} ({frames} frames)")
+    if not good:
+        raise _none(paths)
+    if moving:
+        more = f" and {len(moving) - NAMED} more" if len(moving) > NAMED else ""
+        console.note(f"Only the first frame is used of {', '.join(moving[:NAMED])}{more}.")
+    return good, skipped
+
+
+def _skip(path: Path, error: PictureError) -> Skipped:
+    console.complain(f"Skipped {error}")
+    return Skipped(str(path), str(error))
+
+
+def _none(paths: Sequence[Path]) -> PictureError:
+    return PictureError(f"None of the {len(paths)} pictures could be read, so there is nothing to show.")
+
+
+def _one_picture(
+    loaded: Loaded, options: dict[str, Any], path: Path, picture: Image.Image, called: str, names: Names
+) -> Result:
     before = ask(loaded, picture)
     with vitrail.merge(loaded.model, **options) as merging:
-        glass, result = paint(loaded, merging, picture, path.name, before)
+        glass, result = paint(loaded, merging, picture, called, before)
     files = names.for_picture(path)
     write_picture(files["glass"], glass)
     write_picture(files["side-by-side"], contact_sheet([_smaller(picture), _smaller(glass)]))

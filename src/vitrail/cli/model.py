@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import os
+import re
+import socket
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
 from PIL import Image
@@ -15,7 +23,7 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.adapters import find
 from vitrail.cli.summary import Cost, Result
-from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
 from vitrail.pictures import Preprocessing, stained_glass, to_tensor
 
 
@@ -52,13 +60,12 @@ def load(
     place = _device(device)
     options: dict[str, Any] = {} if size is None or not name.startswith("timm:") else {"img_size": size}
     torch.manual_seed(seed)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry would be announced
+    unreachable = _unreachable_hub() if _asks_the_hub(name, random) else None
     try:
-        model = vitrail.load_model(name, pretrained=not random, **options)
+        with _quiet_hub(offline=unreachable is not None):
+            model = vitrail.load_model(name, pretrained=not random, **options)
     except ModelLoadError as error:
-        if random or not _lacks_weights(name, error):
-            raise
-        raise ModelLoadError(f"{error}. On the command line, --random-weights goes on without trained ones.") from error
+        raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)
     expected = found.adapter.preprocessing(found.trunk)
     if size is not None:
@@ -131,11 +138,101 @@ def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
     )
 
 
-def _lacks_weights(name: str, error: ModelLoadError) -> bool:
-    """Whether the model is known and only its weights could not be had, so that random ones are a way on."""
+def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:
+    """Say why a model could not be loaded and what to do, in the words of the command line."""
+    library, colon, rest = name.partition(":")
+    cause = error.__cause__
+    if not colon:
+        guess = _guess(name)
+        return f"{str(error).rstrip('.')}. Did you mean {guess}?" if guess else str(error)
+    if random or cause is None or isinstance(cause, ImportError):
+        return str(error)
+    why = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
+    obstacle = _obstacle(name, options)
+    if isinstance(obstacle, UnsupportedModel):  # weights would not help
+        return f"{name}: {obstacle}"
+    anew = obstacle is None
+    network = isinstance(cause, OSError) and not Path(rest).is_dir()
+    if network and unreachable:
+        what = "its trained weights are" if anew else "it is"
+        why = f"{name}: {what} not on this machine, and {unreachable} cannot be reached."
+    elif anew:
+        why = f"{name}: its trained weights could not be loaded ({why})."
+    elif library == "timm":
+        return f"{name} could not be built: {why}."
+    else:
+        return str(error)
+    if anew:
+        steps = "Check the network, or add" if network else "Add"
+        return f"{why} {steps} --random-weights to go on without trained ones."
+    return f"{why} Check the network, or name a folder written by save_pretrained, like hf:FOLDER."
+
+
+def _guess(name: str) -> str | None:
+    """Guess the full name of a model whose library was left out."""
+    if re.fullmatch(r"[\w.-]+", name) and _obstacle(f"timm:{name}") is None:
+        return f"timm:{name}"
+    if _obstacle(f"hf:{name}") is None if Path(name).is_dir() else re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return f"hf:{name}"
+    return None
+
+
+def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError | None:
+    """Say what keeps a model from being merged even with random weights; tried without memory or network."""
+    with _quiet_hub(offline=True), warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        try:
+            find(vitrail.load_model(name, pretrained=False, **(options or {})))
+        except VitrailError as error:
+            return error
+    return None
+
+
+def _asks_the_hub(name: str, random: bool) -> bool:
+    """Whether loading a model may fetch something; timm's models are built without asking."""
     library, _, rest = name.partition(":")
-    failed_inside = error.__cause__ is not None and not isinstance(error.__cause__, ImportError)
-    return failed_inside and (library == "timm" or Path(rest).is_dir())
+    if library == "timm":
+        return rest.startswith(("hf-hub:", "hf_hub:")) if random else not rest.startswith("local-dir:")
+    return library == "hf" and not Path(rest).is_dir()
+
+
+def _unreachable_hub(seconds: float = 3.0) -> str | None:
+    """Give the Hub's host if no connection to it can be made.
+
+    Its own library would find out only after many tries, most of a minute; how often it tries cannot be set.
+    Behind a proxy, only the proxy knows.
+    """
+    try:
+        settings: Any = import_module("huggingface_hub.constants")
+        url = urlsplit(settings.ENDPOINT)
+        if settings.HF_HUB_OFFLINE or url.hostname is None or {"https", "http", "all"} & getproxies().keys():
+            return None
+        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), seconds).close()
+    except OSError:
+        return url.hostname
+    except (ImportError, AttributeError):  # no such library, or a much older or newer one: do as usual
+        return None
+    return None
+
+
+@contextmanager
+def _quiet_hub(offline: bool) -> Iterator[None]:
+    """Keep the Hub's library from announcing each retry, and from asking at all where there is no network."""
+    try:
+        settings: Any = import_module("huggingface_hub.constants")
+        log: Any = import_module("huggingface_hub.utils.logging")  # sets its level when it is imported, so before us
+        before = settings.HF_HUB_OFFLINE, log.get_verbosity()
+    except (ImportError, AttributeError):
+        yield
+        return
+    try:
+        settings.HF_HUB_OFFLINE = before[0] or offline
+        if "HF_HUB_VERBOSITY" not in os.environ:
+            log.set_verbosity(log.ERROR)
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = before[0]
+        log.set_verbosity(before[1])
 
 
 def _wrong_size(name: str, size: tuple[int, int]) -> InvalidOption:

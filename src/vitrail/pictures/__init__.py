@@ -1,6 +1,7 @@
 """Pictures in, pictures out: reading, preparing for a model, and the stained-glass picture.
 
     read_picture, find_pictures     files to RGB pictures, every kind of bad file to one clear error
+    check_picture                   whether a file can be read, mostly from its header
     Preprocessing, to_tensor        pictures to what a model expects, the whole picture under the patch grid
     stained_glass                   a picture and its groups to the stained-glass picture
     contact_sheet                   several pictures side by side, with captions
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vitrail.pictures.glass import stained_glass
     from vitrail.pictures.preprocessing import Preprocessing, to_tensor
-    from vitrail.pictures.reading import MAX_PIXELS, as_rgb, find_pictures, read_picture
+    from vitrail.pictures.reading import MAX_PIXELS, as_rgb, check_picture, find_pictures, read_picture
     from vitrail.pictures.sheet import contact_sheet
     from vitrail.pictures.shipped import samples
 
@@ -26,6 +27,7 @@ __all__ = [
     "MAX_PIXELS",
     "Preprocessing",
     "as_rgb",
+    "check_picture",
     "contact_sheet",
     "find_pictures",
     "read_picture",
@@ -38,6 +40,7 @@ _HOMES = {
     "MAX_PIXELS": "reading",
     "Preprocessing": "preprocessing",
     "as_rgb": "reading",
+    "check_picture": "reading",
     "contact_sheet": "sheet",
     "find_pictures": "reading",
     "read_picture": "reading",

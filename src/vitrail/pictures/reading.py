@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vitrail.errors import PictureError
+from vitrail.pictures.colour import to_srgb
 
 MAX_PIXELS = 100_000_000
 """Pictures with more pixels are refused before they are decoded; a small file can unpack to gigabytes."""
@@ -31,8 +32,8 @@ _EXPECTED = "Expected a picture file such as JPEG, PNG, WebP, TIFF, GIF or BMP."
 def read_picture(path: str | os.PathLike[str]) -> Image.Image:
     """Read a picture file as RGB.
 
-    Greyscale, palette, 16-bit and CMYK pictures are converted, transparent ones laid on white, EXIF
-    orientation is applied, and of an animation the first frame is taken.
+    Greyscale, palette, 16-bit and CMYK pictures are converted, embedded colour profiles applied, transparent
+    pictures laid on white, EXIF orientation is applied, and of an animation the first frame is taken.
 
     Raises:
         PictureError: the file is missing, a folder, empty, unreadable, damaged, cut off, too large (more than
@@ -52,7 +53,7 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
             _check_size(path, image.size)
             try:
                 image.load()
-                return as_rgb(_upright(image))
+                return as_rgb(to_srgb(_shallow(_upright(image))))
             except PictureError as error:
                 raise PictureError(f"{path}: {error}") from error
             except Exception as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, ...
@@ -60,6 +61,32 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
                     f"{path}: the picture is damaged or cut off ({_reason(error)}). "
                     "Expected a complete picture file. Fetch or export it again."
                 ) from error
+
+
+def check_picture(path: str | os.PathLike[str]) -> int:
+    """Check a picture file, mostly by its header, and give the number of its frames or pages.
+
+    Much quicker than reading it, and finds most of what :func:`read_picture` would refuse, but not all: some
+    damage shows only when every pixel is decoded.
+
+    Raises:
+        PictureError: as :func:`read_picture` would.
+    """
+    path = Path(path)
+    _check_file(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _open(path) as image:
+            _check_size(path, image.size)
+            frames = _frames(image)
+        try:
+            with _open(path) as image:
+                image.verify()
+        except PictureError:
+            raise
+        except Exception:  # checksums, where the format has them, are not all needed: reading decides
+            read_picture(path)
+    return frames
 
 
 def find_pictures(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -91,8 +118,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
     """Make any PIL picture RGB: deep greys scaled, transparency laid on white, everything else converted."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
-        image = _shallow(image)
+    image = _shallow(image)
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         coloured = image.convert("RGBA")
         image = Image.new("RGBA", coloured.size, "white")
@@ -102,6 +128,8 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 def _shallow(image: Image.Image) -> Image.Image:
     """Deep greys to 8 bits: integers are taken for 16-bit ones, and floats for values from 0 to 1."""
+    if image.mode not in ("F", "I") and not image.mode.startswith("I;16"):
+        return image
     values = np.asarray(image, dtype=np.float64)
     top = 1.0 if image.mode == "F" else 65535.0
     if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= top):
@@ -109,7 +137,9 @@ def _shallow(image: Image.Image) -> Image.Image:
             f"the values run from {values.min():g} to {values.max():g}, and which of them is white is "
             f"not known. Expected 0 (black) to {top:g} (white). Export the picture with 8 or 16 bits."
         )
-    return Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))
+    made = Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))
+    made.info |= {name: value for name, value in image.info.items() if name == "icc_profile"}
+    return made
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -118,6 +148,14 @@ def _upright(image: Image.Image) -> Image.Image:
         return ImageOps.exif_transpose(image)
     except Exception:  # the parser of metadata raises whatever it likes
         return image
+
+
+def _frames(image: Image.Image) -> int:
+    """Count frames or pages; the second picture in a photograph's file (a preview, a depth map) is neither."""
+    try:
+        return 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
+    except Exception:  # a damaged later frame; the first one may be good
+        return 1
 
 
 def _check_file(path: Path) -> None:

@@ -36,6 +36,7 @@ class Carried:
         state: what merged so far.
         rotary: the model's rotary position, where it has one.
         expose: whether the tensors between blocks are shown at full length.
+        unmasked: whether nobody asked for a mask.
         tokens: the merged tokens, where the tensor that carries this is the full-length copy of them.
     """
 
@@ -44,6 +45,7 @@ class Carried:
     state: MergeState
     rotary: Rotary | None
     expose: bool
+    unmasked: bool = False
     tokens: Tensor | None = None
 
 
@@ -96,6 +98,8 @@ def merged_forward(
 ) -> tuple[Tensor, MergeState]:
     """Run one block: attend in proportion to sizes, merge what is most alike, feed what is left."""
     state = carried.state
+    if carried.unmasked:
+        call = call._replace(mask=None)
     _refuse_masks(call, state)
     if not torch.compiler.is_compiling():
         carried.plan.report_hooks(parts.attend_parts(block))
@@ -197,28 +201,31 @@ def _receive(mine: BlockPlan, x: Tensor) -> Carried:
 
 
 def _begin(plan: Plan, x: Tensor) -> Carried:
+    """Begin a pass: with what the way into the model left, or, where blocks are called by themselves, without."""
     entered = current_pass()
-    mine = entered is not None and getattr(entered.trunk, "_vitrail_plan", None) is plan
-    layout = entered.layout if mine and entered is not None else plan.layout
-    if mine and entered is not None:
+    if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
+        entered = Pass(None, plan.layout)
+    else:
         _refuse_changes(plan, entered)
+    layout = entered.layout
     patches = x.shape[1] - layout.num_special
-    if patches < 0:
-        raise BrokenPass(f"{x.shape[1]} tokens cannot hold this model's {layout.num_special} special tokens")
+    if patches < 1:
+        raise BrokenPass(
+            f"{x.shape[1]} tokens cannot hold this model's {layout.num_special} special tokens and a patch"
+        )
     if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
-        layout = layout.with_grid((1, 1, patches)) if patches else layout
+        layout = layout.with_grid((1, 1, patches))
     solution = plan.solve(patches)
     plan.report(solution, patches)
     per_layer = solution.wanted if plan.pictures_decide else solution.per_layer
     state = MergeState(per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order)
-    rotary = entered.rotary if mine and entered is not None else None
-    expose = mine and entered is not None and entered.expose
-    return Carried(plan, layout, state, rotary, expose)
+    return Carried(plan, layout, state, entered.rotary, entered.expose, entered.unmasked)
 
 
 def _refuse_changes(plan: Plan, entered: Pass) -> None:
     """Refuse what could only come out wrong: other blocks than those merged, or merged tokens as a grid."""
-    count = len(entered.trunk._vitrail_adapter.blocks(entered.trunk))  # type: ignore[union-attr, operator]
+    trunk: Any = entered.trunk
+    count = len(trunk._vitrail_adapter.blocks(trunk))
     if count != plan.depth:
         raise BrokenPass(
             f"{plan.depth} blocks were merged and the model now has {count}; remove the merging before blocks are "

@@ -1,0 +1,75 @@
+"""The limit: a model whose tokens are cut off for free, by stock code.
+
+Each block attends with the library's modules and PyTorch's plain attention, drops the last tokens instead of
+merging any, and feeds the rest. It has as many tokens in every layer as a merged model, no sizes, no matching, no
+unmerging; what it computes is useless. Its time is what merging would take if it cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.adapters import find
+from vitrail.adapters.base import BlockAdapter, BlockCall
+from vitrail.errors import InvalidOption
+from vitrail.surgery.swap import swap
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a sliced block knows: how many tokens leave it, how many are special, and how to find its parts."""
+
+    length: int
+    special: int
+    parts: BlockAdapter
+
+
+class SlicedBlock:
+    """Mixin in front of a library's block: attend, cut off, feed."""
+
+    _vitrail_slice: Slice
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        mine = self._vitrail_slice
+        if args:
+            x, args = args[0], args[1:]
+        else:
+            x = kwargs.pop(mine.parts.input_name)
+        return _sliced_forward(mine, self, x, mine.parts.read_call(args, kwargs))  # type: ignore[arg-type]
+
+
+def _sliced_forward(mine: Slice, block: nn.Module, x: Tensor, call: BlockCall) -> Tensor:
+    parts, length = mine.parts, mine.length
+    h = parts.attend_norm(block, x)
+    q, k, v = parts.qkv(block, h)
+    if call.rope is not None:
+        table = call.rope[..., : q.shape[2] - mine.special, :]
+        q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
+    if k.shape[1] != q.shape[1]:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+    attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+    branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
+    # cut before the sum: the same values for fewer bytes, and the norm is given a tensor without holes
+    x = x[:, :length] + branch[:, :length]
+    return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
+
+
+def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
+    """Change a model in place so that ``lengths[i]`` tokens leave block ``i``; throw the model away afterwards.
+
+    Special tokens stand in front and stay.
+    """
+    found = find(model)
+    if len(lengths) != len(found.blocks):
+        raise InvalidOption(f"{len(found.blocks)} blocks need as many lengths; got {len(lengths)}")
+    special = found.adapter.layout(found.trunk).num_special
+    for block, parts, length in zip(found.blocks, found.block_adapters, lengths, strict=True):
+        block._vitrail_slice = Slice(length, special, parts)  # type: ignore[assignment]
+        swap(block, SlicedBlock)

@@ -1,0 +1,239 @@
+"""``vitrail bench``: options, the table, the JSON line, and the plot of a sweep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from vitrail.cli import console
+from vitrail.errors import InvalidOption, VitrailError
+
+if TYPE_CHECKING:
+    from vitrail.bench import BenchResult, Row
+
+COLUMNS = ("variant", "form", "ms", "images/s", "TFLOP/s", "peak MB", "ready s", "diff")
+EPILOG = (
+    "Examples:\n\n"
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile\n\n"
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph\n\n"
+    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json\n\n"
+    "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png"
+)
+
+
+def bench(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, or hf:REPO-OR-FOLDER.")],
+    r: Annotated[
+        str,
+        typer.Option("-r", "--r", metavar="N", help="Tokens to merge in each layer; several with commas are a sweep."),
+    ],
+    batch: Annotated[
+        str, typer.Option("-b", "--batch", metavar="N", help="Pictures in a batch; several with commas are a sweep.")
+    ] = "64",
+    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16, for weights and computation.")] = "fp32",
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="Where to run; by default on CUDA if there is one.", show_default=False),
+    ] = None,
+    size: Annotated[str | None, typer.Option(metavar="N or HxW", help="Input size in pixels.")] = None,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Also measure every variant through torch.compile.")
+    ] = False,
+    blocks: Annotated[
+        bool, typer.Option("--blocks", help="Also measure every variant with each block compiled by itself.")
+    ] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Also measure every variant as a CUDA graph: for small batches.")
+    ] = False,
+    train: Annotated[bool, typer.Option("--train", help="A training step: forward, backward, AdamW.")] = False,
+    autocast: Annotated[
+        bool, typer.Option("--autocast", help="Weights stay in float32, computation is in --dtype.")
+    ] = False,
+    pretrained: Annotated[
+        bool,
+        typer.Option(
+            "--pretrained/--random-weights",
+            help="Trained weights or random ones. Speed does not depend on them, so nothing is fetched by default.",
+        ),
+    ] = False,
+    schedule: Annotated[
+        str, typer.Option(metavar="S", help="constant, decreasing, increasing, or an inflection from -1 to 1.")
+    ] = "constant",
+    attention: Annotated[
+        str, typer.Option(metavar="A", help="PyTorch's own attention: auto, flash, cudnn, efficient or math.")
+    ] = "auto",
+    compile_mode: Annotated[
+        str, typer.Option(metavar="M", help="Mode of torch.compile: default, or max-autotune-no-cudagraphs.")
+    ] = "default",
+    cold: Annotated[bool, typer.Option("--cold", help="Compile from empty caches, as on a new machine.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare the merged model with the reference.")
+    ] = True,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Time for measuring, shared by all rows.")] = 10.0,
+    limit: Annotated[
+        float | None, typer.Option(metavar="S", help="Prepare no further form after this time, and measure.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the JSON here, too.")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw a sweep: png, svg or pdf.")
+    ] = None,
+) -> None:
+    """Measure how fast merging makes a model, and how much of the possible speed-up that is.
+
+    Three variants take turns: the model as its library runs it, merged, and sliced (the limit: as many tokens as
+    merged, the others cut off for free). Prints a table, says what it means, and ends with one line of JSON.
+    """
+    from vitrail.cli.app import parse_schedule, parse_size
+
+    pixels = parse_size(size)
+    counts = {"r": parse_counts("--r", r, 0), "batch": parse_counts("--batch", batch, 1)}
+    swept = [name for name, values in counts.items() if len(values) > 1]
+    if len(swept) > 1:
+        raise typer.BadParameter("A sweep is over one of --r and --batch; give a single number for the other.")
+    if plot_file is not None and not swept:
+        raise typer.BadParameter("--plot draws a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
+    options: dict[str, Any] = {
+        "forms": _forms(compile_, blocks, graph),
+        "dtype": dtype,
+        "device": device,
+        "size": pixels,
+        "train": train,
+        "autocast": autocast,
+        "pretrained": pretrained,
+        "schedule": parse_schedule(schedule),
+        "attention": attention,
+        "compile_mode": compile_mode,
+        "cold": cold,
+        "check": check,
+        "seconds": seconds,
+        "limit": limit,
+        "threads": threads,
+    }
+    with console.user_errors(), console.notes():
+        _run(model, counts, swept, options, json_file, plot_file)
+
+
+def parse_counts(name: str, text: str, least: int) -> list[int]:
+    """Read ``16``, or ``0,4,8,16`` for a sweep."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
+        raise typer.BadParameter(
+            f"{name} {text!r} is not a number of {least} or more. Expected one, like {name} 16, or several for a "
+            f"sweep, like {name} 4,8,16."
+        )
+    values = [int(part) for part in parts]
+    if len(set(values)) < len(values):
+        raise typer.BadParameter(f"{name} {text!r} names a value twice. Give each value of a sweep once.")
+    return values
+
+
+def table(result: BenchResult) -> Table:
+    """Make the table of one measurement."""
+    made = Table(*COLUMNS, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(made.columns):
+        column.justify, column.no_wrap = "left" if number < 2 else "right", True
+    best = {variant: result.best(variant) for variant in result.config.variants}
+    for row in result.rows:
+        made.add_row(*cells(row), style="bold" if row is best[row.variant] else "")
+    return made
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Give a row of the table as text."""
+    return (
+        row.variant,
+        row.form,
+        f"{row.ms:.4g} ±{row.spread:.0%}",
+        f"{row.images_per_s:.4g}" if row.images_per_s < 1000 else f"{row.images_per_s:.0f}",
+        f"{row.tflops:.3g}",
+        "–" if row.peak_mb is None else f"{row.peak_mb:.0f}",
+        f"{row.ready_s:.2f}",
+        "–" if row.difference is None else f"{row.difference:.1e}",
+    )
+
+
+def _forms(compile_: bool, blocks: bool, graph: bool) -> tuple[str, ...]:
+    both = compile_ and graph
+    wanted = {"eager": True, "graph": graph, "compiled": compile_, "compiled-graph": both, "blocks": blocks}
+    return tuple(form for form, on in wanted.items() if on)
+
+
+def _run(
+    model: str,
+    counts: dict[str, list[int]],
+    swept: Sequence[str],
+    options: dict[str, Any],
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    from vitrail.bench import BenchConfig
+    from vitrail.bench.sweep import check_plot, plot, sweep
+
+    config = BenchConfig(model, r=counts["r"][0], batch=counts["batch"][0], **options)
+    for path, option in ((json_file, "--json"), (plot_file, "--plot")):
+        _check_writable(path, option)
+    form = "" if plot_file is None else plot_file.suffix.lstrip(".").lower()
+    if plot_file is not None:
+        check_plot(form)
+    name = swept[0] if swept else "r"
+    results: list[BenchResult] = []
+    failure: VitrailError | None = None
+    with console.err.status("Starting") as status:
+        try:
+            for result in sweep(config, name, counts[name], tell=lambda text: status.update(text)):
+                results.append(result)
+                _print(result)
+        except VitrailError as error:  # what a sweep found so far is kept
+            if not results:
+                raise
+            failure = error
+    data = {"sweep": name, "runs": [result.to_dict() for result in results]} if swept else results[0].to_dict()
+    line = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    if plot_file is not None:
+        _write(plot_file, plot(results, name, form), "--plot")
+        console.say(f"The plot is in {plot_file}")
+    if json_file is not None:
+        _write(json_file, (line + "\n").encode(), "--json")
+    typer.echo(line)
+    if failure is not None:
+        raise failure
+
+
+def _print(result: BenchResult) -> None:
+    from vitrail.bench.words import LEGEND, sentences, title
+
+    console.say(title(result), style="bold")
+    console.out.print(table(result))
+    console.say(LEGEND, style="dim")
+    for sentence in sentences(result):
+        console.say(sentence)
+    console.say("")
+
+
+def _check_writable(path: Path | None, option: str) -> None:
+    """Complain now, not after minutes of measuring."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise InvalidOption(
+            f"{option} {path}: no file can be written there. Expected a file's name in a folder that exists. "
+            "Make the folder first, or name another one"
+        )
+
+
+def _write(path: Path, content: bytes, option: str) -> None:
+    from vitrail.cli.files import OutputError, write_atomically
+
+    try:
+        write_atomically(path, lambda file: file.write(content))
+    except OutputError as error:
+        why = getattr(error.__cause__, "strerror", None) or error.__cause__
+        raise OutputError(
+            f"{path}: the file could not be written ({why}). Expected a folder with space that may be written to. "
+            f"Name another one with {option}."
+        ) from error

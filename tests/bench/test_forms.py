@@ -1,0 +1,194 @@
+"""Variants and forms: shared weights, equal outputs, real training steps, recorded graphs."""
+
+import contextlib
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.bench.models import quick, tiny
+from vitrail.bench.forms import RecordedGraph, prepare, values_of
+from vitrail.bench.models import Variant, build, copy_model, random_batches
+from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.surgery import Merging
+
+CPU = torch.device("cpu")
+
+
+def test_variants_share_the_weights_and_leave_the_base_alone() -> None:
+    config = quick()
+    base = build(config, tiny())
+    variants = {name: base.variant(name, own_weights=False) for name in ("unmerged", "sliced", "merged")}
+    for variant in variants.values():
+        pairs = zip(variant.module.parameters(), base.module.parameters(), strict=True)
+        assert all(mine is theirs for mine, theirs in pairs)
+        assert variant.module is not base.module
+        assert variant.blocks == tuple(variant.module.blocks)
+    assert base.tokens == (15, 13, 11)
+    assert Merging.of(variants["merged"].module).tokens_per_layer() == [15, 13, 11]
+    assert type(base.module.blocks[0]) is type(variants["unmerged"].module.blocks[0])
+    assert type(base.module.blocks[0]) is not type(variants["sliced"].module.blocks[0])
+    own = base.variant("merged", own_weights=True).module
+    assert all(mine is not theirs for mine, theirs in zip(own.parameters(), base.module.parameters(), strict=True))
+
+
+def test_copies_share_buffers_too() -> None:
+    module = nn.BatchNorm1d(3)
+    assert copy_model(module, share=True).get_buffer("running_mean") is module.running_mean
+    assert copy_model(module, share=False).get_buffer("running_mean") is not module.running_mean
+
+
+def test_flops_and_tokens_are_those_of_the_merging() -> None:
+    base = build(quick(r=(2, 0, 1)), tiny())
+    assert base.tokens == (15, 15, 14)
+    assert base.tokens_before == 17
+    merging = base.merge(base.module)
+    assert (base.flops_before, base.flops_after) == (merging.flops(merged=False), merging.flops())
+
+
+def test_inputs_are_random_and_different() -> None:
+    config = quick(inputs=3, batch=4, dtype="bf16")
+    batches = random_batches(config, (32, 48), CPU)
+    assert [tuple(batch.shape) for batch in batches] == [(4, 3, 32, 48)] * 3
+    assert all(batch.dtype == torch.bfloat16 and 0.9 < batch.float().std() < 1.1 for batch in batches)
+    assert not torch.equal(batches[0], batches[1])
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InvalidOption, match="not a whole number of patches"):
+        build(quick(size=(56, 64)), tiny())
+    with pytest.raises(InvalidOption, match="not a whole number of patches"):
+        build(quick(size=(4, 4)), tiny())
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled", "blocks"])
+@pytest.mark.parametrize("variant", ["unmerged", "sliced", "merged"])
+def test_every_form_gives_the_same(variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    config = quick(forms=("eager", form) if form != "eager" else ("eager",))
+    base = build(config, tiny())
+    batches = random_batches(config, base.size, CPU)
+    made = base.variant(variant, own_weights=False)
+    with torch.inference_mode():
+        expected = made.module(batches[1])
+    runner = prepare(config, form, base.variant(variant, own_weights=False), batches)
+    assert torch.allclose(runner.step(1), expected, atol=1e-5)
+    assert runner.static() == 4 * sum(parameter.numel() for parameter in made.module.parameters())
+
+
+def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
+    config = quick(forms=("eager", "blocks"))
+    made = build(config, tiny()).variant("merged", own_weights=False)
+    prepare(config, "blocks", made, [])
+    assert compiled == list(made.module.blocks)
+
+
+def test_a_training_step_is_one_step_of_adamw() -> None:
+    config = quick(train=True)
+    base = build(config, tiny())
+    batches = random_batches(config, base.size, CPU)
+    made = base.variant("merged", own_weights=True)
+    expected = base.variant("merged", own_weights=True).module.train()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-6)
+    runner = prepare(config, "eager", made, batches)
+    weights = sum(parameter.nbytes for parameter in expected.parameters())
+    assert runner.static() == weights
+    for index in (0, 1):
+        runner.step(index)
+        expected(batches[index]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert made.module.training
+    assert all(parameter.grad is None for parameter in made.module.parameters())
+    for mine, theirs in zip(made.module.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-7)
+    assert not torch.equal(made.module.head.weight, base.module.head.weight)
+    # Two moments for each weight, and a count for each tensor.
+    assert runner.static() == 3 * weights + 4 * len(list(expected.parameters()))
+
+
+def test_autocast_computes_in_the_short_dtype() -> None:
+    config = quick(dtype="bf16", autocast=True)
+    base = build(config, tiny())
+    batches = random_batches(config, base.size, CPU)
+    assert batches[0].dtype == torch.float32
+    made = base.variant("merged", own_weights=False)
+    assert prepare(config, "eager", made, batches).step(0).dtype == torch.bfloat16
+    assert made.module.head.weight.dtype == torch.float32
+    training = quick(dtype="bf16", autocast=True, train=True)
+    prepare(training, "eager", base.variant("merged", own_weights=True), batches).step(0)
+
+
+def test_a_graph_is_recorded_once_and_replayed_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA that repeats what ran while it recorded."""
+
+    class Graph:
+        replays = 0
+
+        def replay(self) -> None:
+            Graph.replays += 1
+            output.copy_(doubled(recorded.input))
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            pass
+
+    calls: list[Tensor] = []
+    output = torch.zeros(3)
+
+    def doubled(batch: Tensor) -> Tensor:
+        return 2 * batch
+
+    def call(batch: Tensor) -> Tensor:
+        calls.append(batch)
+        return output
+
+    fakes: dict[str, Any] = {
+        "CUDAGraph": Graph,
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph": lambda graph: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "memory_allocated": lambda: 100,
+        "reset_peak_memory_stats": lambda: None,
+        "max_memory_allocated": lambda: 175,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    recorded = RecordedGraph(call, warm_steps=3)
+    first, second = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
+    assert recorded(first).tolist() == [2.0, 4.0, 6.0]
+    assert recorded(second).tolist() == [8.0, 10.0, 12.0]
+    assert len(calls) == 4  # three to warm up, one to record
+    assert all(batch is recorded.input for batch in calls)
+    assert Graph.replays == 2
+    assert recorded.held == 75
+    assert first.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_graph_forms_record_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        "vitrail.bench.forms.RecordedGraph", lambda call: made.append(call) or (lambda batch: "replayed")
+    )
+    monkeypatch.setattr(torch, "compile", lambda module, **options: ("compiled", module, options))
+    config = quick(forms=("graph", "compiled-graph"))
+    model = Variant("unmerged", tiny(), ())
+    assert prepare(config, "graph", model, [torch.zeros(1)]).step(0) == "replayed"
+    assert prepare(config, "compiled-graph", model, [torch.zeros(1)]).step(0) == "replayed"
+    assert made[0] is model.module
+    assert made[1] == ("compiled", model.module, {"dynamic": False, "mode": None})
+
+
+def test_outputs_without_a_tensor_are_refused() -> None:
+    class Output:
+        pooler_output = torch.ones(2)
+
+    assert values_of(Output()).tolist() == [1.0, 1.0]
+    with pytest.raises(UnsupportedInput, match="the model gave a dict"):
+        values_of({})

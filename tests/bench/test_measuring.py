@@ -1,0 +1,222 @@
+"""``run``: every variant in every form, on a clock that is not the machine's."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import vitrail.kernels
+from tests.bench.models import NAME, quick, tiny
+from tests.surgery.models import ALL
+from vitrail.bench import BenchConfig, measuring, run
+from vitrail.bench.forms import RecordedGraph, Runner
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, VitrailWarning
+
+
+class CountingClock:
+    """Every look at the clock takes a second, every timed piece of work one millisecond."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+    def time(self, work: Callable[[], object]) -> float:
+        work()
+        return 0.25
+
+
+@pytest.fixture
+def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+
+def test_all_rows_in_order(no_inductor: None) -> None:
+    told: list[str] = []
+    config = quick(forms=("eager", "compiled", "blocks"), seconds=1.0)
+    model = tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = run(config, model=model, clock=CountingClock(), tell=told.append)
+    assert [(row.variant, row.form) for row in result.rows] == [
+        *(("unmerged", "eager"), ("unmerged", "compiled"), ("unmerged", "blocks")),
+        *(("sliced", "eager"), ("sliced", "compiled"), ("sliced", "blocks")),
+        *(("merged", "eager"), ("merged", "compiled"), ("merged", "blocks")),
+    ]
+    assert result.failed == ()
+    for row in result.rows:
+        assert row.ms == pytest.approx(250.0)
+        assert row.images_per_s == pytest.approx(2 / 0.25)
+        assert row.ready_s == 1.0
+        assert row.peak_mb is None
+        assert row.samples == 5
+        assert (row.difference is None) == (row.form == "eager")
+        assert row.difference is None or row.difference < 1e-5
+    assert (result.speedup, result.efficiency, result.eager_efficiency) == (1.0, 1.0, 1.0)
+    assert result.tokens_per_layer == (15, 13, 11)
+    assert (result.tokens_before, result.size) == (17, (64, 64))
+    assert result.flops_after < result.flops_before
+    assert result.startup_s == 1.0
+    assert told[0] == f"building {NAME}"
+    assert "preparing merged, blocks" in told
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(hasattr(part, "_vitrail_plan") for part in model.modules())
+    assert result.machine["versions"]["torch"] == torch.__version__
+    assert result.machine["threads"] == torch.get_num_threads()
+
+
+def test_the_named_model_is_loaded_at_its_size() -> None:
+    result = run(BenchConfig(NAME, r=1, batch=1, device="cpu", size=(64, 96), seconds=0.01), clock=CountingClock())
+    assert result.tokens_before == 25
+    assert result.tokens_per_layer == tuple(range(24, 12, -1))
+    assert result.startup_s is None
+    assert {row.form for row in result.rows} == {"eager"}
+
+
+def test_real_times_are_plausible() -> None:
+    result = run(quick(seconds=0.05), model=tiny())
+    assert all(0 < row.ms_least <= row.ms_low <= row.ms <= row.ms_high < 60_000 for row in result.rows)
+    assert all(row.ready_s > 0 for row in result.rows)
+
+
+def test_training() -> None:
+    result = run(quick(train=True), model=tiny(), clock=CountingClock())
+    assert len(result.rows) == 3
+    assert all(row.difference is None for row in result.rows)
+
+
+def test_threads_are_set_and_given_back() -> None:
+    before = torch.get_num_threads()
+    result = run(quick(threads=before + 1), model=tiny(), clock=CountingClock())
+    assert result.machine["threads"] == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_attention_kernels_are_set_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[tuple[bool, bool, bool]] = []
+
+    def state() -> tuple[bool, bool, bool]:
+        cuda = torch.backends.cuda
+        return cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()
+
+    before = state()
+    run(quick(attention="math"), model=tiny(), clock=CountingClock(), tell=lambda text: states.append(state()))
+    assert set(states) == {(False, False, True)}
+    assert state() == before
+
+
+def test_a_form_that_fails_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measuring.prepare
+
+    def prepare(config: BenchConfig, form: str, model: Any, batches: Any) -> Runner:
+        if form == "compiled" and model.name == "merged":
+            raise RuntimeError("the compiler\nfell over")
+        return whole(config, "eager", model, batches)
+
+    monkeypatch.setattr(measuring, "prepare", prepare)
+    monkeypatch.setattr(measuring, "_start_compiler", lambda *given: None)
+    result = run(quick(forms=("eager", "compiled")), model=tiny(), clock=CountingClock())
+    assert [(row.variant, row.form) for row in result.rows][-2:] == [("sliced", "compiled"), ("merged", "eager")]
+    assert [(entry.variant, entry.form, entry.reason) for entry in result.failed] == [
+        ("merged", "compiled", "RuntimeError: the compiler")
+    ]
+
+
+def test_a_limit_ends_the_preparing_for_all_variants_alike(no_inductor: None) -> None:
+    result = run(quick(forms=("eager", "compiled"), limit=0.5), model=tiny(), clock=CountingClock())
+    assert {row.form for row in result.rows} == {"eager"}
+    assert [(entry.variant, entry.form) for entry in result.failed] == [
+        *(("unmerged", "compiled"), ("sliced", "compiled"), ("merged", "compiled"))
+    ]
+    assert "no time left" in result.failed[0].reason
+
+
+def test_nothing_to_compare_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(vitrail.kernels, "reference", raising=False)
+    assert run(quick(), model=tiny(), clock=CountingClock()).notes == (measuring.NO_SWITCH,)
+    assert run(quick(check=False), model=tiny(), clock=CountingClock()).notes == ()
+
+
+def test_fp16_on_a_cpu_is_warned_about() -> None:
+    with pytest.warns(VitrailWarning, match="fp16 on a CPU"):
+        result = run(quick(dtype="fp16", check=False), model=tiny(), clock=CountingClock())
+    assert "fp16 on a CPU" in result.notes[0]
+
+
+def test_saturation_is_warned_about_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run(quick(r=8), model=tiny(), clock=CountingClock())
+    assert len([entry for entry in caught if issubclass(entry.category, VitrailWarning)]) == 1
+    assert result.tokens_per_layer == (9, 5, 3)
+
+
+def test_mistakes_have_names() -> None:
+    with pytest.raises(ModelLoadError, match="timm has no model named"):
+        run(BenchConfig("timm:no_such_model", device="cpu"))
+    with pytest.raises(InvalidOption, match="3 layers, the list 2"):
+        run(quick(r=(1, 2)), model=tiny())
+    with pytest.raises(InvalidOption, match="64 × 64 pixels only"):
+        run(quick(size=(96, 96)), model=tiny())
+    # what only the library knows, it says when it is called
+    with pytest.raises(UnsupportedInput, match="does not take pictures of 64 × 64 pixels"):
+        run(quick(size=(64, 64)), model=ALL["hf-vit-head"].model())
+
+
+def test_without_the_limit_there_is_still_a_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: Any, lengths: Any) -> None:
+        raise RuntimeError("no slicing here")
+
+    monkeypatch.setattr("vitrail.bench.models.slice_tokens", refuse)
+    result = run(quick(), model=tiny(), clock=CountingClock())
+    assert (result.speedup, result.efficiency) == (1.0, None)
+    assert [(entry.variant, entry.reason) for entry in result.failed] == [("sliced", "RuntimeError: no slicing here")]
+
+
+@pytest.mark.parametrize("variant", ["unmerged", "merged"])
+def test_a_model_that_does_not_run_is_an_error(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measuring.prepare
+
+    def prepare(config: BenchConfig, form: str, model: Any, batches: Any) -> Runner:
+        if model.name == variant:
+            raise RuntimeError("a bug")
+        return whole(config, form, model, batches)
+
+    monkeypatch.setattr(measuring, "prepare", prepare)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(quick(), model=tiny(), clock=CountingClock())
+
+
+def test_too_large_a_batch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
+
+    monkeypatch.setattr(measuring, "_prepare_one", full)
+    with pytest.raises(UnsupportedInput, match=r"batch 2 does not fit .*CUDA out of memory\. Choose a smaller batch"):
+        run(quick(), model=tiny())
+
+
+def test_peak_memory_counts_what_the_row_alone_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA: other rows hold 1000 bytes, a step needs 300 more."""
+
+    class Batch:
+        is_cuda, nbytes, device = True, 7, "cuda"
+
+    fakes: dict[str, Any] = {
+        "synchronize": lambda device: None,
+        "memory_allocated": lambda device: 1000,
+        "reset_peak_memory_stats": lambda device: None,
+        "max_memory_allocated": lambda device: 1300,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    batch: Any = Batch()
+    assert measuring._peak(Runner(lambda index: None, lambda: 50), batch) == 300 + 50 + 7
+    graph = RecordedGraph(lambda batch: batch)
+    graph.held = 200
+    # a graph has an input of its own, and a replay allocates nothing
+    assert measuring._peak(Runner(lambda index: None, lambda: 50, graph), batch) == 200 + 7 + 50 + 7

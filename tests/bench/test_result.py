@@ -1,0 +1,107 @@
+"""Results: ratios of best forms, plain data, and sentences."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.bench.models import FULL, result, row
+from vitrail.bench import BenchConfig, Check, Failure
+from vitrail.bench.words import sentences, title
+
+CHECK = Check(0.004, 0.97, 0.006, 0.955, 0.007, 0.95, "float32", 16, 0.02, 0.03)
+
+
+def test_figures_of_a_row() -> None:
+    one = row("merged", "eager", 20.0)
+    assert one.ms == pytest.approx(20.0)
+    assert one.images_per_s == pytest.approx(8 / 0.020)
+    assert one.peak_mb == pytest.approx(5.0)
+    assert one.tflops == pytest.approx(2 * 1e9 * 8 / 0.020 / 1e12)
+    assert (one.ms_low, one.ms_high, one.ms_least) == pytest.approx((19.8, 20.2, 19.6))
+    assert one.spread == pytest.approx(0.01)
+    training = row("merged", "eager", 20.0, config=BenchConfig("timm:x", batch=8, train=True), peak=None)
+    assert training.tflops == pytest.approx(3 * one.tflops)
+    assert training.peak_mb is None
+
+
+def test_ratios_are_of_the_best_forms() -> None:
+    found = result(*FULL)
+    assert found.speedup == pytest.approx(20.0 / 12.5)
+    assert found.efficiency == pytest.approx(12.0 / 12.5)
+    assert found.eager_speedup == pytest.approx(24.0 / 12.5)
+    assert found.eager_efficiency == pytest.approx(15.0 / 12.5)
+    assert found.flops_ratio == 2.0
+    best = found.best("sliced")
+    assert best is not None
+    assert best.form == "compiled"
+
+
+def test_ratios_without_their_rows_are_none() -> None:
+    found = result(*(one for one in FULL if one.variant != "sliced"))
+    assert found.efficiency is None
+    assert found.eager_efficiency is None
+    assert found.speedup is not None
+    assert result(FULL[0]).speedup is None
+
+
+def test_data_is_complete_and_json() -> None:
+    broken = dataclasses.replace(FULL[4], difference=float("nan"))
+    found = result(*FULL[:4], broken, FULL[5], check=CHECK, failed=(Failure("merged", "graph", "why"),), kernels={1})
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert {"variant", "form", "ms", "images_per_s", "peak_mb", "ready_s"} <= set(data["rows"][0])
+    assert [(entry["variant"], entry["form"]) for entry in data["rows"]] == [(one.variant, one.form) for one in FULL]
+    assert data["rows"][4]["difference"] is None
+    assert data["speedup"] == pytest.approx(1.6)
+    assert data["efficiency"] == pytest.approx(0.96)
+    assert data["check"]["equal_groups"] == 0.97
+    assert data["failed"] == [{"variant": "merged", "form": "graph", "reason": "why"}]
+    assert data["config"]["model"] == "timm:vit_tiny_patch16_224"
+    assert data["config"]["forms"] == ["eager", "compiled"]
+    assert data["machine"]["versions"] == {"torch": "2.11"}
+    assert data["kernels"] == [1]
+    assert data["tokens_per_layer"][-1] == 149
+
+
+def test_sentences_say_what_was_found() -> None:
+    noisy = dataclasses.replace(FULL[5], ms_high=20.0)
+    text = "\n".join(
+        sentences(
+            result(
+                *FULL[:5],
+                noisy,
+                check=CHECK,
+                startup_s=7.25,
+                failed=(Failure("merged", "graph", "no time left"),),
+                kernels={"attention": "triton", "matching": "triton"},
+                notes=("A note",),
+            )
+        )
+    )
+    assert "Speed-up 1.60: merged (eager, 12.5 ms) against unmerged (compiled, 20 ms)" in text
+    assert "2.00 if time followed multiply-adds. Eager only: 1.92." in text
+    assert "Efficiency 0.96: the same model with tokens cut off for free (compiled, 12 ms)" in text
+    assert "outputs differ by 4.0e-03, and 97.0% of the patches" in text
+    assert "7.0e-03 away (95.0% of the groups), and the merged model 6.0e-03 (95.5%)" in text
+    assert "Gradients differ by 2.0e-02 (rounding alone: 3.0e-02)." in text
+    assert "Times vary by more than ±5% (merged, compiled)" in text
+    assert "merged, graph: not measured (no time left)." in text
+    assert "took 7.2 s" in text
+    assert "A note." in text
+    assert "attention: triton, matching: triton." in text
+    assert "Some GPU, CUDA 13.0; Python 3.11, torch 2.11" in text
+
+
+def test_sentences_without_figures_are_left_out() -> None:
+    text = "\n".join(sentences(result(FULL[0], kernels=["one", "two"])))
+    assert "Speed-up" not in text
+    assert "Efficiency" not in text
+    assert "one, two." in text
+
+
+def test_title() -> None:
+    config = BenchConfig("timm:vit", r=(4, 2), batch=8, dtype="bf16", autocast=True, train=True)
+    assert title(result(*FULL, config=config)) == (
+        "timm:vit, 224 × 224, batch 8, r = 4 2, bf16 through autocast, training step (forward, backward, AdamW), "
+        "random weights: 197 → 149 tokens, 2 → 1 GFLOPs"
+    )

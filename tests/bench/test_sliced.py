@@ -1,0 +1,99 @@
+"""The limit: as many tokens as a merged model, the library's own values for them, and nothing else."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import vitrail
+from tests.surgery.models import ALL, FEW, distance, main_output, run, trunk_blocks
+from vitrail.bench.models import copy_model
+from vitrail.bench.sliced import slice_tokens
+from vitrail.errors import InvalidOption
+
+CASES = [name for name in ALL if "backbone" not in name]  # a backbone's maps need every patch
+
+
+def lengths_of(model: nn.Module, images: Tensor, call: dict[str, object]) -> list[int]:
+    """How many tokens leave each block, seen from outside."""
+    seen: list[int] = []
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: seen.append(main_output(out).shape[1]))
+        for block in trunk_blocks(model)
+    ]
+    with torch.no_grad():
+        model(images, **call)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_sliced_is_the_library_s_own_model(name: str) -> None:
+    case = ALL[name]
+    model, images = case.model(), case.images()
+    sliced = copy.deepcopy(model)
+    with torch.no_grad(), vitrail.merge(copy.deepcopy(model), r=0) as merging:
+        lengths = merging.tokens_per_layer(tuple(images.shape[-2:]))
+        slice_tokens(sliced, lengths)
+        assert distance(run(sliced, images, case), run(model, images, case)) <= max(case.tolerance, 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_tokens_as_merged_in_every_layer(name: str) -> None:
+    case = ALL[name]
+    model, images = case.model(), case.images()
+    size = tuple(images.shape[-2:])
+    merged, sliced = copy.deepcopy(model), copy.deepcopy(model)
+    merging = vitrail.merge(merged, r=2, unmerge=False)
+    expected = merging.tokens_per_layer(size)
+    slice_tokens(sliced, expected)
+    assert lengths_of(sliced, images, case.call) == expected
+    assert expected[0] - expected[-1] == 2 * (len(expected) - 1)
+
+
+def test_values_are_those_of_cutting_by_hand() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, init_values=0.3).double().eval()
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    sliced = copy_model(model, share=True)
+    slice_tokens(sliced, [14, 14, 5])
+    with torch.no_grad():
+        x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+        for block, length in zip(model.blocks, [14, 14, 5], strict=True):
+            x = x + block.ls1(block.attn(block.norm1(x)))
+            x = x[:, :length]
+            x = x + block.ls2(block.mlp(block.norm2(x)))
+        expected = model.forward_head(model.norm(x))
+        assert distance(sliced(images), expected) < 1e-12
+        assert distance(sliced(images), model(images)) > 1e-6
+
+
+def test_tokens_may_be_passed_by_name() -> None:
+    case = ALL["hf-vit"]
+    model = case.model()
+    slice_tokens(model, [6, 5, 4])
+    block = trunk_blocks(model)[0]
+    tokens = torch.randn(2, 17, 32, dtype=next(model.parameters()).dtype)
+    with torch.no_grad():
+        assert torch.equal(main_output(block(hidden_states=tokens)), main_output(block(tokens)))
+        assert main_output(block(tokens)).shape[1] == 6
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_compiles_in_one_graph(name: str) -> None:
+    case = ALL[name]
+    model, images = case.model(), case.images()
+    with vitrail.merge(copy.deepcopy(model), r=2) as merging:
+        slice_tokens(model, merging.tokens_per_layer(tuple(images.shape[-2:])))
+    with torch.no_grad():
+        expected = run(model, images, case)
+        compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+        assert distance(run(compiled, images, case), expected) < 1e-12
+
+
+def test_lengths_must_fit_the_blocks() -> None:
+    model = ALL[FEW[0]].model()
+    with pytest.raises(InvalidOption, match="3 blocks need as many lengths; got 2"):
+        slice_tokens(model, [4, 4])

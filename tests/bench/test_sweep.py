@@ -1,0 +1,78 @@
+"""Sweeps: the values in turn, their lines, and a picture of them."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.bench.models import FULL, result, row
+from vitrail.bench import BenchConfig, BenchResult
+from vitrail.bench import sweep as module
+from vitrail.bench.sweep import plot, series, sweep
+from vitrail.errors import InvalidOption
+
+CONFIG = BenchConfig("timm:vit", r=4, batch=8)
+
+
+def results() -> list[BenchResult]:
+    small = result(
+        row("unmerged", "eager", 10.0), row("merged", "eager", 8.0), config=BenchConfig("timm:vit", r=2, batch=8)
+    )
+    return [small, result(*FULL, config=CONFIG)]
+
+
+@pytest.mark.parametrize(("name", "values"), [("r", [0, 8]), ("batch", [1, 4])])
+def test_each_value_is_measured_in_turn(name: str, values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[BenchConfig] = []
+    told: list[str] = []
+
+    def run(config: BenchConfig, tell: Any) -> BenchResult:
+        measured.append(config)
+        tell("here")
+        return result(config=config)
+
+    monkeypatch.setattr(module, "run", run)
+    found = list(sweep(CONFIG, name, values, tell=told.append))
+    assert [getattr(config, name) for config in measured] == values
+    assert [entry.config for entry in found] == measured
+    assert told == [f"{name} = {value}: here" for value in values]
+    other = "batch" if name == "r" else "r"
+    assert {getattr(config, other) for config in measured} == {getattr(CONFIG, other)}
+
+
+def test_lines_are_of_the_best_forms() -> None:
+    lines = series(results(), "r")
+    assert lines.values == [2, 4]
+    assert lines.throughput["unmerged"] == pytest.approx([800.0, 400.0])
+    assert lines.throughput["merged"] == pytest.approx([1000.0, 640.0])
+    assert lines.throughput["sliced"][0] is None
+    assert lines.throughput["sliced"][1] == pytest.approx(8 / 0.012)
+    assert lines.speedup == pytest.approx([1.25, 1.6])
+    assert lines.efficiency[0] is None
+    assert lines.efficiency[1] == pytest.approx(0.96)
+
+
+def test_only_some_settings_can_be_swept() -> None:
+    with pytest.raises(InvalidOption, match="a sweep is over r or batch; got 'dtype'"):
+        series(results(), "dtype")
+
+
+def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(module, "import_module", missing)
+    with pytest.raises(InvalidOption, match=r"needs matplotlib; install it with `pip install vitrail\[plot\]`"):
+        plot(results(), "r")
+
+
+def test_formats_are_checked() -> None:
+    with pytest.raises(InvalidOption, match="plots are png, svg, pdf files; got 'bmp'"):
+        plot(results(), "r", "bmp")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+@pytest.mark.parametrize("name", ["r", "batch"])
+def test_a_plot_is_a_picture_with_its_words(name: str) -> None:
+    assert plot(results(), name).startswith(b"\x89PNG")
+    assert plot(results(), name, "svg").startswith(b"<?xml")

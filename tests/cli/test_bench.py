@@ -1,0 +1,242 @@
+"""``vitrail bench``: what it prints and writes, and how it answers mistakes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from tests.bench.models import FULL, result
+from vitrail.bench import BenchConfig, BenchResult
+from vitrail.bench import sweep as sweeping
+from vitrail.cli import app
+from vitrail.cli.bench import COLUMNS, cells
+from vitrail.errors import UnsupportedInput
+
+MODEL = "timm:vit_tiny_patch16_224"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
+
+
+def one_line(text: str) -> str:
+    """The text of a message, whatever box and lines it was set in."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+
+@pytest.fixture(scope="module")
+def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    folder = tmp_path_factory.mktemp("vit")
+    ViTForImageClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
+    """Configurations that would have been measured; every measurement finds the same."""
+    configs: list[BenchConfig] = []
+
+    def fake(config: BenchConfig, tell: Any) -> BenchResult:
+        configs.append(config)
+        return result(*FULL, config=config)
+
+    monkeypatch.setattr(sweeping, "run", fake)
+    return configs
+
+
+# ---------------------------------------------------------------- good use
+
+
+def test_a_real_measurement(saved_vit: Path, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    done = run(f"hf:{saved_vit}", "--r", 3, "--batch", 2, "--device", "cpu", "--seconds", "0.01", "--json", path)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    data = json.loads(lines[-1])
+    assert json.loads(path.read_text(encoding="utf-8")) == data
+    assert [(row["variant"], row["form"]) for row in data["rows"]] == [
+        *(("unmerged", "eager"), ("sliced", "eager"), ("merged", "eager")),
+    ]
+    times = {row["variant"]: row["ms"] for row in data["rows"]}
+    assert data["speedup"] == pytest.approx(times["unmerged"] / times["merged"])
+    assert data["efficiency"] == pytest.approx(times["sliced"] / times["merged"])
+    assert data["rows"][0]["images_per_s"] == pytest.approx(2000 / times["unmerged"])
+    assert data["rows"][0]["peak_mb"] is None
+    assert data["tokens_per_layer"] == [14, 11]
+    assert data["flops_before"] > data["flops_after"]
+    assert data["config"]["pretrained"] is False
+    assert lines[0].startswith(f"hf:{saved_vit}, 32 × 32, batch 2, r = 3, fp32, inference, random weights: 17 → 11")
+    assert f"Speed-up {data['speedup']:.2f}: merged" in done.stdout
+    assert f"Efficiency {data['efficiency']:.2f}: the same model" in done.stdout
+    assert "Kernels of the merged model: " in done.stdout
+    assert "Machine: " in done.stdout
+
+
+def test_table_has_a_line_for_each_row(measured: list[BenchConfig]) -> None:
+    done = run(MODEL, "-r", 16, "-b", 8, "--compile")
+    text = done.stdout.splitlines()
+    assert [name for name in COLUMNS if name in text[2]] == list(COLUMNS)
+    assert len(cells(FULL[0])) == len(COLUMNS)
+    row = next(line for line in text if "unmerged" in line and "compiled" in line)
+    assert row.split() == ["unmerged", "compiled", "20", "±1%", "400", "0.8", "5", "0.50", "–"]
+    assert max(len(line) for line in text[2:10]) <= 80
+
+
+def test_options_reach_the_measurement(measured: list[BenchConfig]) -> None:
+    options = "--dtype bf16 --device cuda --size 384x512 --compile --graph --blocks --pretrained --cold --no-check"
+    more = "--seconds 3 --limit 60 --threads 2 --attention cudnn --schedule decreasing"
+    done = run(MODEL, "--r", 16, "--batch", 256, *options.split(), *more.split())
+    assert done.exit_code == 0, done.output
+    assert measured == [
+        BenchConfig(
+            MODEL,
+            r=16,
+            batch=256,
+            dtype="bf16",
+            device="cuda",
+            size=(384, 512),
+            forms=("eager", "graph", "compiled", "compiled-graph", "blocks"),
+            pretrained=True,
+            cold=True,
+            check=False,
+            seconds=3.0,
+            limit=60.0,
+            threads=2,
+            attention="cudnn",
+            schedule="decreasing",
+        )
+    ]
+    run(MODEL, "--r", 16, "--train", "--dtype", "bf16", "--autocast", "--schedule", "0.5")
+    assert (measured[1].train, measured[1].autocast, measured[1].schedule) == (True, True, 0.5)
+    assert (measured[1].forms, measured[1].pretrained) == (("eager",), False)
+
+
+def test_a_sweep_is_one_json_line(measured: list[BenchConfig], tmp_path: Path) -> None:
+    done = run(MODEL, "--r", "0,4,8", "--batch", 8, "--json", tmp_path / "sweep.json")
+    assert done.exit_code == 0, done.output
+    assert [config.r for config in measured] == [0, 4, 8]
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert data["sweep"] == "r"
+    assert [entry["config"]["r"] for entry in data["runs"]] == [0, 4, 8]
+    assert json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8")) == data
+    assert done.stdout.count("Speed-up 1.60") == 3
+
+
+def test_a_sweep_that_ends_early_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(config: BenchConfig, tell: Any) -> BenchResult:
+        if config.batch > 8:
+            raise UnsupportedInput("batch 64 does not fit")
+        return result(*FULL, config=config)
+
+    monkeypatch.setattr(sweeping, "run", fake)
+    done = run(MODEL, "--r", 4, "--batch", "1,8,64", "--json", tmp_path / "sweep.json")
+    assert done.exit_code == 2
+    assert "batch 64 does not fit" in done.stderr
+    data = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
+    assert [entry["config"]["batch"] for entry in data["runs"]] == [1, 8]
+
+
+def test_a_plot_is_written(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "check_plot", lambda form: None)
+    monkeypatch.setattr(sweeping, "plot", lambda results, name, form: f"{name} {form} {len(results)}".encode())
+    path = tmp_path / "sweep.SVG"
+    done = run(MODEL, "--r", 4, "--batch", "1,8", "--plot", path)
+    assert done.exit_code == 0, done.output
+    assert path.read_text(encoding="utf-8") == "batch svg 2"
+    assert str(path) in done.stdout
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--r", "4", "--dtype", "int8"], "dtype is one of fp32, bf16, fp16; got 'int8'"),
+        (["--r", "-4"], "--r '-4' is not a number of 0 or more"),
+        (["--r", "4,"], "--r '4,' is not a number of 0 or more"),
+        (["--r", "4,x"], "like --r 4,8,16"),
+        (["--r", "4,4"], "names a value twice"),
+        (["--r", "4", "--batch", "0"], "--batch '0' is not a number of 1 or more"),
+        (["--r", "4", "--batch", "many"], "--batch 'many' is not a number of 1 or more"),
+        (["--r", "4,8", "--batch", "1,2"], "A sweep is over one of --r and --batch"),
+        (["--r", "4", "--plot", "x.png"], "--plot draws a sweep"),
+        (["--r", "4", "--device", "cuda"], "no CUDA device can be used here"),
+        (["--r", "4", "--device", "tpu"], "device is cpu or cuda; got 'tpu'"),
+        (["--r", "4", "--graph", "--device", "cpu"], "CUDA graphs need a CUDA device"),
+        (["--r", "4", "--graph", "--train"], "not recorded as a CUDA graph"),
+        (["--r", "4", "--size", "big"], "'big' is not a size"),
+        (["--r", "4", "--size", "70", "--device", "cpu"], "not a whole number of patches"),
+        (["--r", "4", "--seconds", "0"], "seconds is a time above 0"),
+        (["--r", "4", "--threads", "0"], "threads is a whole number above 0"),
+        (["--r", "4", "--schedule", "steep", "--device", "cpu"], "schedule is one of"),
+        (["--r", "4", "--attention", "quick"], "attention is one of"),
+        (["--r", "4", "--json", "no/such/folder/x.json"], "no file can be written there"),
+        (["--r", "4,8", "--plot", "x.bmp"], "plots are png, svg, pdf files; got 'bmp'"),
+        (["--batch", "4"], "Missing option"),
+    ],
+)
+def test_mistakes_are_answered_in_words(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run(MODEL, *arguments)
+    assert done.exit_code == 2
+    assert message in one_line(done.stderr)
+    assert "Traceback" not in done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_models_are_answered_in_words() -> None:
+    for name, message in (("timm:no_such_vit", "timm has no model named"), ("vit", "a model is named timm:NAME")):
+        done = run(name, "--r", 4, "--device", "cpu")
+        assert done.exit_code == 2
+        assert message in one_line(done.stderr)
+
+
+def test_missing_matplotlib_is_said_before_measuring(
+    measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(sweeping, "import_module", missing)
+    done = run(MODEL, "--r", "4,8", "--plot", tmp_path / "x.png")
+    assert done.exit_code == 2
+    assert "needs matplotlib" in one_line(done.stderr)
+    assert measured == []
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    done = run(MODEL, "--r", 4, "--json", tmp_path / "x.json")
+    assert done.exit_code == 2
+    assert "No space left on device" in one_line(done.stderr)
+    assert "Name another one with --json" in one_line(done.stderr)
+
+
+def test_fp16_on_a_cpu_is_noted(saved_vit: Path) -> None:
+    done = run(f"hf:{saved_vit}", "--r", 2, "-b", 1, "--device", "cpu", "--dtype", "fp16", "--seconds", "0.01")
+    assert done.exit_code == 0, done.output
+    assert "Note: fp16 on a CPU" in done.stderr
+
+
+def test_help_says_what_the_variants_are() -> None:
+    text = one_line(CliRunner().invoke(app, ["bench", "-h"]).stdout)
+    assert "the others cut off for free" in text
+    assert "Speed does not depend" in text
+    assert "Examples" in text

@@ -1,0 +1,125 @@
+"""``vitrail export``: what it writes and says, and how it answers mistakes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import vitrail
+from vitrail.cli import app
+from vitrail.export.pt2 import NOTES
+
+MODEL = "timm:vit_tiny_patch16_224"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["export", *(str(argument) for argument in arguments)])
+
+
+def one_line(text: str) -> str:
+    """The text of a message, whatever box and lines it was set in."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+
+@pytest.fixture(scope="module")
+def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5, initializer_range=0.5)
+    folder = tmp_path_factory.mktemp("vit")
+    ViTForImageClassification(config).save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+def test_onnx_is_written_and_explained(saved_vit: str, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason="exporting to ONNX needs it")
+    runtime = pytest.importorskip("onnxruntime", reason="what was exported runs in it")
+    path = tmp_path / "model.onnx"
+    result = run(saved_vit, "--r", "3", "--opset", "21", "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "as ONNX, opset 21, float32, 0." in result.stdout
+    assert "images batch × 3 × 32 × 32" in result.stdout
+    assert "logits batch × 5" in result.stdout
+    assert "14 11 leave the blocks of the exported model (unmerged: 17)" in result.stdout
+    for batch in (1, 3):
+        assert re.search(rf"batch {batch}: largest error \S+, relative \S+ \(allowed: 0\.0001\)", result.stdout)
+    assert result.stdout.endswith(f"Written: {path}\n")
+
+    model = vitrail.load_model(saved_vit)
+    vitrail.merge(model, r=3)
+    images = torch.randn(2, 3, 32, 32)
+    (logits,) = runtime.InferenceSession(path).run(["logits"], {"images": images.numpy()})
+    assert torch.allclose(torch.from_numpy(logits), model(images).logits, atol=1e-4)
+
+
+def test_options_reach_the_program(saved_vit: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    flags = ("--format", "pt2", "--schedule", "decreasing", "--order", "original", "--no-proportional")
+    result = run(saved_vit, "--keep", "0.5", *flags, "--batch", "2", "--dtype", "bf16", "--random-weights", "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "torch.export program, bfloat16" in result.stdout
+    assert "images 2 × 3 × 32 × 32" in result.stdout
+    assert "random weights" in result.stderr
+    extra = {NOTES: ""}
+    program = torch.export.load(path, extra_files=extra)
+    assert program.module()(torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16)).shape == (2, 5)
+    notes = json.loads(extra[NOTES])
+    assert notes["tokens"] == [9, 9]
+    options = {"schedule": "decreasing", "order": "original", "proportional": False}
+    assert notes["merging"] == vitrail.merge(vitrail.load_model(saved_vit), keep=0.5, **options).config
+
+
+def test_the_help_has_examples() -> None:
+    text = CliRunner().invoke(app, ["export", "-h"]).stdout
+    assert "Examples" in text
+    assert "--opset" in text
+
+
+MISTAKES = {
+    "no file": ((MODEL, "--r", "1"), "Missing option '-o' / '--out'"),
+    "nothing to merge by": ((MODEL, "-o", "a.onnx"), "one of --r, --keep and --gflops"),
+    "r and keep": ((MODEL, "--r", "1", "--keep", "0.5", "-o", "a.onnx"), "one of --r, --keep and --gflops"),
+    "negative r": ((MODEL, "--r", "-1", "-o", "a.onnx"), "'-1' is not a number of tokens"),
+    "unknown format": ((MODEL, "--r", "1", "--format", "tflite", "-o", "a.onnx"), "'onnx' or 'pt2'; got 'tflite'"),
+    "unknown ending": (
+        (MODEL, "--r", "1", "-o", "a.tflite"),
+        "a.tflite: expected a file name that ends in .onnx or .pt2",
+    ),
+    "another ending": ((MODEL, "--r", "1", "--format", "onnx", "-o", "a.pt2"), "a.pt2: expected a file name that ends"),
+    "no folder": ((MODEL, "--r", "1", "-o", "no/a.pt2"), "there is no folder no"),
+    "batch of none": ((MODEL, "--r", "1", "--batch", "0", "-o", "a.pt2"), "'0' is not a number of pictures"),
+    "batch is a word": ((MODEL, "--r", "1", "--batch", "many", "-o", "a.pt2"), "'many' is not a number of pictures"),
+    "unknown precision": ((MODEL, "--r", "1", "--dtype", "fp4", "-o", "a.pt2"), "'fp4' is not a precision"),
+    "opset of another format": ((MODEL, "--r", "1", "--opset", "20", "-o", "a.pt2"), "leave it out"),
+    "unknown model": (("timm:no_such_model", "--r", "1", "-o", "a.pt2"), "no_such_model"),
+    "unknown order": ((MODEL, "--r", "1", "--order", "odd", "--random-weights", "-o", "a.pt2"), "got 'odd'"),
+    "size is not whole patches": (
+        (MODEL, "--r", "1", "--size", "100", "--random-weights", "-o", "a.pt2"),
+        "--size 100x100 is not a whole number of patches",
+    ),
+    "another size": (
+        ("SAVED", "--r", "1", "--size", "64", "-o", "a.pt2"),
+        "fails for an input of shape (2, 3, 64, 64)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_answered_in_words(
+    mistake: str, saved_vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, expected = MISTAKES[mistake]
+    result = run(*(saved_vit if text == "SAVED" else text for text in arguments))
+    assert result.exit_code == 2, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    assert expected in one_line(result.stderr)
+    assert result.stdout == ""
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,187 @@
+"""Models by name: what is said when one cannot be had, and how the Hub is asked."""
+
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+
+from vitrail.cli import model as loading
+from vitrail.cli.model import load
+from vitrail.errors import ModelLoadError
+
+MODEL = "timm:vit_tiny_patch16_224"
+
+
+@pytest.fixture(autouse=True)
+def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here asks the network; unless a test says otherwise, it would be there."""
+    monkeypatch.setattr(loading, "_unreachable_hub", lambda: None)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Let timm build models, and fail as told where trained weights are wanted."""
+    create = timm.create_model
+
+    def make(error: Exception) -> None:
+        def refuse(name: str, pretrained: bool = False, **options: Any) -> torch.nn.Module:
+            if pretrained:
+                raise error
+            return create(name, pretrained=False, **options)
+
+        monkeypatch.setattr("timm.create_model", refuse)
+
+    return make
+
+
+def message(name: str, **options: Any) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load(name, random=options.pop("random", False), device="cpu", **options)
+    text = str(caught.value)
+    assert ".." not in text
+    assert "pretrained=" not in text
+    return text
+
+
+# ---------------------------------------------------------------- what to do
+
+
+def test_weights_out_of_reach_suggest_random_ones(no_weights: Callable[[Exception], None]) -> None:
+    no_weights(OSError("the network\nis unreachable."))
+    assert message(MODEL, size=(64, 64)) == (
+        f"{MODEL}: its trained weights could not be loaded (the network is unreachable). "
+        "Check the network, or add --random-weights to go on without trained ones."
+    )
+
+
+def test_weights_that_nobody_has_are_no_matter_of_the_network(no_weights: Callable[[Exception], None]) -> None:
+    no_weights(RuntimeError("No pretrained weights exist for this one."))
+    assert message(MODEL) == (
+        f"{MODEL}: its trained weights could not be loaded (No pretrained weights exist for this one). "
+        "Add --random-weights to go on without trained ones."
+    )
+
+
+def test_without_network_the_message_says_so(
+    no_weights: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_weights(OSError("a long story about offline modes"))
+    monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
+    assert message(MODEL) == (
+        f"{MODEL}: its trained weights are not on this machine, and hub.example cannot be reached. "
+        "Check the network, or add --random-weights to go on without trained ones."
+    )
+    assert message("hf:nobody/never-fetched") == (
+        "hf:nobody/never-fetched: it is not on this machine, and hub.example cannot be reached. "
+        "Check the network, or name a folder written by save_pretrained, like hf:FOLDER."
+    )
+
+
+def test_models_that_cannot_be_merged_or_built_do_not_suggest_random_weights(
+    no_weights: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_weights(OSError("unreachable"))
+    assert message("timm:resnet18").startswith("timm:resnet18: ResNet is not a supported model")
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise TypeError("an unexpected argument")
+
+    monkeypatch.setattr("timm.create_model", broken)
+    assert message(MODEL) == f"{MODEL} could not be built: an unexpected argument."
+
+
+def test_folders_suggest_random_weights_only_where_they_have_a_model(tmp_path: Path) -> None:
+    from transformers import ViTConfig
+
+    (tmp_path / "empty").mkdir()
+    text = message(f"hf:{tmp_path / 'empty'}")
+    assert "--random-weights" not in text
+    assert "Give a folder written by save_pretrained" in text
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    assert "--random-weights" not in message(f"hf:{tmp_path / 'broken'}")
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    ViTConfig(**sizes, image_size=32, patch_size=8, architectures=["ViTModel"]).save_pretrained(tmp_path / "bare")
+    name = f"hf:{tmp_path / 'bare'}"
+    text = message(name)
+    assert text.startswith(f"{name}: its trained weights could not be loaded (")
+    assert text.endswith("Add --random-weights to go on without trained ones.")
+    assert load(name, random=True, device="cpu").weights == "random"
+
+
+def test_a_name_without_its_library_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import ViTConfig
+
+    assert message("vit_tiny_patch16_224").endswith(". Did you mean timm:vit_tiny_patch16_224?")
+    assert message("vit_tiny_patch16_224", random=True).endswith(". Did you mean timm:vit_tiny_patch16_224?")
+    assert message("facebook/deit-tiny").endswith(". Did you mean hf:facebook/deit-tiny?")
+    monkeypatch.chdir(tmp_path)
+    ViTConfig(num_hidden_layers=1, architectures=["ViTModel"]).save_pretrained("my-vit")
+    assert message("my-vit").endswith(". Did you mean hf:my-vit?")
+    for name in ("no_such_model", "resnet18", "nolib:vit_tiny_patch16_224", ""):
+        text = message(name)
+        assert "timm:NAME" in text
+        assert "Did you mean" not in text
+
+
+# ---------------------------------------------------------------- asking the Hub
+
+
+def test_only_names_that_need_it_ask_the_hub(tmp_path: Path) -> None:
+    asks = loading._asks_the_hub
+    assert asks(MODEL, False)
+    assert not asks(MODEL, True)
+    assert asks("timm:hf-hub:somebody/model", True)
+    assert not asks("timm:local-dir:here", False)
+    assert asks("hf:somebody/model", True)
+    assert not asks(f"hf:{tmp_path}", False)
+    assert not asks("vit_tiny_patch16_224", False)
+
+
+def test_an_unreachable_hub_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real thing, on this machine alone
+    monkeypatch.setattr(loading, "getproxies", dict)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        assert loading._unreachable_hub() is None
+    assert loading._unreachable_hub() == "127.0.0.1"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # it will not be asked
+    assert loading._unreachable_hub() is None
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "getproxies", lambda: {"https": "http://proxy.example"})
+    assert loading._unreachable_hub() is None
+
+
+def test_the_hubs_library_is_quiet_and_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    level = logger.getEffectiveLevel()
+    with loading._quiet_hub(offline=True):
+        assert constants.is_offline_mode()
+        assert not logger.isEnabledFor(logging.WARNING)
+        logger.warning("Retrying in 1s [Retry 1/5].")
+    assert capsys.readouterr().err == ""
+    assert not constants.is_offline_mode()
+    assert logger.getEffectiveLevel() == level
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "warning")  # asked for
+    with loading._quiet_hub(offline=False):
+        assert logger.getEffectiveLevel() == level
+
+
+def test_without_network_nothing_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "hub.example cannot be reached" in message(MODEL)

@@ -1,0 +1,133 @@
+"""The checks themselves: wrong files are found, near-ties are not taken for wrong files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitrail
+from tests.export.models import EXAMPLES
+from vitrail.export import ExportError, api, export
+from vitrail.export.base import Written
+from vitrail.export.checking import compare, count_tokens
+from vitrail.export.program import Plain, named_tensors, trace
+
+
+class Fake(Written):
+    """A file that errs by so much, batch after batch, and holds values of given shapes."""
+
+    def __init__(
+        self, errors: tuple[float, ...] = (), values: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()
+    ):
+        self.errors, self.shapes, self.seen = list(errors), values, []
+
+    def run(self, images: Tensor) -> dict[str, Tensor]:
+        self.seen.append(images)
+        wrong = double(images)["output"].clone()
+        wrong[-1, 0] += self.errors.pop(0) * wrong[-1].abs().max()
+        return {"output": wrong}
+
+    def values(self) -> Iterator[tuple[tuple[str, ...], tuple[int | None, ...]]]:
+        yield from self.shapes
+
+
+def double(images: Tensor) -> dict[str, Tensor]:
+    return {"output": 2 * images}
+
+
+def test_errors_are_relative_to_the_largest_value_of_each_picture() -> None:
+    fake = Fake((0.5,))
+    found = compare(double, fake, (3, 4), torch.float32, tolerance=1.0, draws=1)
+    assert found.batch == 3
+    assert found.max_rel == pytest.approx(0.5, rel=1e-5)
+    assert found.max_abs == pytest.approx(float(fake.seen[0][-1].abs().max()), rel=1e-5)
+
+
+def test_a_near_tie_is_drawn_again() -> None:
+    fake = Fake((0.5, 0.2, 1e-5))
+    found = compare(double, fake, (2, 4), torch.float32, tolerance=1e-4, draws=5)
+    assert (found.draws, len(fake.seen)) == (3, 3)
+    assert not torch.equal(fake.seen[0], fake.seen[1])
+
+
+@pytest.mark.parametrize("wrong", [0.5, float("nan"), float("inf")])
+def test_what_is_wrong_each_time_is_an_error(wrong: float) -> None:
+    with pytest.raises(ExportError, match=r"does not give what the model gives.*0\.0001 is allowed"):
+        compare(double, Fake((wrong,) * 5), (2, 4), torch.float32, tolerance=1e-4, draws=5)
+
+
+def test_other_shapes_names_and_failures_are_errors() -> None:
+    def other(images: Tensor) -> dict[str, Tensor]:
+        return {"output": images[:, :2]}
+
+    def renamed(images: Tensor) -> dict[str, Tensor]:
+        return {"logits": images}
+
+    with pytest.raises(ExportError, match=r"shape \(2, 4\); expected .* shape \(2, 2\)"):
+        compare(other, Fake((0.0,)), (2, 4), torch.float32, 1e-4, 1)
+    with pytest.raises(ExportError, match="gives output; expected logits"):
+        compare(renamed, Fake((0.0,)), (2, 4), torch.float32, 1e-4, 1)
+    with pytest.raises(ExportError, match=r"fails for 2 pictures at a time \(IndexError: pop from empty list\)"):
+        compare(double, Fake(), (2, 4), torch.float32, 1e-4, 1)
+
+
+def test_tokens_are_counted_in_the_modules_that_feed() -> None:
+    values = (
+        (("", "model", "model.0.attn"), (9, 17, 8)),
+        (("", "model", "model.0.mlp", "model.0.mlp.fc1"), (9, 14, 32)),
+        (("", "model", "model.0.mlp"), (3,)),
+        (("", "model", "model.1.mlp.fc2"), (9, 11, 8)),
+        (("", "model", "model.1.mlp2"), (9, 99, 8)),
+    )
+    feeds = [["model.0.mlp"], ["model.1.mlp"]]
+    assert count_tokens(Fake(values=values), feeds) == [14, 11]
+    with pytest.raises(ExportError, match=r"leave block 1 \(found: nothing\)"):
+        count_tokens(Fake(values=values[:3]), feeds)
+    with pytest.raises(ExportError, match=r"leave block 0 \(found: 1., 1.\)"):
+        count_tokens(Fake(values=(*values, (("model.0.mlp",), (9, 17, 8)))), feeds)
+
+
+def test_a_file_that_does_not_merge_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged and unmerged models may give nearly the same; the number of tokens tells them apart."""
+
+    def unmerged(plain: Plain, *rest: object) -> torch.export.ExportedProgram:
+        with_merging = vitrail.Merging.of(plain)
+        config = with_merging.config
+        with_merging.remove()
+        try:
+            return trace(plain, *rest)
+        finally:
+            vitrail.merge(plain, **config)
+
+    monkeypatch.setattr(api, "trace", unmerged)
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"what was there")
+    with pytest.raises(ExportError, match=r"\[17, 17\] tokens leave its blocks, expected \[14, 11\]"):
+        export(EXAMPLES["timm class token"].merged(), path, tolerance=10.0)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+    assert path.read_bytes() == b"what was there"
+
+
+def test_a_file_with_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(plain: Plain, *rest: object) -> torch.export.ExportedProgram:
+        return trace(Plain(nn.Linear(4, 2).eval()), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "trace", other)
+    with pytest.raises(ExportError, match="does not give what the model gives"):
+        export(nn.Linear(4, 2).eval(), tmp_path / "model.pt2", example=torch.zeros(1, 4))
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_outputs() -> None:
+    one, two = torch.zeros(1), torch.ones(1)
+    assert list(named_tensors(one)) == ["output"]
+    assert list(named_tensors((one, (two,)))) == ["output_0", "output_1_0"]
+    assert list(named_tensors({"logits": one, "hidden": (one, two), "none": None})) == [
+        "logits",
+        "hidden_0",
+        "hidden_1",
+    ]
+    with pytest.raises(ExportError, match=r"gave a str.*Expected a tensor"):
+        named_tensors("logits")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from vitrail.adapters.base import Rotary
@@ -42,12 +43,23 @@ class _Local(threading.local):
     current: Pass | None = None
 
 
+class _Traced:
+    def __init__(self) -> None:
+        self.current: Pass | None = None
+
+
 _local = _Local()
+_traced = _Traced()
+"""Where the pass is while the compiler follows a forward run: it cannot look into thread-locals, and runs alone."""
+
+
+def _place() -> _Local | _Traced:
+    return _traced if torch.compiler.is_compiling() else _local
 
 
 def current_pass() -> Pass | None:
     """Give the innermost pass that is open in this thread."""
-    return _local.current
+    return _place().current
 
 
 @contextmanager
@@ -60,9 +72,10 @@ def open_pass(
     unmasked: bool = False,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
-    outer = _local.current
-    _local.current = Pass(trunk, layout, rotary, expose, gridded, unmasked)
+    place = _place()
+    outer = place.current
+    place.current = Pass(trunk, layout, rotary, expose, gridded, unmasked)
     try:
         yield
     finally:
-        _local.current = outer
+        place.current = outer

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,35 @@ def describe() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"kernels": "reference", "why": "no CUDA device"}
     return {"kernels": "triton", "why": f"Triton on {torch.cuda.get_device_name()}"}
+
+
+BESIDE = 32
+"""Largest batch whose matching runs beside attention: a few pictures do not fill a GPU, many do."""
+
+_side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def beside(x: Tensor) -> Iterator[Callable[[], None]]:
+    """Run what is inside on a stream of its own, once ``x`` is there; the function given joins the streams again.
+
+    For small batches, and not where the compiler orders the work. Every stream has one beside it, which waits for it
+    each time: so memory that is given back on either is never taken while the other still reads it.
+    """
+    if torch.compiler.is_compiling() or x.shape[0] > BESIDE:
+        yield _nothing
+        return
+    main = torch.cuda.current_stream(x.device)
+    if main not in _side_streams:
+        _side_streams[main] = torch.cuda.Stream(x.device)
+    side = _side_streams[main]
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield functools.partial(main.wait_stream, side)
+
+
+def _nothing() -> None:
+    """Join nothing."""
 
 
 @dataclass(frozen=True)

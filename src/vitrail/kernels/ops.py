@@ -1,16 +1,44 @@
 """The kernels as operators that ``torch.compile`` and autograd know: shapes without values, and gradients.
 
-Implementations import Triton when they first run, so that loading Vitrail does not.
+Implementations import Triton when they first run, so that loading Vitrail does not. Where neither the compiler nor
+autograd looks on, they are called as they are: an operator's dispatch costs more than a small kernel.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 
-@custom_op("vitrail::attend", mutates_args=())
+class Operator:
+    """A function that is an operator for the compiler and for autograd, and itself otherwise."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.op = custom_op(f"vitrail::{name}", function, mutates_args=())
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(map(_needs_grad, args))):
+            return self.op(*args)
+        return self.function(*args)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an operator of a function."""
+    return functools.partial(Operator, name)
+
+
+def _needs_grad(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@operator("attend")
 def attend(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> Tensor:
     """Attend (B, H, N, D) in proportion to sizes; gives (B, N, H·D)."""
     from vitrail.kernels import triton_attention
@@ -18,12 +46,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> 
     return triton_attention.launch(q, k, v, log2_size, scale)
 
 
-@attend.register_fake
+@attend.op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1] * q.shape[3])
 
 
-@custom_op("vitrail::match", mutates_args=())
+@operator("match")
 def match(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     """Match by keys (B, H, N, D): target (B, N), member (B, N), start (B, N − r + 1)."""
     from vitrail.kernels import triton_matching
@@ -31,7 +59,7 @@ def match(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     return triton_matching.launch(k, r, protected)
 
 
-@match.register_fake
+@match.op.register_fake
 def _(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, _, length, _ = k.shape
     return (
@@ -41,7 +69,7 @@ def _(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@custom_op("vitrail::merge", mutates_args=())
+@operator("merge")
 def merge(
     x: Tensor, size: Tensor | None, target: Tensor, member: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +79,7 @@ def merge(
     return launch(x.contiguous(), Groups(size, member, start))[:3]
 
 
-@merge.register_fake
+@merge.op.register_fake
 def _(x: Tensor, size: Tensor | None, target: Tensor, member: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, kept = x.shape[0], start.shape[1] - 1
     return (
@@ -61,7 +89,7 @@ def _(x: Tensor, size: Tensor | None, target: Tensor, member: Tensor, start: Ten
     )
 
 
-@custom_op("vitrail::spread", mutates_args=())
+@operator("spread")
 def spread(grad: Tensor, size: Tensor | None, merged_size: Tensor, target: Tensor) -> Tensor:
     """Give each token its share of its group's gradient: the backward of ``merge``."""
     from vitrail.kernels.triton_merging import launch_backward
@@ -69,7 +97,7 @@ def spread(grad: Tensor, size: Tensor | None, merged_size: Tensor, target: Tenso
     return launch_backward(grad, size, merged_size, target)
 
 
-@spread.register_fake
+@spread.op.register_fake
 def _(grad: Tensor, size: Tensor | None, merged_size: Tensor, target: Tensor) -> Tensor:
     return grad.new_empty(grad.shape[0], target.shape[1], grad.shape[2])
 
@@ -85,10 +113,10 @@ def _backward_of_merge(ctx, grad, *_):  # type: ignore[no-untyped-def]
     return spread(grad, size[0] if ctx.has_size else None, merged_size, target), None, None, None, None
 
 
-merge.register_autograd(_backward_of_merge, setup_context=_keep_for_merge)
+merge.op.register_autograd(_backward_of_merge, setup_context=_keep_for_merge)
 
 
-@custom_op("vitrail::merge_norm", mutates_args=())
+@operator("merge_norm")
 def merge_norm(
     x: Tensor,
     y: Tensor,
@@ -109,7 +137,7 @@ def merge_norm(
     return out, sizes, logs, normed
 
 
-@merge_norm.register_fake
+@merge_norm.op.register_fake
 def _(  # type: ignore[no-untyped-def]
     x: Tensor, y, gamma, size, member, start: Tensor, weight, bias, eps, add
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,7 +147,7 @@ def _(  # type: ignore[no-untyped-def]
     return tokens, sizes, torch.empty_like(sizes), torch.empty_like(tokens)
 
 
-@custom_op("vitrail::norm", mutates_args=())
+@operator("norm")
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm over the last axis of contiguous tokens."""
     from vitrail.kernels.triton_merging import Norm, launch_norm
@@ -127,12 +155,12 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return launch_norm(x, Norm(weight, bias, eps))[1]
 
 
-@norm.register_fake
+@norm.op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x)
 
 
-@custom_op("vitrail::add_scaled", mutates_args=())
+@operator("add_scaled")
 def add_scaled(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     """``x + γ·y`` for contiguous tokens."""
     from vitrail.kernels.triton_merging import launch_sum
@@ -140,12 +168,12 @@ def add_scaled(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     return launch_sum(x, y, gamma)
 
 
-@add_scaled.register_fake
+@add_scaled.op.register_fake
 def _(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@custom_op("vitrail::add_norm", mutates_args=())
+@operator("add_norm")
 def add_norm(
     x: Tensor, y: Tensor, gamma: Tensor | None, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -155,6 +183,6 @@ def add_norm(
     return launch_norm(x, Norm(weight, bias, eps), y, gamma, add)
 
 
-@add_norm.register_fake
+@add_norm.op.register_fake
 def _(x: Tensor, y, gamma, weight, bias, eps, add) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     return torch.empty_like(x), torch.empty_like(x)

@@ -37,13 +37,15 @@ def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional:
     h = ops.norm(x, dense.norm1.weight, dense.norm1.bias, dense.norm1.eps)
     parts = dense.qkv[0](h).chunk(3, -1) if len(dense.qkv) == 1 else tuple(linear(h) for linear in dense.qkv)
     q, k, v = (part.unflatten(-1, (dense.heads, -1)).transpose(1, 2) for part in parts)
+    with kernels.beside(k) as join:  # matching needs the keys alone
+        step = kernels.match(k, state.r, state.protected, state.order) if state.r else None
     y = dense.proj(kernels.attention(q, k, v, state.size if proportional else None, state.log2_size))
+    join()
 
     gamma1, gamma2 = dense.gammas
     norm2 = dense.norm2
     owed = dense.fc2.bias if gamma2 is None else None
-    if state.r:
-        step = kernels.match(k, state.r, state.protected, state.order)
+    if step is not None:
         assert isinstance(step, KernelAssignment)
         x, size, log2_size, h = ops.merge_norm(
             x, y, gamma1, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, owed

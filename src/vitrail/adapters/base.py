@@ -87,6 +87,7 @@ class DenseBlock:
     Attributes:
         qkv: one linear layer for queries, keys and values together, or three.
         gammas: layer scale of attention and MLP, or None for either.
+        scale: factor of the attention scores; None for 1/√d.
         gelu: ``"none"`` or ``"tanh"``, as in ``torch.nn.functional.gelu``.
     """
 
@@ -98,12 +99,21 @@ class DenseBlock:
     fc1: nn.Linear
     fc2: nn.Linear
     gammas: tuple[Tensor | None, Tensor | None]
+    scale: float | None
     gelu: str
 
 
+def is_idle(*modules: nn.Module) -> bool:
+    """Whether dropouts and the like do nothing now, with nobody hooked into them."""
+    return not any(part.training and type(part) is not nn.Identity for part in modules) and all(
+        is_plain(part, type(part)) for part in modules
+    )
+
+
 def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Whether a module is just one of these classes, with nobody hooked into it."""
-    return type(module) in kinds and not module._forward_hooks and not module._forward_pre_hooks
+    """Whether a module is just one of these classes, with ordinary parameters and nobody hooked into it."""
+    ordinary = all(type(value) is nn.Parameter for value in module._parameters.values() if value is not None)
+    return type(module) in kinds and ordinary and not module._forward_hooks and not module._forward_pre_hooks
 
 
 class BlockAdapter(ABC):

@@ -17,6 +17,7 @@ from vitrail.adapters.base import (
     Rotary,
     TrunkAdapter,
     forward_class,
+    is_idle,
     is_plain,
 )
 from vitrail.adapters.passes import open_pass
@@ -98,13 +99,15 @@ class TimmBlock(BlockAdapter):
             and all(is_plain(whole, type(whole)) for whole in (attention, mlp))
             and attention.gate is None
             and is_plain(mlp.act, nn.GELU)
+            and is_idle(attention.attn_drop, attention.proj_drop, mlp.drop1, mlp.drop2)
+            and is_idle(block.drop_path1, block.drop_path2)
         )
         if not plain:
             return None
         gammas = tuple(getattr(scale, "gamma", None) for scale in (block.ls1, block.ls2))
         return DenseBlock(
             attention.num_heads, norms[0], (attention.qkv,), attention.proj, norms[1], mlp.fc1, mlp.fc2,
-            gammas, mlp.act.approximate,  # type: ignore[arg-type]
+            gammas, None, mlp.act.approximate,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def attend_parts(self, block: Any) -> Sequence[nn.Module]:

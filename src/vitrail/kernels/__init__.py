@@ -27,6 +27,9 @@ from vitrail.merging import match as reference_match
 from vitrail.merging.matching import Order, Protected
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+WIDEST = 128
+"""Widest head, in channels, whose blocks fit a multiprocessor's memory."""
 
 
 class _Switch:
@@ -46,21 +49,16 @@ def reference() -> Iterator[None]:
         _switch.forced -= 1
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def usable(x: Tensor) -> bool:
     """Whether the kernels serve a tensor."""
-    return x.is_cuda and x.dtype in _DTYPES and _has_triton() and not _switch.forced
+    return x.is_cuda and x.dtype in _DTYPES and _HAS_TRITON and not _switch.forced
 
 
 def describe() -> dict[str, Any]:
     """Say which functions are used here, and why."""
     if _switch.forced:
         return {"kernels": "reference", "why": "forced by vitrail.kernels.reference()"}
-    if not _has_triton():
+    if not _HAS_TRITON:
         return {"kernels": "reference", "why": "Triton is not installed"}
     if not torch.cuda.is_available():
         return {"kernels": "reference", "why": "no CUDA device"}
@@ -109,7 +107,7 @@ class KernelAssignment(Assignment):
 
 def match(k: Tensor, r: int, protected: Protected = 0, order: Order = "paper") -> Assignment:
     """Match tokens by their keys (B, H, N, d), averaged over heads."""
-    if r and isinstance(protected, int) and order == "paper" and usable(k):
+    if r and isinstance(protected, int) and order == "paper" and k.shape[-1] <= WIDEST and usable(k):
         target, member, start = ops.match(k, r, protected)
         return KernelAssignment(target, k.shape[2] - r, member, start)
     metric = k.mean(1, dtype=torch.promote_types(k.dtype, torch.float32))
@@ -129,7 +127,7 @@ def attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """Attend (B, H, N, d) in proportion to sizes (B, N); gives (B, N, H·d)."""
-    if size is not None and usable(q):
+    if size is not None and q.shape[-1] <= WIDEST and usable(q):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad):
             if dropout == 0.0:

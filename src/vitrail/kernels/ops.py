@@ -24,9 +24,7 @@ class Operator:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(map(_needs_grad, args))):
-            return self.op(*args)
-        return self.function(*args)
+        return self.op(*args) if torch.compiler.is_compiling() or _is_watched(args) else self.function(*args)
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
@@ -34,8 +32,13 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return functools.partial(Operator, name)
 
 
-def _needs_grad(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+def _is_watched(args: tuple[Any, ...]) -> bool:
+    """Whether autograd, a tensor without values, or a mode such as the exporter's wants to see the operator."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    grads = torch.is_grad_enabled()
+    return any((grads and x.requires_grad) or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 @operator("attend")
@@ -110,7 +113,7 @@ def _keep_for_merge(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def
 
 def _backward_of_merge(ctx, grad, *_):  # type: ignore[no-untyped-def]
     *size, merged_size, target = ctx.saved_tensors
-    return spread(grad, size[0] if ctx.has_size else None, merged_size, target), None, None, None, None
+    return spread.op(grad, size[0] if ctx.has_size else None, merged_size, target), None, None, None, None
 
 
 merge.op.register_autograd(_backward_of_merge, setup_context=_keep_for_merge)

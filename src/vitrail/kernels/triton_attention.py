@@ -42,9 +42,9 @@ def _attend_whole(
         if D != D_PAD:
             row_mask = row_mask & (channel < D)[None, :]
         q = tl.load(q_ptr + batch * q_b + head * q_h + rows[:, None] * q_n + channel[None, :], mask=row_mask, other=0.0)
-        scores = tl.dot(q, k.T) * scale + bias[None, :]
+        scores = tl.dot(q, k.T, input_precision="tf32x3") * scale + bias[None, :]
         weight = tl.exp2(scores - tl.max(scores, 1)[:, None])
-        out = tl.dot(weight.to(v.dtype), v) / tl.sum(weight, 1)[:, None]
+        out = tl.dot(weight.to(v.dtype), v, input_precision="tf32x3") / tl.sum(weight, 1)[:, None]
         at = out_ptr + ((batch * length + rows[:, None]) * heads + head) * D + channel[None, :]
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=row_mask)
 
@@ -56,9 +56,9 @@ def _attend_steps(
     heads, length, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     channel = tl.arange(0, D_PAD)
     row_mask = (rows < length)[:, None]
     if D != D_PAD:
@@ -76,13 +76,13 @@ def _attend_steps(
             mask = mask & (channel < D)[None, :]
         k = tl.load(k_base + keys[:, None] * k_n, mask=mask, other=0.0)
         bias = tl.load(bias_ptr + batch * length + keys, mask=keys < length, other=float("-inf"))
-        scores = tl.dot(q, k.T) * scale + bias[None, :]
+        scores = tl.dot(q, k.T, input_precision="tf32x3") * scale + bias[None, :]
         peak = tl.maximum(best, tl.max(scores, 1))
         weight = tl.exp2(scores - peak[:, None])
         shrink = tl.exp2(best - peak)
         total = total * shrink + tl.sum(weight, 1)
         v = tl.load(v_base + keys[:, None] * v_n, mask=mask, other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
         best = peak
     out = acc / total[:, None]
     at = out_ptr + ((batch * length + rows[:, None]) * heads + head) * D + channel[None, :]
@@ -97,14 +97,14 @@ def launch(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tenso
     padded = max(16, triton.next_power_of_2(channels))
     inputs = (q, k, v, bias, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, length, scale * LOG2E)
     wide = padded > 64 or q.dtype == torch.float32
-    if length <= WHOLE // 2 or (length <= WHOLE and not wide):
+    if q.dtype != torch.float32 and length <= (WHOLE // 2 if wide else WHOLE):
         block_n = max(16, triton.next_power_of_2(length))
         _attend_whole[(batch * heads,)](
             *inputs, D=channels, D_PAD=padded, BLOCK_M=32 if wide else 64, BLOCK_N=block_n, num_warps=4
         )
     else:
         block_m, block_n = (64, 32) if wide else (64, 128)
-        _attend_steps[(triton.cdiv(length, block_m), batch * heads)](
+        _attend_steps[(batch * heads, triton.cdiv(length, block_m))](
             *inputs, D=channels, D_PAD=padded, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=2
         )
     return out

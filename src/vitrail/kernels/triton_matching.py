@@ -229,8 +229,8 @@ def launch(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     start = torch.empty(batch, length - r + 1, dtype=torch.int32, device=device)
     padded = max(16, triton.next_power_of_2(channels))
     evens = (length + 1) // 2
-    if evens <= WHOLE // 2 and padded <= 128:
-        block = max(16, triton.next_power_of_2(evens))
+    block = max(16, triton.next_power_of_2(evens))
+    if evens <= WHOLE // 2 and padded * block <= 64 * 128:  # what a multiprocessor's memory holds
         scratch = torch.empty(batch, 2 * block, dtype=torch.float32, device=device)
         _match_whole[(batch,)](
             k, scratch, target, member, start, *k.stride()[:3], heads, length, protected, r,

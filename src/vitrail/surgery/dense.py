@@ -39,7 +39,8 @@ def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional:
     q, k, v = (part.unflatten(-1, (dense.heads, -1)).transpose(1, 2) for part in parts)
     with kernels.beside(k) as join:  # matching needs the keys alone
         step = kernels.match(k, state.r, state.protected, state.order) if state.r else None
-    y = dense.proj(kernels.attention(q, k, v, state.size if proportional else None, state.log2_size))
+    size = state.size if proportional else None
+    y = dense.proj(kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale))
     join()
 
     gamma1, gamma2 = dense.gammas

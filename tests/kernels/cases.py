@@ -1,0 +1,217 @@
+"""What the kernels are tried on: one dataclass for each kind of kernel, and a sample of it for the interpreter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How something went that was tried: its error and what is allowed, or why it failed."""
+
+    topic: str
+    case: str
+    error: float = math.nan
+    limit: float = 0.0
+    why: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is a number within its limit, and nothing else went wrong."""
+        return not self.why and self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one kernel. Its text names it: the fields that are not at their defaults."""
+
+    topic: ClassVar[str]
+
+    dtype: str = "float32"
+    batch: int = 2
+    seed: int = 0
+
+    def __str__(self) -> str:
+        told = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join([self.topic, *told])
+
+
+@dataclass(frozen=True)
+class Attention(Case):
+    """Attention over ``length`` tokens with heads of ``width`` channels.
+
+    Attributes:
+        layout: how q, k and v lie in memory: ``packed`` in one tensor, as a joint linear layer gives them;
+            ``separate``; ``heads`` with heads before tokens; ``channels`` with tokens last.
+        stepped: whether the kernel for long sequences is to run.
+        sharp: factor of the queries; large ones make attention pick single keys.
+    """
+
+    topic: ClassVar[str] = "attention"
+
+    length: int = 17
+    width: int = 32
+    heads: int = 2
+    layout: str = "packed"
+    stepped: bool = False
+    scale: float | None = None
+    sharp: float = 1.0
+
+
+@dataclass(frozen=True)
+class Matching(Case):
+    """Matching of ``length`` tokens, the first ``protected`` of which stay.
+
+    Attributes:
+        r: merges; None for as many as there may be.
+        keys: ``random``; ``lattice`` for many exact ties; ``equal`` for nothing else; ``crowd`` where every source
+            wants the same destination; ``broken`` with NaN in one picture and ∞ in one token of another.
+        stepped: whether the kernels for long sequences are to run.
+    """
+
+    topic: ClassVar[str] = "matching"
+
+    length: int = 17
+    protected: int = 1
+    r: int | None = None
+    width: int = 32
+    heads: int = 2
+    keys: str = "random"
+    layout: str = "packed"
+    stepped: bool = False
+
+    @property
+    def merges(self) -> int:
+        """How many tokens merge."""
+        most = (self.length - self.protected) // 2
+        return most if self.r is None else min(self.r, most)
+
+
+@dataclass(frozen=True)
+class Merging(Case):
+    """Merging of ``length`` tokens of ``channels`` into ``kept``, of ``x`` or ``x + γ·y``, and what follows.
+
+    Attributes:
+        crowded: whether most tokens that go, go into one group.
+    """
+
+    topic: ClassVar[str] = "merging"
+
+    length: int = 17
+    kept: int = 11
+    channels: int = 48
+    y: bool = False
+    gamma: bool = False
+    add: bool = False
+    norm: bool = False
+    sizes: bool = False
+    crowded: bool = False
+
+
+@dataclass(frozen=True)
+class Norm(Case):
+    """The sum and the LayerNorm of a layer that merges nothing."""
+
+    topic: ClassVar[str] = "norm"
+
+    length: int = 17
+    channels: int = 48
+    y: bool = False
+    gamma: bool = False
+    add: bool = False
+
+
+@dataclass(frozen=True)
+class Sum(Case):
+    """The sum ``x + γ·y`` alone."""
+
+    topic: ClassVar[str] = "sum"
+
+    length: int = 17
+    channels: int = 48
+
+
+@dataclass(frozen=True)
+class Backward(Case):
+    """The gradient of merging."""
+
+    topic: ClassVar[str] = "backward"
+
+    length: int = 17
+    kept: int = 11
+    channels: int = 48
+    sizes: bool = False
+    strided: bool = False
+
+
+HALF = "float16"
+
+ATTENTION = (
+    *(Attention(length=length, width=16) for length in (1, 2, 64, 65)),
+    *(Attention(length=17, width=width) for width in (24, 32, 64, 72, 80, 128)),
+    Attention(length=131, width=64, dtype=HALF, batch=1),
+    Attention(length=256, width=64, dtype=HALF, batch=1, heads=1),
+    Attention(length=257, width=64, dtype=HALF, batch=1, heads=1),
+    Attention(length=150, width=72, batch=1),
+    Attention(length=300, width=32, batch=1, heads=1, sharp=8.0),
+    *(Attention(length=length, width=24, stepped=True, dtype=HALF) for length in (1, 2, 17, 65, 131)),
+    *(Attention(length=33, width=80, layout=layout, dtype=HALF) for layout in ("separate", "heads", "channels")),
+    Attention(length=40, width=128, stepped=True, layout="separate"),
+    Attention(length=50, width=32, heads=3, scale=0.3, sharp=8.0),
+)
+
+_LENGTHS = ((2, 0), (3, 1), (7, 2), (17, 1), (18, 5), (32, 0), (33, 9), (34, 4), (65, 3), (131, 8))
+
+MATCHING = (
+    *(
+        Matching(length=length, protected=protected, stepped=stepped, batch=1 + length % 3)
+        for length, protected in _LENGTHS
+        for stepped in (False, True)
+    ),
+    *(Matching(length=50, protected=protected, r=3, keys="lattice", heads=3) for protected in range(10)),
+    *(Matching(length=21, r=r) for r in range(1, 10)),
+    *(Matching(length=21, r=r, stepped=True) for r in (1, 2, 9)),
+    *(
+        Matching(length=length, protected=protected, r=r, keys=keys, stepped=stepped)
+        for stepped in (False, True)
+        for keys in ("lattice", "equal", "crowd", "broken")
+        for length, protected, r in ((29, 1, 6), (140, 5, None))
+    ),
+    Matching(length=300, protected=5, r=50, batch=1),
+    Matching(length=257, protected=1, keys="lattice", batch=1),
+    *(Matching(length=37, width=width, dtype=HALF, heads=3) for width in (16, 24, 64, 72, 80, 128)),
+    Matching(length=37, width=136, dtype=HALF),
+    *(Matching(length=37, layout=layout, dtype=HALF) for layout in ("separate", "heads", "channels")),
+)
+
+_EVERYTHING = {"y": True, "gamma": True, "add": True, "norm": True, "sizes": True}
+
+MERGING = (
+    Merging(),
+    *(Merging(**{name: True, "y": True}) for name in _EVERYTHING),
+    *(Merging(**{**_EVERYTHING, name: False}) for name in ("gamma", "add", "norm", "sizes")),
+    *(Merging(**_EVERYTHING, dtype=dtype, crowded=True, length=40, kept=20) for dtype in ("float32", HALF)),
+    *(Merging(**_EVERYTHING, channels=channels, dtype=HALF) for channels in (1, 32, 384, 768)),
+    Merging(norm=True, sizes=True),
+    Merging(length=2, kept=1, sizes=True),
+    Merging(length=9, kept=9, sizes=True, dtype=HALF),
+)
+
+NORM = (
+    *(Norm(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 192)),
+    *(Norm(y=True, gamma=gamma, add=add, dtype=HALF) for gamma in (False, True) for add in (False, True)),
+    Norm(y=True, gamma=True, add=True, channels=1024, length=3),
+)
+
+BACKWARD = (
+    *(Backward(dtype=dtype, sizes=sizes) for dtype in ("float32", HALF) for sizes in (False, True)),
+    Backward(strided=True, sizes=True, channels=64),
+    Backward(length=40, kept=20, channels=384, sizes=True),
+)
+
+SUM = (*(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),)
+
+SAMPLE: tuple[Case, ...] = (*ATTENTION, *MATCHING, *MERGING, *NORM, *SUM, *BACKWARD)
+"""What the interpreter runs in a few seconds."""

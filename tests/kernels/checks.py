@@ -1,0 +1,266 @@
+"""Each kernel against the reference functions in float64: on a GPU, or on a CPU with Triton's interpreter.
+
+What a kernel writes is poisoned first and stands between guards, what it reads is surrounded by NaN, and on a GPU the
+same input must give the same bits again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.cases import Attention, Backward, Case, Matching, Merging, Norm, Outcome, Sum
+from tests.kernels.guards import guarded, surrounded
+from tests.kernels.structure import check_lists, check_places, shortfall
+from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.merging import Assignment, match, proportional_attention
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest error of an element, as a share of the largest element."""
+
+MATCHING_LIMIT = 1e-5
+"""Similarities that differ by less may be taken for each other."""
+
+
+def run(case: Case, device: str = "cpu") -> Outcome:
+    """Try a kernel on a case."""
+    try:
+        error, limit = CHECKS[type(case)](case, torch.device(device))
+    except Exception as problem:
+        return Outcome(case.topic, str(case), why=f"{type(problem).__name__}: {problem}"[:500])
+    return Outcome(case.topic, str(case), error, limit)
+
+
+def _check_attention(case: Attention, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    q, k, v = draw.heads(3, case.heads, case.length, case.width, case.layout)
+    q *= case.sharp
+    size = draw.sizes(case.length)
+    scale = case.width**-0.5 if case.scale is None else case.scale
+    with mock.patch.object(triton_attention, "WHOLE", 0 if case.stepped else triton_attention.WHOLE):
+        (out,) = twice(lambda: (triton_attention.launch(q, k, v, size.log2(), scale),), device)
+    exact = proportional_attention(q.double(), k.double(), v.double(), size.double(), scale=scale)
+    # the error of a score grows with the score, and float32 alone is fine enough to show it
+    factor = max(1.0, case.sharp) if q.dtype == torch.float32 else 1.0
+    return largest_error((out, exact.transpose(1, 2).flatten(2))), factor * LIMITS[q.dtype]
+
+
+def _check_matching(case: Matching, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    k = _keys(case, draw)
+    with mock.patch.object(triton_matching, "WHOLE", 0 if case.stepped else triton_matching.WHOLE):
+        target, member, start = twice(lambda: triton_matching.launch(k, case.merges, case.protected), device)
+    metric = k.double().mean(1)
+    exact = match(metric, case.merges, case.protected)
+    assert target.dtype == torch.int64
+    assert member.dtype == start.dtype == torch.int32
+    assert start.shape == (case.batch, exact.length + 1)
+    check_places(target, case.merges, case.protected)
+    check_lists(target, member.long(), start.long())
+    short, unclear = shortfall(metric, target, case.merges, case.protected, MATCHING_LIMIT)
+    assert torch.equal(target[~unclear], exact.target[~unclear]), "other merges than the reference's"
+    return short, MATCHING_LIMIT
+
+
+def _check_merging(case: Merging, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    groups = draw.groups(case.length, case.kept, case.crowded)
+    x, y, gamma, add, norm = _tokens(case, draw)
+    size = draw.sizes(case.length) if case.sizes else None
+    lists = triton_merging.Groups(size, groups.member, groups.start)
+    out, sizes, logs, *normed = twice(
+        lambda: tuple(t for t in triton_merging.launch(x, lists, y, gamma, norm, add) if t is not None), device
+    )
+    ones = torch.ones(case.batch, case.length, dtype=torch.float64, device=device)
+    before = ones if size is None else size.double()
+    exact = groups.assignment.merge(_summed(x, y, gamma), before)
+    exact_sizes = groups.assignment.merge_sizes(before)
+    assert torch.equal(sizes.double(), exact_sizes), "sizes are wrong"
+    assert bool(((logs.double() - exact_sizes.log2()).abs() < 1e-5).all()), "log₂ of the sizes is wrong"
+    if y is None and add is None:
+        alone = groups.start.diff(dim=1) == 1
+        first = groups.member.long().gather(1, groups.start[:, :-1].long())
+        assert torch.equal(out[alone], x.gather(1, first[..., None].expand(out.shape))[alone]), "not copied exactly"
+    assert (norm is not None) == bool(normed)
+    return _error_of_tokens(out, normed, exact, add, norm), LIMITS[x.dtype]
+
+
+def _check_norm(case: Norm, device: torch.device) -> tuple[float, float]:
+    x, y, gamma, add, norm = _tokens(case, Draw(case, device))
+    assert norm is not None
+    out, normed = twice(lambda: triton_merging.launch_norm(x, norm, y, gamma, add), device)
+    return _error_of_tokens(out, [normed], _summed(x, y, gamma), add, norm), LIMITS[x.dtype]
+
+
+def _check_sum(case: Sum, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    x, y = (surrounded(draw.normal(1, case.batch, case.length, case.channels), 0)[0] for _ in range(2))
+    gamma = surrounded(draw.normal(case.channels), 0)
+    (out,) = twice(lambda: (triton_merging.launch_sum(x, y, gamma),), device)
+    return largest_error((out, _summed(x, y, gamma))), LIMITS[x.dtype]
+
+
+def _check_backward(case: Backward, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    groups = draw.groups(case.length, case.kept, crowded=False)
+    size = draw.sizes(case.length) if case.sizes else None
+    grad = draw.normal(case.batch, case.kept, case.channels)
+    if case.strided:
+        grad = draw.normal(case.batch, case.channels, case.kept).transpose(1, 2)
+    ones = torch.ones(case.batch, case.length, device=device)
+    merged = groups.assignment.merge_sizes(ones if size is None else size)
+    (found,) = twice(lambda: (triton_merging.launch_backward(grad, size, merged, groups.assignment.target),), device)
+    x = draw.normal(case.batch, case.length, case.channels).double().requires_grad_()
+    groups.assignment.merge(x, None if size is None else size.double()).backward(grad.double())
+    assert x.grad is not None
+    return largest_error((found, x.grad)), LIMITS[grad.dtype]
+
+
+CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
+    Attention: _check_attention,
+    Matching: _check_matching,
+    Merging: _check_merging,
+    Norm: _check_norm,
+    Sum: _check_sum,
+    Backward: _check_backward,
+}
+
+
+def twice(launch: Callable[[], Sequence[Tensor]], device: torch.device) -> Sequence[Tensor]:
+    """Run into poisoned memory; on a GPU once more, for the same bits."""
+    with guarded():
+        found = launch()
+    if device.type == "cuda":
+        with guarded():
+            again = launch()
+        # poison that is left over is not equal to itself and found by the comparison with the reference
+        for one, two in zip(found, again, strict=True):
+            assert torch.equal(one.nan_to_num(), two.nan_to_num()), "the same input gave other bits"
+    return found
+
+
+def largest_error(*pairs: tuple[Tensor, Tensor]) -> float:
+    """Give the largest error of an element, as a share of the largest one; NaN where anything is."""
+    errors = []
+    for found, exact in pairs:
+        assert found.shape == exact.shape
+        errors.append(((found.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item())
+    return math.nan if any(math.isnan(error) for error in errors) else max(errors)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """An assignment with its groups' members one after the other."""
+
+    assignment: Assignment
+    member: Tensor
+    start: Tensor
+
+
+class Draw:
+    """Random inputs, the same on every device."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case = case
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.source = torch.Generator().manual_seed(case.seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Normally distributed values in the case's dtype."""
+        return torch.randn(shape, generator=self.source).to(self.device, self.dtype)
+
+    def sizes(self, length: int) -> Tensor:
+        """Sizes (B, N): small ones, and a few large."""
+        size = torch.randint(1, 5, (self.case.batch, length), generator=self.source)
+        size[torch.rand(size.shape, generator=self.source) < 0.1] *= 100
+        return size.float().to(self.device)
+
+    def heads(self, parts: int, heads: int, length: int, width: int, layout: str) -> list[Tensor]:
+        """Give parts (B, H, N, D) that lie in memory as a model's would, with NaN around their tokens."""
+        return self.laid_out(self.normal(parts, self.case.batch, heads, length, width), layout)
+
+    def laid_out(self, values: Tensor, layout: str) -> list[Tensor]:
+        """Lay parts (P, B, H, N, D) out in memory."""
+        # the axes as they lie in memory, and where the tokens are among them
+        order, tokens = {
+            "packed": ((1, 3, 0, 2, 4), 1),
+            "separate": ((0, 1, 3, 2, 4), 2),
+            "heads": ((0, 1, 2, 3, 4), 3),
+            "channels": ((0, 1, 2, 4, 3), 4),
+        }[layout]
+        back = [order.index(axis) for axis in range(5)]
+        return list(surrounded(values.permute(order).contiguous(), tokens).permute(back).unbind(0))
+
+    def groups(self, length: int, kept: int, crowded: bool) -> Lists:
+        """Give random groups, none of them empty, in random order."""
+        targets = []
+        for _ in range(self.case.batch):
+            more = torch.randint(0, kept, (length - kept,), generator=self.source)
+            if crowded:
+                more[torch.rand(more.shape, generator=self.source) < 0.8] = kept // 2
+            shuffled = torch.randperm(length, generator=self.source)
+            targets.append(torch.cat([torch.arange(kept), more])[shuffled])
+        target = torch.stack(targets)
+        member = target.argsort(dim=1, stable=True).int()
+        counts = torch.zeros(len(target), kept, dtype=torch.int64).scatter_add(1, target, torch.ones_like(target))
+        start = F.pad(counts.cumsum(1), (1, 0)).int()
+        return Lists(Assignment(target.to(self.device), kept), member.to(self.device), start.to(self.device))
+
+
+def _keys(case: Matching, draw: Draw) -> Tensor:
+    shape = (case.batch, case.heads, case.length, case.width)
+    if case.keys in ("lattice", "equal"):
+        # four channels of ±1: unit vectors are exact, similarities multiples of ¼, and a zero vector here and there
+        one = torch.zeros(case.batch, case.length, case.width)
+        channels = torch.rand(one.shape, generator=draw.source).argsort(-1)[..., :4]
+        signs = 2.0 * torch.randint(0, 2, channels.shape, generator=draw.source) - 1
+        one.scatter_(2, channels, signs)
+        one[torch.rand(one.shape[:2], generator=draw.source) < 0.1] = 0
+        one = one if case.keys == "lattice" else one[:, :1].expand_as(one)
+        keys = one.unsqueeze(1).expand(shape).to(draw.device, draw.dtype)
+    else:
+        keys = draw.normal(*shape)
+    if case.keys == "crowd":
+        wanted = case.length - 1 - case.length % 2
+        keys[:, :, ::2] = 0.1 * keys[:, :, ::2] + keys[:, :, wanted : wanted + 1]
+    if case.keys == "broken":
+        keys[0, :, case.length // 2] = math.nan
+        keys[0, 0, case.length - 1, 0] = math.nan
+        keys[-1, :, case.length - 2, 1] = math.inf
+    return draw.laid_out(keys.unsqueeze(0), case.layout)[0]
+
+
+def _tokens(
+    case: Merging | Norm, draw: Draw
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, triton_merging.Norm | None]:
+    shape = (case.batch, case.length, case.channels)
+    x = surrounded(draw.normal(1, *shape), 0)[0]
+    y = surrounded(draw.normal(1, *shape), 0)[0] if case.y else None
+    gamma, add, weight, bias = (surrounded(draw.normal(case.channels), 0) for _ in range(4))
+    wants_norm = isinstance(case, Norm) or case.norm
+    norm = triton_merging.Norm(weight, bias, 1e-6) if wants_norm else None
+    return x, y, gamma if case.gamma else None, add if case.add else None, norm
+
+
+def _summed(x: Tensor, y: Tensor | None, gamma: Tensor | None) -> Tensor:
+    if y is None:
+        return x.double()
+    return x.double() + (y.double() if gamma is None else gamma.double() * y.double())
+
+
+def _error_of_tokens(
+    out: Tensor, normed: Sequence[Tensor], exact: Tensor, add: Tensor | None, norm: triton_merging.Norm | None
+) -> float:
+    pairs = [(out, exact if add is None else exact + add.double())]
+    if norm is not None:
+        weights = norm.weight.double(), norm.bias.double()
+        pairs.append((normed[0], F.layer_norm(exact, exact.shape[-1:], *weights, norm.eps)))
+    return largest_error(*pairs)

@@ -1,0 +1,95 @@
+"""Run one part of the tests with Triton's interpreter: ``TRITON_INTERPRET=1 python -m tests.kernels.interpreter PART``.
+
+Triton decides when it is imported whether kernels are interpreted, and for all of them, so this is a process of its
+own. What came out is the last line, as JSON: a list of outcomes.
+
+bfloat16 is left out: the interpreter computes wrong products of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import SAMPLE, Outcome
+from tests.kernels.whole import SMALL, kernels_everywhere, outcomes
+from vitrail.kernels import ops
+
+FORMS = (("fp32", False), ("fp32", True), ("fp16", False))
+"""Dtypes of models, and whether gradients are compared."""
+
+
+def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
+    """Give every operator with arguments that it is checked with."""
+    k, size = torch.randn(2, 17, 3, 2, 16).permute(2, 0, 3, 1, 4)[1], torch.rand(2, 17) + 1
+    x, y, vector = torch.randn(2, 17, 24), torch.randn(2, 17, 24), torch.randn(24)
+    target, member, start = ops.match(k, 3, 1)
+    lists = (target, member, start)
+    merged = torch.randn(2, 14, 24)
+
+    def learns(tensor: Tensor) -> Tensor:
+        return tensor.clone().requires_grad_()
+
+    half = tuple(tensor.half() for tensor in (x, y, vector))
+    return {
+        "attend": (ops.attend, (k, k, k, size.log2(), 0.25)),
+        "match": (ops.match, (k, 3, 1)),
+        "merge": (ops.merge, (learns(x), size, *lists)),
+        "merge without sizes": (ops.merge, (learns(x), None, *lists)),
+        "merge of half": (ops.merge, (half[0], size, *lists)),
+        "merge of strided": (ops.merge, (torch.randn(2, 24, 17).transpose(1, 2), size, *lists)),
+        "spread": (ops.spread, (merged, size, torch.rand(2, 14) + 1, target)),
+        "spread without sizes": (ops.spread, (merged, None, torch.rand(2, 14) + 1, target)),
+        "merge_norm": (ops.merge_norm, (x, y, vector, size, member, start, vector, vector, 1e-6, vector)),
+        "merge_norm, bare": (ops.merge_norm, (x, y, None, None, member, start, vector, vector, 1e-6, None)),
+        "merge_norm of half": (ops.merge_norm, (*half, size, member, start, half[2], half[2], 1e-6, None)),
+        "norm": (ops.norm, (x, vector, vector, 1e-6)),
+        "add_norm": (ops.add_norm, (x, y, vector, vector, vector, 1e-6, vector)),
+        "add_norm, bare": (ops.add_norm, (x, y, None, vector, vector, 1e-6, None)),
+        "add_scaled": (ops.add_scaled, (x, y, vector)),
+    }
+
+
+def check_operators() -> list[Outcome]:
+    """Let PyTorch compare each operator with its schema, shapes without values and gradients."""
+    found = []
+    for name, (operator, arguments) in operators().items():
+        checks = torch.library.opcheck(operator.op, arguments, raise_exception=False)
+        wrong = [f"{check}: {result}" for check, result in checks.items() if result != "SUCCESS"]
+        found.append(Outcome("ops", name, 0.0, why="; ".join(wrong)))
+    return found
+
+
+def check_models() -> list[Outcome]:
+    """Run small merged models through the kernels."""
+    with kernels_everywhere():
+        return [o for subject in SMALL for dtype, train in FORMS for o in outcomes(subject, dtype, "cpu", train)]
+
+
+def check_kernels() -> list[Outcome]:
+    """Run each kernel on its sample of cases."""
+    from tests.kernels.checks import run
+
+    return [run(case) for case in SAMPLE]
+
+
+PARTS = {"kernels": check_kernels, "ops": check_operators, "models": check_models}
+
+
+def main(part: str) -> None:
+    """Run a part and print what came out."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = PARTS[part]()
+    print(json.dumps([asdict(outcome) for outcome in found]))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,194 @@
+"""Every form of a kernel that a launch can choose compiles for Hopper, on a machine without a GPU.
+
+Launches run on tensors without memory, and a recorder in the place of each kernel takes down what it is called with:
+so the forms are those that launches choose, not those that this file believes them to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+if find_spec("triton") is None:
+    pytest.skip("needs Triton, which compiles the kernels", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vitrail.kernels import triton_attention, triton_matching, triton_merging
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED = 227 * 1024
+"""Bytes of shared memory that one program may have."""
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+SHORT, LONG = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel with all that decides its machine code: types, constants, options, and what is a multiple of 16."""
+
+    kernel: Any = field(compare=False)
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+    aligned: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+        """Sort a call's arguments as Triton does when it launches."""
+        names = kernel.arg_names
+        given = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        constants = {name: value for name, value in given.items() if name in kwargs or (_is_int(value) and value == 1)}
+        signature = {name: "constexpr" if name in constants else _type(given[name]) for name in names}
+        aligned = [
+            index
+            for index, name in enumerate(names)
+            if name not in constants
+            and (isinstance(given[name], Tensor) or (_is_int(given[name]) and given[name] % 16 == 0))
+        ]
+        return cls(
+            kernel, kernel.__name__, tuple(signature.items()), tuple(constants.items()), tuple(options.items()),
+            tuple(aligned),
+        )  # fmt: skip
+
+    def compile(self) -> Any:
+        """Compile to machine code for Hopper."""
+        attributes = {(index,): [["tt.divisibility", 16]] for index in self.aligned}
+        source = ASTSource(self.kernel, dict(self.signature), dict(self.constants), attributes)
+        return triton.compile(source, target=HOPPER, options=dict(self.options))
+
+    def __str__(self) -> str:
+        types = dict(self.signature)
+        floats = next((kind[1:] for kind in types.values() if kind in ("*bf16", "*fp16")), "fp32")
+        sizes = [f"{name}={value}" for name, value in self.constants if name.isupper()]
+        return " ".join([self.name.strip("_"), floats, *sizes])
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def chosen(module: Any, launch: Callable[[], Any]) -> list[Form]:
+    """Give the forms of a module's kernels that a launch calls."""
+    found: list[Form] = []
+    kernels = {name: value for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
+
+    def recorder(kernel: Any) -> Any:
+        stands_in = mock.MagicMock()
+        stands_in.__getitem__.return_value = lambda *args, **kwargs: found.append(Form.of(kernel, args, kwargs))
+        return stands_in
+
+    with mock.patch.multiple(module, **{name: recorder(kernel) for name, kernel in kernels.items()}):
+        launch()
+    return found
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def packed(length: int, width: int, dtype: torch.dtype, heads: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = tensor(8, length, 3, heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+ATTENTION = (
+    *((SHORT, 64, length) for length in (7, 100, 197, 577)),
+    *((SHORT, 80, length) for length in (100, 577)),
+    *((LONG, width, length) for width in (64, 128) for length in (100, 577)),
+    (SHORT, 32, 256),
+    (torch.float16, 64, 197),
+)
+"""Dtypes, widths of heads, and lengths: the largest blocks for each, and some of the smaller ones."""
+
+MATCHING = (
+    *((SHORT, 64, length) for length in (7, 100, 197, 577)),
+    *((SHORT, 80, length) for length in (100, 197)),
+    *((LONG, 128, length) for length in (197, 577)),
+    (LONG, 64, 197),
+)
+
+MERGING = ((SHORT, 768), (LONG, 768), (torch.float16, 1280))
+"""Dtypes, and channels of tokens."""
+
+
+def attention_forms() -> Iterator[Form]:
+    for dtype, width, length in ATTENTION:
+        parts = packed(length, width, dtype)
+        yield from chosen(triton_attention, partial(triton_attention.launch, *parts, tensor(8, length), 0.125))
+
+
+def matching_forms() -> Iterator[Form]:
+    for dtype, width, length in MATCHING:
+        _, k, _ = packed(length, width, dtype)
+        yield from chosen(triton_matching, partial(triton_matching.launch, k, 3, 1))
+
+
+def merging_forms() -> Iterator[Form]:
+    merging = triton_merging
+    for dtype, channels in MERGING:
+        x, y = tensor(8, 197, channels, dtype=dtype), tensor(8, 197, channels, dtype=dtype)
+        vector = tensor(channels, dtype=dtype)
+        size, target = tensor(8, 197), tensor(8, 197, dtype=torch.int64)
+        member, start = tensor(8, 197, dtype=torch.int32), tensor(8, 182, dtype=torch.int32)
+        norm = merging.Norm(vector, vector, 1e-6)
+        grad = tensor(8, 181, channels, dtype=dtype)
+        calls = [partial(merging.launch_norm, x, norm), partial(merging.launch_sum, x, y, vector)]
+        for gamma, add, before in ((None, vector, None), (vector, None, size), (None, vector, size)):
+            groups = merging.Groups(before, member, start)
+            calls += [
+                partial(merging.launch, x, groups, y, gamma, norm, add),
+                partial(merging.launch, x, groups),
+                partial(merging.launch_norm, x, norm, y, gamma, add),
+                partial(merging.launch_backward, grad, before, tensor(8, 181), target),
+            ]
+        for call in calls:
+            yield from chosen(merging, call)
+
+
+FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_forms()]))
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_form_compiles_for_hopper(form: Form) -> None:
+    compiled = form.compile()
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED
+    # TF32 keeps ten bits of each factor, where float32 has twenty-three
+    assert not re.search(r"inputPrecision = tf32 : tensor<[0-9x]+xf32>", compiled.asm["ttir"])
+
+
+def test_every_kernel_is_compiled() -> None:
+    modules = (triton_attention, triton_matching, triton_merging)
+    launched = {
+        name for module in modules for name in re.findall(r"(\w+)\[(?:across|\(.+\))\]\(", inspect.getsource(module))
+    }
+    assert launched == {form.name for form in FORMS}

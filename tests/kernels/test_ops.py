@@ -1,0 +1,228 @@
+"""The operators, their shapes without values, and the choice between kernels and reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.cases import Outcome
+from vitrail import kernels
+from vitrail.adapters.base import DenseBlock
+from vitrail.kernels import KernelAssignment, ops
+from vitrail.merging import Assignment, MergeState, match, proportional_attention
+from vitrail.surgery.dense import dense_forward, serves
+
+OPERATORS = [
+    *("attend", "match", "merge", "merge without sizes", "merge of half", "merge of strided", "spread"),
+    *("spread without sizes", "merge_norm", "merge_norm, bare", "merge_norm of half", "norm", "add_norm"),
+    *("add_norm, bare", "add_scaled"),
+]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operator_keeps_its_word_to_pytorch(name: str, interpreted: Callable[[str], dict[str, Outcome]]) -> None:
+    """Schema, shapes and dtypes without values, gradients, and all of them with lengths that are unknown."""
+    outcome = interpreted("ops")[name]
+    assert outcome.passed, outcome
+
+
+def test_every_operator_is_checked() -> None:
+    registered = {name for name, value in vars(ops).items() if isinstance(value, ops.Operator)}
+    assert {name.replace(",", " ").split()[0] for name in OPERATORS} == registered
+
+
+@pytest.fixture
+def gpu() -> Iterator[str]:
+    """A CUDA device whose tensors have shapes and no values, as the compiler has them."""
+    compiling = mock.patch.object(torch.compiler, "is_compiling", return_value=True)
+    with FakeTensorMode(), compiling, mock.patch.object(kernels, "_HAS_TRITON", True):
+        yield "cuda"
+
+
+def shapes(*tensors: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_matching_and_merging_without_values(gpu: str, dtype: torch.dtype) -> None:
+    k = torch.empty(3, 2, 17, 16, device=gpu, dtype=dtype)
+    step = kernels.match(k, 5, 1)
+    assert isinstance(step, KernelAssignment)
+    assert step.length == 12
+    found = shapes(step.target, step.member, step.start)
+    assert found == [((3, 17), torch.int64), ((3, 17), torch.int32), ((3, 13), torch.int32)]
+    for size in (None, torch.empty(3, 17, device=gpu)):
+        merged = step.merge_all(torch.empty(3, 17, 8, device=gpu, dtype=dtype), size)
+        assert shapes(*merged) == [((3, 12, 8), dtype), ((3, 12), torch.float32), ((3, 12), torch.float32)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("learns", [False, True])
+def test_attention_without_values(gpu: str, dtype: torch.dtype, learns: bool) -> None:
+    q = torch.empty(3, 2, 17, 16, device=gpu, dtype=dtype, requires_grad=learns)
+    for size in (None, torch.empty(3, 17, device=gpu)):
+        out = kernels.attention(q, q, q, size)
+        assert shapes(out) == [((3, 17, 32), dtype)]
+        assert out.requires_grad == learns
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("r", [0, 4])
+def test_dense_block_without_values(gpu: str, r: int, scaled: bool, joint: bool) -> None:
+    def linear(wide: int, high: int) -> nn.Linear:
+        return nn.Linear(wide, high, device=gpu, dtype=torch.bfloat16)
+
+    def norm() -> nn.LayerNorm:
+        return nn.LayerNorm(32, device=gpu, dtype=torch.bfloat16)
+
+    gamma = torch.empty(32, device=gpu, dtype=torch.bfloat16) if scaled else None
+    qkv = (linear(32, 96),) if joint else (linear(32, 32), linear(32, 32), linear(32, 32))
+    block = DenseBlock(
+        2, norm(), qkv, linear(32, 32), norm(), linear(32, 64), linear(64, 32), (gamma, gamma), None, "none"
+    )
+    x = torch.empty(3, 17, 32, device=gpu, dtype=torch.bfloat16)
+    state = MergeState((r, r, r), protected=1)
+    with torch.no_grad():
+        for layer in range(3):
+            assert serves(nn.Identity().eval(), x, state)
+            x, state = dense_forward(block, x, state, proportional=True)
+            assert shapes(x) == [((3, 17 - (layer + 1) * r, 32), torch.bfloat16)]
+    assert state.layer == 3
+    if r:
+        assert state.size is not None
+        assert state.log2_size is not None
+        assert state.assignment is not None
+        kept = ((3, 5), torch.float32)
+        assert shapes(state.size, state.log2_size) == [kept, kept]
+        assert state.assignment.target.shape == (3, 17)
+
+
+def test_dense_path_serves_inference_alone(gpu: str) -> None:
+    block = nn.Identity().eval()
+    x = torch.empty(1, 17, 32, device=gpu, dtype=torch.bfloat16)
+    state = MergeState((2,))
+    assert not serves(block, x, state), "gradients may be wanted"
+    with torch.no_grad():
+        assert serves(block, x, state)
+        assert not serves(block.train(), x, state)
+        block.eval()
+        assert not serves(block, x.float(), state)
+        assert not serves(block, x, MergeState((2,), order="original"))
+        assert not serves(block, x, MergeState((2,), protected=torch.zeros(1, 17, dtype=torch.bool)))
+        with mock.patch.object(torch, "is_autocast_enabled", lambda device: device == "cuda"):
+            assert not serves(block, x, state)
+        with kernels.reference():
+            assert not serves(block, x, state)
+
+
+def test_kernels_serve_floating_point_on_gpus(gpu: str) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert kernels.usable(torch.empty(1, device=gpu, dtype=dtype))
+        assert not kernels.usable(torch.empty(1, dtype=dtype))
+    assert not kernels.usable(torch.empty(1, device=gpu, dtype=torch.float64))
+
+
+def test_kernels_need_triton(gpu: str) -> None:
+    with mock.patch.object(kernels, "_HAS_TRITON", False):
+        assert not kernels.usable(torch.empty(1, device=gpu))
+        assert kernels.describe() == {"kernels": "reference", "why": "Triton is not installed"}
+
+
+def test_reference_holds_until_the_outermost_end(gpu: str) -> None:
+    x = torch.empty(1, device=gpu)
+    with kernels.reference():
+        with pytest.raises(KeyError), kernels.reference():
+            raise KeyError
+        assert not kernels.usable(x)
+        assert kernels.describe() == {"kernels": "reference", "why": "forced by vitrail.kernels.reference()"}
+    assert kernels.usable(x)
+
+
+def test_other_matchings_go_to_the_reference(gpu: str) -> None:
+    k = torch.empty(1, 2, 17, 16, device=gpu)
+    assert type(kernels.match(k, 0)) is Assignment
+    assert type(kernels.match(k, 2, 1, "original")) is Assignment
+    assert type(kernels.match(k, 2, torch.zeros(1, 17, dtype=torch.bool, device=gpu))) is Assignment
+
+
+def test_a_machine_without_a_gpu_uses_the_reference() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert kernels.describe()["kernels"] == "reference"
+    assert kernels.describe()["why"] == ("no CUDA device" if find_spec("triton") else "Triton is not installed")
+    k = torch.randn(2, 3, 17, 8, dtype=torch.float16)
+    step = kernels.match(k, 4, 1)
+    assert type(step) is Assignment
+    assert torch.equal(step.target, match(k.float().mean(1), 4, 1).target)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_reference_attention_joins_the_heads(sized: bool) -> None:
+    q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64)
+    size = torch.randint(1, 5, (2, 9)).double() if sized else None
+    out = kernels.attention(q, k, v, size, scale=0.3)
+    expected = proportional_attention(q, k, v, size, scale=0.3)
+    torch.testing.assert_close(out.view(2, 9, 4, 8), expected.transpose(1, 2))
+
+
+def test_reference_attention_takes_masks() -> None:
+    q, k, v = torch.randn(3, 2, 4, 9, 8, dtype=torch.float64)
+    mask = torch.rand(9, 9) < 0.7
+    mask.fill_diagonal_(True)
+    out = kernels.attention(q, k, v, None, mask=mask)
+    torch.testing.assert_close(out.view(2, 9, 4, 8), proportional_attention(q, k, v, None, mask=mask).transpose(1, 2))
+    assert not torch.allclose(out, kernels.attention(q, k, v, None, causal=True))
+
+
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(("width", "scale"), [(16, 0.25), (24, 0.05), (64, 0.125)])
+def test_attention_by_channels_is_proportional(dtype: torch.dtype, width: int, scale: float) -> None:
+    """Values and gradients, with sizes up to what a whole picture in one token has."""
+    exact = [part.requires_grad_() for part in torch.randn(3, 2, 3, 21, width).to(dtype).double()]
+    size = torch.randint(1, 5, (2, 21)).to(torch.promote_types(dtype, torch.float32))
+    size[0, 3], size[1, 5] = 1369, 196
+    parts = [part.detach().to(dtype).requires_grad_() for part in exact]
+    out = kernels._attention_by_channels(*parts, size, scale, 0.0)
+    expected = proportional_attention(*exact, size.double(), scale=scale).transpose(1, 2).flatten(2)
+    assert out.shape == expected.shape
+    assert out.dtype == dtype
+
+    grad = torch.randn(out.shape).to(dtype)
+    out.backward(grad)
+    expected.backward(grad.double())
+    for found, wanted in [(out, expected), *((one.grad, two.grad) for one, two in zip(parts, exact, strict=True))]:
+        assert found is not None
+        assert wanted is not None
+        error = (found.detach().double() - wanted.detach()).abs().max() / wanted.detach().abs().max()
+        assert error < LIMITS[dtype]
+
+
+def test_kernel_assignment_is_an_assignment() -> None:
+    plain = [match(torch.randn(2, length, 8), 4, 1) for length in (17, 13)]
+    with_lists = [
+        KernelAssignment(step.target, step.length, step.target.argsort(dim=1, stable=True), torch.empty(0))
+        for step in plain
+    ]
+    x, size = torch.randn(2, 17, 5), torch.randint(1, 5, (2, 17)).float()
+    expected = plain[0].then(plain[1])
+    for first in (plain[0], with_lists[0]):
+        for second in (plain[1], with_lists[1]):
+            composed = first.then(second)
+            assert type(composed) is Assignment
+            assert torch.equal(composed.target, expected.target)
+            assert composed.length == expected.length == 9
+            assert torch.equal(composed.merge(x, size), expected.merge(x, size))
+    assert torch.equal(with_lists[0].merge(x, size), plain[0].merge(x, size))
+    assert torch.equal(with_lists[0].merge_sizes(size), plain[0].merge_sizes(size))
+    merged = plain[0].merge(x, size)
+    assert torch.equal(with_lists[0].unmerge(merged), plain[0].unmerge(merged))

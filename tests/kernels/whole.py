@@ -1,0 +1,185 @@
+"""Whole merged models: fast path, reference functions, and reference functions in a longer dtype.
+
+A short dtype alone takes a model some way from its exact output, and flips merges of tokens that are nearly equally
+alike. The fast path is right where it is about as near to the exact model as the reference in the same dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import vitrail
+from tests.kernels.cases import Outcome
+from vitrail import kernels
+from vitrail.bench import BenchConfig
+from vitrail.bench.check import compare, tensor_error
+from vitrail.bench.forms import RecordedGraph, values_of
+from vitrail.bench.models import build
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with random weights, how many tokens merge in each layer, and how many pictures to try."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    r: int
+    pictures: int = 2
+
+
+def timm_model(name: str, **options: Any) -> nn.Module:
+    """A model of timm's without trained weights."""
+    import timm
+
+    return timm.create_model(name, num_classes=10, **options)
+
+
+def small_vit() -> nn.Module:
+    """A ViT that compiles in seconds."""
+    return timm_model("vit_small_patch16_224", depth=4)
+
+
+def registers(**options: Any) -> nn.Module:
+    """DINOv2 with registers, of the transformers library."""
+    import transformers as hf
+
+    config = hf.Dinov2WithRegistersConfig(num_register_tokens=4, num_labels=10, **options)
+    return hf.Dinov2WithRegistersForImageClassification(config)
+
+
+_TINY = {"img_size": 64, "depth": 3, "embed_dim": 32, "num_heads": 2}
+_TINY_HF = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+SMALL = (
+    Subject("ViT", partial(timm_model, "vit_tiny_patch16_224", **_TINY), 4),
+    Subject("DINOv2", partial(timm_model, "vit_small_patch14_reg4_dinov2", **{**_TINY, "img_size": 70}), 5),
+    Subject("DINOv3", partial(timm_model, "vit_small_patch16_dinov3", **_TINY), 4),
+    Subject("registers", partial(registers, image_size=32, patch_size=8, **_TINY_HF), 4),
+)
+"""Models that the interpreter gets through in a second."""
+
+LARGE = (
+    Subject("ViT", partial(timm_model, "vit_base_patch16_224"), 16, 16),
+    Subject("DINOv2", partial(timm_model, "vit_base_patch14_reg4_dinov2"), 50, 2),
+    Subject("DINOv3", partial(timm_model, "vit_base_patch16_dinov3"), 16, 8),
+    Subject("EVA-02", partial(timm_model, "eva02_small_patch14_224"), 16, 8),
+    Subject("registers", partial(registers, image_size=224, patch_size=14), 16, 8),
+)
+"""Models as they are used."""
+
+
+def outcomes(subject: Subject, dtype: str, device: str, train: bool = False) -> list[Outcome]:
+    """Compare a model's three paths, in inference or for the gradients of all weights."""
+    config = BenchConfig(subject.name, r=subject.r, batch=subject.pictures, dtype=dtype, device=device)
+    base = build(config, lively(subject.make()))
+    batch = pictures(subject.pictures, base.size, device).to(config.weight_dtype)
+    check = compare(base, batch, gradients=train)
+    assert check is not None
+    told = f"{subject.name} {dtype}{' training' if train else ''}"
+    if dtype == "fp32":
+        found = [("output", check.error, 1e-4), ("groups", 1 - check.equal_groups, 1e-3)]
+    else:
+        others, others_of_dtype = 1 - check.equal_groups_precise, 1 - check.equal_groups_of_dtype
+        found = [
+            ("output", check.error_precise, 1.5 * check.error_of_dtype + 1e-3),
+            ("groups", others, 1.5 * others_of_dtype + 0.01),
+        ]
+    if check.gradient_error is not None and check.gradient_error_of_dtype is not None:
+        limit = 1e-3 if dtype == "fp32" else 2.5 * check.gradient_error_of_dtype
+        found.append(("gradients", check.gradient_error, limit))
+    return [Outcome("model", f"{told} {what}", error, limit) for what, error, limit in found]
+
+
+def graph_outcome(subject: Subject, dtype: torch.dtype) -> Outcome:
+    """Compare a CUDA graph of a merged model with the model, on pictures that the graph was not recorded with."""
+    model = lively(subject.make()).to("cuda", dtype).eval()
+    size = vitrail.adapters.preprocessing(model).size
+    vitrail.merge(model, r=subject.r)
+    one, two = (pictures(subject.pictures, size, "cuda", seed).to(dtype) for seed in (0, 1))
+    with torch.inference_mode():
+        graph = RecordedGraph(lambda batch: values_of(model(batch)))
+        graph(one)
+        error = tensor_error(graph(two).clone(), values_of(model(two)))
+    # what runs is the same, but libraries may choose other algorithms while a graph is recorded
+    return Outcome(
+        "model", f"{subject.name} {_name(dtype)} CUDA graph", error, 1e-5 if dtype == torch.float32 else 2e-2
+    )
+
+
+def streams_outcome(subject: Subject, dtype: torch.dtype, rounds: int = 20) -> Outcome:
+    """Count the batches for which matching on a stream beside attention gives other bits than in front of it."""
+    model = lively(subject.make()).to("cuda", dtype).eval()
+    size = vitrail.adapters.preprocessing(model).size
+    batch = pictures(subject.pictures, size, "cuda").to(dtype)
+    vitrail.merge(model, r=subject.r)
+    others = 0
+    with torch.inference_mode():
+        for turn in range(rounds):
+            given = batch.roll(7 * turn, -1)
+            beside = values_of(model(given))
+            with mock.patch.object(kernels, "BESIDE", 0):
+                others += not torch.equal(beside, values_of(model(given)))
+    return Outcome("model", f"{subject.name} {_name(dtype)} streams", others, 0)
+
+
+def compiled_outcome(subject: Subject, dtype: torch.dtype, device: str) -> Outcome:
+    """Compare a merged model compiled as one graph with the same model as it is, and that with the exact one."""
+    model = lively(subject.make()).to(device, dtype).eval()
+    size = vitrail.adapters.preprocessing(model).size
+    batch = pictures(subject.pictures, size, device).to(dtype)
+    vitrail.merge(model, r=subject.r)
+    with torch.inference_mode():
+        eager = values_of(model(batch))
+        compiled = values_of(torch.compile(model, fullgraph=True, dynamic=False)(batch))
+        with kernels.reference():
+            exact = values_of(model.double()(batch.double()))
+    limit = 1e-3 if dtype == torch.float32 else 1.5 * tensor_error(eager, exact) + 1e-3
+    return Outcome("model", f"{subject.name} {_name(dtype)} compiled", tensor_error(compiled, exact), limit)
+
+
+def pictures(count: int, size: tuple[int, int], device: str, seed: int = 0) -> Tensor:
+    """Random pictures (B, 3, H, W) of large shapes and fine grain: some patches are more alike than others."""
+    source = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, 3, 5, 5, generator=source)
+    shapes = nn.functional.interpolate(coarse, size, mode="bicubic", align_corners=False)
+    return (shapes + 0.3 * torch.randn(count, 3, *size, generator=source)).to(device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def lively(model: nn.Module) -> nn.Module:
+    """Draw all weights so that each of them matters: as libraries set them, new models hardly look at the picture."""
+    source = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        part = name.rpartition(".")[2]
+        drawn = torch.randn(weight.shape, generator=source)
+        if part.startswith(("gamma", "lambda")):
+            weight.copy_(0.2 + 0.1 * drawn)
+        elif weight.dim() == 1:
+            weight.add_(0.1 * drawn)
+        else:  # matrices that keep the variance, and tokens and positions
+            weight.copy_(drawn * (weight[0].numel() ** -0.5 if part == "weight" else 0.3))
+    return model.eval()
+
+
+@contextmanager
+def kernels_everywhere() -> Iterator[None]:
+    """Let the kernels serve every device: Triton's interpreter does."""
+
+    def usable(x: Tensor) -> bool:
+        return x.dtype in (torch.float32, torch.float16) and not kernels._switch.forced
+
+    # streams are a GPU's
+    with mock.patch.object(kernels, "usable", usable), mock.patch.object(kernels, "BESIDE", 0):
+        yield

@@ -83,8 +83,8 @@ def test_the_help_has_examples() -> None:
 
 MISTAKES = {
     "no file": ((MODEL, "--r", "1"), "Missing option '-o' / '--out'"),
-    "nothing to merge by": ((MODEL, "-o", "a.onnx"), "one of --r, --keep and --gflops"),
-    "r and keep": ((MODEL, "--r", "1", "--keep", "0.5", "-o", "a.onnx"), "one of --r, --keep and --gflops"),
+    "nothing to merge by": ((MODEL, "-o", "a.onnx"), "one of -r, --keep and --gflops"),
+    "r and keep": ((MODEL, "--r", "1", "--keep", "0.5", "-o", "a.onnx"), "one of -r, --keep and --gflops"),
     "negative r": ((MODEL, "--r", "-1", "-o", "a.onnx"), "'-1' is not a number of tokens"),
     "unknown format": ((MODEL, "--r", "1", "--format", "tflite", "-o", "a.onnx"), "'onnx' or 'pt2'; got 'tflite'"),
     "unknown ending": (
@@ -98,7 +98,10 @@ MISTAKES = {
     "unknown precision": ((MODEL, "--r", "1", "--dtype", "fp4", "-o", "a.pt2"), "'fp4' is not a precision"),
     "opset of another format": ((MODEL, "--r", "1", "--opset", "20", "-o", "a.pt2"), "leave it out"),
     "unknown model": (("timm:no_such_model", "--r", "1", "-o", "a.pt2"), "no_such_model"),
-    "unknown order": ((MODEL, "--r", "1", "--order", "odd", "--random-weights", "-o", "a.pt2"), "got 'odd'"),
+    "unknown order": (
+        (MODEL, "--r", "1", "--order", "odd", "--random-weights", "-o", "a.pt2"),
+        "'odd' is not one of 'paper', 'original'",
+    ),
     "size is not whole patches": (
         (MODEL, "--r", "1", "--size", "100", "--random-weights", "-o", "a.pt2"),
         "--size 100x100 is not a whole number of patches",

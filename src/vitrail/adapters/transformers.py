@@ -71,26 +71,18 @@ class TransformersBlock(BlockAdapter):
     def feed_branch(self, block: Any, y: Tensor) -> Tensor:
         return block.dropout(y)
 
+    def norms(self, block: Any) -> tuple[Any, Any]:
+        """Give the norms of attention and MLP."""
+        return block.layernorm_before, block.layernorm_after
+
+    def gammas(self, block: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Give the layer scale of attention and MLP."""
+        return None, None
+
     def dense(self, block: Any) -> DenseBlock | None:
         attention = block.attention
-        return self._dense(
-            block,
-            attention.num_attention_heads,
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            attention.o_proj,
-            (block.layernorm_before, block.layernorm_after),
-            (None, None),
-        )
-
-    def _dense(
-        self,
-        block: Any,
-        heads: int,
-        qkv: tuple[Any, ...],
-        proj: Any,
-        norms: tuple[Any, Any],
-        gammas: tuple[Tensor | None, Tensor | None],
-    ) -> DenseBlock | None:
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        norms, heads, proj = self.norms(block), attention.num_attention_heads, attention.o_proj
         mlp = block.mlp
         linears = (*qkv, proj, *((mlp.fc1, mlp.fc2) if hasattr(mlp, "fc1") else (mlp,)))
         plain = (
@@ -104,7 +96,7 @@ class TransformersBlock(BlockAdapter):
         if not plain:
             return None
         scale = self.attention_scale(block)
-        return DenseBlock(heads, norms[0], qkv, proj, norms[1], mlp.fc1, mlp.fc2, gammas, scale, "none")
+        return DenseBlock(heads, norms[0], qkv, proj, norms[1], mlp.fc1, mlp.fc2, self.gammas(block), scale, "none")
 
     def attend_parts(self, block: Any) -> Sequence[nn.Module]:
         return (block.attention,)
@@ -119,16 +111,11 @@ class TransformersBlock(BlockAdapter):
 class Dinov2Block(TransformersBlock):
     """A DINOv2 layer: other names for the norms, layer scale and drop path."""
 
-    def dense(self, block: Any) -> DenseBlock | None:
-        attention = block.attention
-        return self._dense(
-            block,
-            attention.num_attention_heads,
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            attention.o_proj,
-            (block.norm1, block.norm2),
-            (block.layer_scale1.lambda1, block.layer_scale2.lambda1),
-        )
+    def norms(self, block: Any) -> tuple[Any, Any]:
+        return block.norm1, block.norm2
+
+    def gammas(self, block: Any) -> tuple[Tensor | None, Tensor | None]:
+        return block.layer_scale1.lambda1, block.layer_scale2.lambda1
 
     def attend_norm(self, block: Any, x: Tensor) -> Tensor:
         return block.norm1(x)

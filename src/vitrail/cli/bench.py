@@ -11,7 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from vitrail.cli import console
+from vitrail.cli import console, options
 from vitrail.errors import InvalidOption, VitrailError
 
 if TYPE_CHECKING:
@@ -90,16 +90,14 @@ def bench(
     Three variants take turns: the model as its library runs it, merged, and sliced (the limit: as many tokens as
     merged, the others cut off for free). Prints a table, says what it means, and ends with one line of JSON.
     """
-    from vitrail.cli.app import parse_schedule, parse_size
-
-    pixels = parse_size(size)
+    pixels = options.parse_size(size)
     counts = {"r": parse_counts("--r", r, 0), "batch": parse_counts("--batch", batch, 1)}
     swept = [name for name, values in counts.items() if len(values) > 1]
     if len(swept) > 1:
         raise typer.BadParameter("A sweep is over one of --r and --batch; give a single number for the other.")
     if plot_file is not None and not swept:
         raise typer.BadParameter("--plot draws a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "forms": _forms(compile_, blocks, graph),
         "dtype": dtype,
         "device": device,
@@ -107,7 +105,7 @@ def bench(
         "train": train,
         "autocast": autocast,
         "pretrained": pretrained,
-        "schedule": parse_schedule(schedule),
+        "schedule": options.parse_schedule(schedule),
         "attention": attention,
         "compile_mode": compile_mode,
         "cold": cold,
@@ -117,7 +115,7 @@ def bench(
         "threads": threads,
     }
     with console.user_errors(), console.notes():
-        _run(model, counts, swept, options, json_file, plot_file)
+        _run(model, counts, swept, settings, json_file, plot_file)
 
 
 def parse_counts(name: str, text: str, least: int) -> list[int]:
@@ -169,14 +167,14 @@ def _run(
     model: str,
     counts: dict[str, list[int]],
     swept: Sequence[str],
-    options: dict[str, Any],
+    settings: dict[str, Any],
     json_file: Path | None,
     plot_file: Path | None,
 ) -> None:
     from vitrail.bench import BenchConfig
     from vitrail.bench.sweep import check_plot, plot, sweep
 
-    config = BenchConfig(model, r=counts["r"][0], batch=counts["batch"][0], **options)
+    config = BenchConfig(model, r=counts["r"][0], batch=counts["batch"][0], **settings)
     for path, option in ((json_file, "--json"), (plot_file, "--plot")):
         _check_writable(path, option)
     form = "" if plot_file is None else plot_file.suffix.lstrip(".").lower()

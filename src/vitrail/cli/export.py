@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli import console
+from vitrail.cli import console, options
 
 if TYPE_CHECKING:
     from vitrail.cli.summary import Cost
@@ -24,36 +24,19 @@ EXPORT_EPILOG = (
 
 
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, or hf:REPO-OR-FOLDER.")],
+    model: options.Model,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The file: .onnx or .pt2.")],
-    r: Annotated[
-        str | None,
-        typer.Option(
-            "-r", "--r", metavar="N", help="Tokens to merge in each layer, or one number for each, with commas."
-        ),
-    ] = None,
-    keep: Annotated[
-        float | None, typer.Option(metavar="F", help="Instead of --r: the share of patches that is left at the end.")
-    ] = None,
-    gflops: Annotated[
-        float | None, typer.Option(metavar="G", help="Instead of --r: a budget for one picture, in 10⁹ multiply-adds.")
-    ] = None,
+    r: options.R = None,
+    keep: options.Keep = None,
+    gflops: options.Gflops = None,
     format: Annotated[
         str | None,
         typer.Option(metavar="onnx|pt2", help="ONNX, or a program of torch.export; by default as the file is named."),
     ] = None,
-    schedule: Annotated[
-        str, typer.Option(metavar="S", help="constant, decreasing, increasing, or an inflection from -1 to 1.")
-    ] = "constant",
-    order: Annotated[str, typer.Option(metavar="paper|original", help="Order of the merged tokens.")] = "paper",
-    proportional: Annotated[
-        bool,
-        typer.Option("--proportional/--no-proportional", help="Count merged tokens by their size in attention."),
-    ] = True,
-    size: Annotated[
-        str | None,
-        typer.Option(metavar="N or HxW", help="Input size in pixels, where the model allows another one."),
-    ] = None,
+    schedule: options.Schedule = "constant",
+    order: options.OrderOf = options.Order.paper,
+    proportional: options.Proportional = True,
+    size: options.Size = None,
     batch: Annotated[
         str, typer.Option(metavar="N|dynamic", help="Pictures at a time: any number, or one fixed.")
     ] = "dynamic",
@@ -63,34 +46,23 @@ def export(
     opset: Annotated[
         int | None, typer.Option(metavar="N", help="Version of ONNX's operators, 18 to 22; by default 20.")
     ] = None,
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Do not fetch trained weights (the same random ones each time)."),
-    ] = False,
+    random_weights: options.RandomWeights = False,
 ) -> None:
     """Write a merged model to a file that runs without Vitrail, and check that it does the same.
 
     The file is read back (ONNX in ONNX Runtime), compared with the model on random pictures, and searched for the
     number of tokens in every block. If anything is wrong, no file is left.
     """
-    from vitrail.cli.app import parse_r, parse_schedule, parse_size
-
-    given: dict[str, Any] = {"r": parse_r(r), "keep": keep, "gflops": gflops}
-    if sum(value is not None for value in given.values()) != 1:
-        raise typer.BadParameter(
-            "Give one of --r, --keep and --gflops, to say how much to merge, like --r 16; --r 0 merges nothing."
-        )
-    options = {name: value for name, value in given.items() if value is not None}
-    options |= {"schedule": parse_schedule(schedule), "order": order, "proportional": proportional}
+    settings = options.merge_options(r, keep, gflops, schedule, order, proportional)
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is not a precision. Expected one of {', '.join(DTYPES)}.")
-    pixels, pictures = parse_size(size), parse_batch(batch)
+    pixels, pictures = options.parse_size(size), parse_batch(batch)
     with console.user_errors(), console.notes():
         result, cost = run_export(
             model,
             out,
             format,
-            options,
+            settings,
             size=pixels,
             batch=pictures,
             dtype=dtype,

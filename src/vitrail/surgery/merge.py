@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,17 @@ import torch
 from torch import nn
 
 from vitrail.adapters import Found, find
-from vitrail.errors import AlreadyMerged, InvalidOption, NotMerged, UnsupportedModel
+from vitrail.errors import InvalidOption, NotMerged, UnsupportedModel
 from vitrail.merging import Schedule
+from vitrail.surgery.checks import (
+    as_pictures,
+    embedding,
+    merged_trunk,
+    refuse_merged,
+    refuse_meta,
+    refuse_other_channels,
+    refuse_patched,
+)
 from vitrail.surgery.cost import CostModel
 from vitrail.surgery.forward import MergedBlock
 from vitrail.surgery.patches import PatchProduct, patch_convolutions
@@ -66,10 +74,10 @@ def merge(
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
-    _refuse_merged(model)
+    refuse_merged(model)
     found = find(model)
-    _refuse_patched(found)
-    _refuse_meta(model)
+    refuse_patched(found)
+    refuse_meta(model)
     for name, value in (("proportional", proportional), ("unmerge", unmerge)):
         if not isinstance(value, bool):
             raise InvalidOption(f"{name} is True or False; got {value!r}")
@@ -103,7 +111,7 @@ class Merging:
     @classmethod
     def of(cls, model: nn.Module) -> Merging:
         """Find the merging of a model again, also of a copied or unpickled one."""
-        trunk = _merged_trunk(model)
+        trunk = merged_trunk(model)
         if trunk is None:
             raise NotMerged(f"this {type(model).__name__} carries no merging; vitrail.merge(model, r=...) adds one")
         adapter: Any = trunk._vitrail_adapter
@@ -197,8 +205,8 @@ class Merging:
         """
         from vitrail.pictures import stained_glass, to_tensor
 
-        pictures = _as_pictures(images)
-        _refuse_other_channels(self._found)
+        pictures = as_pictures(images)
+        refuse_other_channels(self._found)
         batch = to_tensor(pictures, self._found.adapter.preprocessing(self._found.trunk))
         weight = next(self._found.trunk.parameters())
         training = {part: part.training for part in self.model.modules()}
@@ -218,7 +226,7 @@ class Merging:
     def remove(self) -> None:
         """Give the model back exactly as it was."""
         self._check_applied()
-        convolutions = [part for part in _embedding(self._found) if isinstance(part, PatchProduct)]
+        convolutions = [part for part in embedding(self._found) if isinstance(part, PatchProduct)]
         parts = [self._found.trunk, *self._found.blocks, *convolutions]
         foreign = [part for part in parts if original_class(part) is None]
         if foreign:
@@ -258,73 +266,8 @@ def _apply(found: Found, plan: Plan) -> None:
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
     found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
     swap(found.trunk, found.adapter.entry_points())
-    for conv in patch_convolutions(_embedding(found)):
+    for conv in patch_convolutions(embedding(found)):
         swap(conv, PatchProduct)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
         block._vitrail = BlockPlan(plan, index, parts)  # type: ignore[assignment]
         swap(block, MergedBlock)
-
-
-def _merged_trunk(model: nn.Module) -> nn.Module | None:
-    return next((part for part in model.modules() if hasattr(part, "_vitrail_plan")), None)
-
-
-def _refuse_merged(model: nn.Module) -> None:
-    if _merged_trunk(model) is not None:
-        raise AlreadyMerged(
-            "this model is merged already; change its r with `Merging.of(model).r = ...`, or remove the merging with "
-            "`Merging.of(model).remove()` first"
-        )
-
-
-def _refuse_patched(found: Found) -> None:
-    """Refuse parts whose forward somebody replaced on the object itself: it would not be run."""
-    attending = [
-        part
-        for parts, block in zip(found.block_adapters, found.blocks, strict=True)
-        for part in parts.attend_parts(block)
-    ]
-    for part in (*found.blocks, *attending):
-        if "forward" in vars(part):
-            raise UnsupportedModel(
-                f"the forward of a {type(part).__name__} was replaced on the object (accelerate's dispatch does so), "
-                "and merging would bypass it; merge first, then wrap or dispatch the model"
-            )
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if value.is_meta:
-            raise UnsupportedModel(
-                f"{name} is on the meta device and has no values; materialise the model (to_empty and load its "
-                "weights) before merging"
-            )
-
-
-def _embedding(found: Found) -> list[nn.Module]:
-    return [part for root in found.adapter.patch_parts(found.trunk) for part in root.modules()]
-
-
-def _refuse_other_channels(found: Found) -> None:
-    channels = next((part.in_channels for part in _embedding(found) if isinstance(part, nn.Conv2d)), 3)
-    if channels != 3:
-        raise InvalidOption(
-            f"draw shows colour pictures to the model, which takes {channels} channels instead of three"
-        )
-
-
-def _as_pictures(images: Any) -> list[Image]:
-    from PIL.Image import Image as Picture
-
-    from vitrail.pictures import as_rgb, read_picture
-
-    several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
-    for image in several:
-        if not isinstance(image, Picture | str | os.PathLike):
-            raise InvalidOption(
-                f"draw takes PIL images or paths of picture files, at their own resolution; got {type(image).__name__}"
-            )
-    pictures = [as_rgb(image) if isinstance(image, Picture) else read_picture(image) for image in several]
-    if not pictures:
-        raise InvalidOption("draw needs at least one picture")
-    return pictures

@@ -1,6 +1,9 @@
 """Commands speak plainly in tests, also where the environment asks for colours (as many build machines do)."""
 
+from pathlib import Path
+
 import pytest
+import torch
 from rich.console import Console
 
 from vitrail.cli import console
@@ -13,3 +16,16 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("typer.rich_utils.FORCE_TERMINAL", None)
     monkeypatch.setattr(console, "out", Console(highlight=False))
     monkeypatch.setattr(console, "err", Console(stderr=True, highlight=False))
+
+
+@pytest.fixture(scope="session")
+def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of transformers in a folder, with random weights."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5, initializer_range=0.5)
+    folder = tmp_path_factory.mktemp("vit")
+    ViTForImageClassification(config).save_pretrained(folder)
+    return folder

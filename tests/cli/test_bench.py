@@ -1,7 +1,6 @@
 """``vitrail bench``: what it prints and writes, and how it answers mistakes."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from tests.bench.models import FULL, result
+from tests.cli.words import one_line
 from vitrail.bench import BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
 from vitrail.cli import app
@@ -21,22 +21,6 @@ MODEL = "timm:vit_tiny_patch16_224"
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
-
-
-def one_line(text: str) -> str:
-    """The text of a message, whatever box and lines it was set in."""
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
-
-
-@pytest.fixture(scope="module")
-def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
-    folder = tmp_path_factory.mktemp("vit")
-    ViTForImageClassification(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

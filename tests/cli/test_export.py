@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import vitrail
+from tests.cli.words import one_line
 from vitrail.cli import app
 from vitrail.export.pt2 import NOTES
 
@@ -19,29 +20,17 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["export", *(str(argument) for argument in arguments)])
 
 
-def one_line(text: str) -> str:
-    """The text of a message, whatever box and lines it was set in."""
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
-
-
 @pytest.fixture(scope="module")
-def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5, initializer_range=0.5)
-    folder = tmp_path_factory.mktemp("vit")
-    ViTForImageClassification(config).save_pretrained(folder)
-    return f"hf:{folder}"
+def saved(saved_vit: Path) -> str:
+    return f"hf:{saved_vit}"
 
 
-def test_onnx_is_written_and_explained(saved_vit: str, tmp_path: Path) -> None:
+def test_onnx_is_written_and_explained(saved: str, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason="exporting to ONNX needs it")
     runtime = pytest.importorskip("onnxruntime", reason="what was exported runs in it")
     path = tmp_path / "model.onnx"
-    result = run(saved_vit, "--r", "3", "--opset", "21", "-o", path)
+    result = run(saved, "--r", "3", "--opset", "21", "-o", path)
     assert result.exit_code == 0, result.output
     assert "as ONNX, opset 21, float32, 0." in result.stdout
     assert "images batch × 3 × 32 × 32" in result.stdout
@@ -51,17 +40,17 @@ def test_onnx_is_written_and_explained(saved_vit: str, tmp_path: Path) -> None:
         assert re.search(rf"batch {batch}: largest error \S+, relative \S+ \(allowed: 0\.0001\)", result.stdout)
     assert result.stdout.endswith(f"Written: {path}\n")
 
-    model = vitrail.load_model(saved_vit)
+    model = vitrail.load_model(saved)
     vitrail.merge(model, r=3)
     images = torch.randn(2, 3, 32, 32)
     (logits,) = runtime.InferenceSession(path).run(["logits"], {"images": images.numpy()})
     assert torch.allclose(torch.from_numpy(logits), model(images).logits, atol=1e-4)
 
 
-def test_options_reach_the_program(saved_vit: str, tmp_path: Path) -> None:
+def test_options_reach_the_program(saved: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     flags = ("--format", "pt2", "--schedule", "decreasing", "--order", "original", "--no-proportional")
-    result = run(saved_vit, "--keep", "0.5", *flags, "--batch", "2", "--dtype", "bf16", "--random-weights", "-o", path)
+    result = run(saved, "--keep", "0.5", *flags, "--batch", "2", "--dtype", "bf16", "--random-weights", "-o", path)
     assert result.exit_code == 0, result.output
     assert "torch.export program, bfloat16" in result.stdout
     assert "images 2 × 3 × 32 × 32" in result.stdout
@@ -72,7 +61,7 @@ def test_options_reach_the_program(saved_vit: str, tmp_path: Path) -> None:
     notes = json.loads(extra[NOTES])
     assert notes["tokens"] == [9, 9]
     options = {"schedule": "decreasing", "order": "original", "proportional": False}
-    assert notes["merging"] == vitrail.merge(vitrail.load_model(saved_vit), keep=0.5, **options).config
+    assert notes["merging"] == vitrail.merge(vitrail.load_model(saved), keep=0.5, **options).config
 
 
 def test_the_help_has_examples() -> None:
@@ -115,11 +104,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_answered_in_words(
-    mistake: str, saved_vit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments, expected = MISTAKES[mistake]
-    result = run(*(saved_vit if text == "SAVED" else text for text in arguments))
+    result = run(*(saved if text == "SAVED" else text for text in arguments))
     assert result.exit_code == 2, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert "Traceback" not in result.output

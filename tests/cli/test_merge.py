@@ -11,6 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import vitrail
+from tests.cli.words import one_line
 from vitrail.cli import app
 from vitrail.errors import UnsupportedInput
 from vitrail.pictures import Preprocessing, read_picture, stained_glass, to_tensor
@@ -23,11 +24,6 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def one_line(text: str) -> str:
-    """The text of a message, whatever box and lines it was set in."""
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
-
-
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     folder = tmp_path / "photos"
@@ -36,18 +32,6 @@ def photos(tmp_path: Path) -> Path:
     for name, (height, width) in {"a": (50, 80), "b": (64, 64)}.items():
         coarse = Image.fromarray(generator.integers(0, 256, (4, 4, 3), dtype=np.uint8))
         coarse.resize((width, height)).save(folder / f"{name}.png")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5, initializer_range=0.5)
-    folder = tmp_path_factory.mktemp("vit")
-    ViTForImageClassification(config).save_pretrained(folder)
     return folder
 
 

@@ -8,15 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.cases import Outcome
 from vitrail import kernels
 from vitrail.adapters.base import DenseBlock
+from vitrail.adapters.timm import TimmBlock
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import Assignment, MergeState, match, proportional_attention
-from vitrail.surgery.dense import dense_forward, serves
+from vitrail.surgery.dense import dense_block, dense_forward, serves
 
 OPERATORS = [
     *("attend", "match", "merge", "merge without sizes", "merge of half", "merge of strided", "spread"),
@@ -120,6 +122,18 @@ def test_dense_path_serves_inference_alone(gpu: str) -> None:
             assert not serves(block, x, state)
         with kernels.reference():
             assert not serves(block, x, state)
+
+
+@pytest.mark.parametrize(("width", "served"), [(64, True), (128, True), (136, False)])
+def test_dense_path_leaves_wide_heads_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch, width: int, served: bool
+) -> None:
+    """Matching and attention of such heads go to the reference, which lists no members for the fused merge."""
+    monkeypatch.setattr(kernels, "usable", lambda x: True)
+    block = Block(2 * width, 2, qkv_bias=True).to(torch.bfloat16).eval()
+    x = torch.empty(1, 17, 2 * width, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert (dense_block(TimmBlock(), block, x, MergeState((2,))) is not None) == served
 
 
 def test_kernels_serve_floating_point_on_gpus(gpu: str) -> None:

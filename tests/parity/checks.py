@@ -165,3 +165,16 @@ def assert_restored(model: nn.Module, make_up: dict[str, Any], state: dict[str, 
     assert fingerprint(model) == make_up
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def check_layers_before_the_first_merge(case: Case) -> None:
+    """No shortcut: a timm model that merges in its last layer only still runs its first layers to the bit."""
+    model, images = case.model(torch.float32), case.images(torch.float32)
+    ask = {"output_fmt": "NLC", "intermediates_only": True}
+    with torch.no_grad():
+        before = model.forward_intermediates(images, **ask)  # type: ignore[operator]
+        with vitrail.merge(model, r=[0] * (len(before) - 1) + [2]):
+            after = model.forward_intermediates(images, **ask)  # type: ignore[operator]
+    for own, patched in zip(before[:-1], after[:-1], strict=True):
+        assert torch.equal(patched, own) if case.bit_equal else torch.allclose(patched, own, atol=5e-5)
+    assert (after[-1] - before[-1]).abs().max() > 1e-3

@@ -16,6 +16,7 @@ from tests.parity.checks import (
     Setting,
     ask_oracle,
     check_against_oracle,
+    check_layers_before_the_first_merge,
     check_nothing_merged,
     check_removal,
 )
@@ -154,16 +155,7 @@ def test_patches_dropped_in_training_keep_their_positions(kind: dict[str, Any]) 
 @every_case
 def test_layers_before_the_first_merge_are_the_models_own(name: str) -> None:
     """No shortcut: a model that merges in its last layer only still runs its first layers to the bit."""
-    case = CASES[name]
-    model, images = case.model(torch.float32), case.images(torch.float32)
-    ask = {"output_fmt": "NLC", "intermediates_only": True}
-    with torch.no_grad():
-        before = model.forward_intermediates(images, **ask)
-        with vitrail.merge(model, r=[0] * (len(before) - 1) + [2]):
-            after = model.forward_intermediates(images, **ask)
-    for own, patched in zip(before[:-1], after[:-1], strict=True):
-        assert torch.equal(patched, own)
-    assert (after[-1] - before[-1]).abs().max() > 1e-3
+    check_layers_before_the_first_merge(CASES[name])
 
 
 def test_resolution_may_change_between_calls() -> None:

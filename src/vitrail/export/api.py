@@ -74,7 +74,7 @@ def export(
     sizes = (1, 3) if batch == "dynamic" else (batch,)
     expected, outputs = _first_run(plain, merging, images)
     merges = expected is not None and len(set(expected)) > 1
-    found = None if merging is None else merging._found
+    found = None if merging is None else merging.found
     free: Shape = (batch if isinstance(batch, int) else "batch",)
 
     with workshop(path) as folder:
@@ -202,7 +202,7 @@ def _images(
     """Give an input with ``count`` pictures: the example's, again and again, or any of the model's own size."""
     if example is None:
         try:
-            found = find(model) if merging is None else merging._found
+            found = find(model) if merging is None else merging.found
         except UnsupportedModel as error:
             raise ExportError(f"which input {type(model).__name__} takes is not known; give example=") from error
         height, width = found.adapter.preprocessing(found.trunk).size
@@ -248,6 +248,6 @@ def _notes(merging: Merging | None, shape: Shape, expected: list[int] | None) ->
 
     notes: dict[str, object] = {"vitrail": __version__, "input": INPUT, "shape": shape}
     if merging is not None and expected is not None:
-        pictures = merging._found.adapter.preprocessing(merging._found.trunk)
+        pictures = merging.found.adapter.preprocessing(merging.found.trunk)
         notes |= {"mean": pictures.mean, "std": pictures.std, "merging": merging.config, "tokens": expected[1:]}
     return notes

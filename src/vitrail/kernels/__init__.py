@@ -2,7 +2,7 @@
 
     attention    proportional attention                   merging.proportional_attention
     match        which tokens merge into which            merging.match
-    KernelAssignment.merge    means of groups             merging.Assignment.merge
+    KernelAssignment.merge_all    means of groups         merging.Assignment.merge_all
 
 The kernels serve CUDA devices where Triton is installed; every other device and dtype gets the reference. Inside
 ``with reference():`` everything does.

@@ -174,7 +174,7 @@ def _match_whole(
     at = k_ptr + batch * k_b + (2 * a[:, None]) * k_n + channel[None, :]
     left = tl.zeros([BLOCK, D_PAD], tl.float32)
     right = tl.zeros([BLOCK, D_PAD], tl.float32)
-    for head in tl.range(0, heads, loop_unroll_factor=4):  # several loads on their way at once
+    for head in range(heads):
         left += tl.load(at + head * k_h, mask=(a < evens)[:, None] & inside, other=0.0).to(tl.float32)
         right += tl.load(at + k_n + head * k_h, mask=(a < odds)[:, None] & inside, other=0.0).to(tl.float32)
     left = _unit(left / heads)

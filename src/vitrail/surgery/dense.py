@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail import kernels
-from vitrail.adapters.base import DenseBlock
+from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import MergeState
 
@@ -28,6 +28,13 @@ def serves(block: nn.Module, x: Tensor, state: MergeState) -> bool:
         and kernels.usable(x)
         and not torch.is_autocast_enabled(x.device.type)
     )
+
+
+def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, state: MergeState) -> DenseBlock | None:
+    """Give a block as its matrices, where it is nothing more and the kernels serve it here."""
+    if not serves(block, x, state) or parts.head_shape(block)[1] > kernels.WIDEST:
+        return None
+    return parts.dense(block)
 
 
 def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool) -> tuple[Tensor, MergeState]:

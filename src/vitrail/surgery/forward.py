@@ -18,7 +18,7 @@ from vitrail.adapters.base import BlockAdapter, BlockCall, Rotary
 from vitrail.adapters.passes import Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
-from vitrail.surgery.dense import dense_forward, serves
+from vitrail.surgery.dense import dense_block, dense_forward
 from vitrail.surgery.plan import BlockPlan, Plan
 from vitrail.surgery.trace import TracedPass, is_tracking, record
 from vitrail.tokens import TokenLayout
@@ -105,8 +105,8 @@ def merged_forward(
         carried.plan.report_hooks(parts.attend_parts(block))
     if call.rope is not None:
         state = _with_positions(state, carried, call.rope)
-    elif serves(block, x, state) and call.mask is None and not call.causal:
-        dense = parts.dense(block)
+    elif call.mask is None and not call.causal:
+        dense = dense_block(parts, block, x, state)
         if dense is not None:
             return dense_forward(dense, x, state, carried.plan.proportional)
 

@@ -101,11 +101,12 @@ class Merging:
 
     Attributes:
         model: the model as it was given.
+        found: the merged trunk in it, its blocks and their adapters.
     """
 
     def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
         self.model = model
-        self._found = found
+        self.found = found
         self._plan = plan
 
     @classmethod
@@ -114,10 +115,7 @@ class Merging:
         trunk = merged_trunk(model)
         if trunk is None:
             raise NotMerged(f"this {type(model).__name__} carries no merging; vitrail.merge(model, r=...) adds one")
-        adapter: Any = trunk._vitrail_adapter
-        blocks = tuple(adapter.blocks(trunk))
-        found = Found(trunk, adapter, blocks, tuple(block._vitrail.parts for block in blocks))
-        return cls(model, found, trunk._vitrail_plan)  # type: ignore[arg-type]
+        return cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
 
     def __enter__(self) -> Merging:
         return self
@@ -133,12 +131,12 @@ class Merging:
     @property
     def is_applied(self) -> bool:
         """Whether the model is merged by this handle's settings."""
-        return getattr(self._found.trunk, "_vitrail_plan", None) is self._plan
+        return getattr(self.found.trunk, "_vitrail_plan", None) is self._plan
 
     @property
     def layout(self) -> TokenLayout:
         """Which index is which token, at the model's own input size and before any merge."""
-        return self._found.adapter.layout(self._found.trunk)
+        return self.found.adapter.layout(self.found.trunk)
 
     @property
     def r(self) -> list[int]:
@@ -206,14 +204,14 @@ class Merging:
         from vitrail.pictures import stained_glass, to_tensor
 
         pictures = as_pictures(images)
-        refuse_other_channels(self._found)
-        batch = to_tensor(pictures, self._found.adapter.preprocessing(self._found.trunk))
-        weight = next(self._found.trunk.parameters())
+        refuse_other_channels(self.found)
+        batch = to_tensor(pictures, self.found.adapter.preprocessing(self.found.trunk))
+        weight = next(self.found.trunk.parameters())
         training = {part: part.training for part in self.model.modules()}
         self.model.eval()
         try:
             with self.track() as trace:
-                self._found.trunk(batch.to(weight.device, weight.dtype))
+                self.found.trunk(batch.to(weight.device, weight.dtype))
         finally:
             for part, mode in training.items():
                 part.training = mode
@@ -226,8 +224,8 @@ class Merging:
     def remove(self) -> None:
         """Give the model back exactly as it was."""
         self._check_applied()
-        convolutions = [part for part in embedding(self._found) if isinstance(part, PatchProduct)]
-        parts = [self._found.trunk, *self._found.blocks, *convolutions]
+        convolutions = [part for part in embedding(self.found) if isinstance(part, PatchProduct)]
+        parts = [self.found.trunk, *self.found.blocks, *convolutions]
         foreign = [part for part in parts if original_class(part) is None]
         if foreign:
             raise NotMerged(
@@ -236,8 +234,8 @@ class Merging:
             )
         for part in parts:
             part.__class__ = original_class(part)  # type: ignore[assignment]
-        del self._found.trunk._vitrail_plan, self._found.trunk._vitrail_adapter
-        for block in self._found.blocks:
+        del self.found.trunk._vitrail_plan, self.found.trunk._vitrail_adapter
+        for block in self.found.blocks:
             del block._vitrail
 
     def _check_applied(self) -> None:
@@ -252,11 +250,11 @@ class Merging:
         except (TypeError, ValueError) as error:
             raise InvalidOption(f"size is a number of pixels, or (height, width); got {size!r}") from error
         pair = (height, width)
-        own = self._found.adapter.preprocessing(self._found.trunk).size
-        if pair != own and not self._found.adapter.resizes(self._found.trunk):
+        own = self.found.adapter.preprocessing(self.found.trunk).size
+        if pair != own and not self.found.adapter.resizes(self.found.trunk):
             raise InvalidOption(f"this model takes pictures of {own[0]} × {own[1]} pixels only; got size={size!r}")
         try:
-            return self._found.adapter.layout(self._found.trunk, pair)
+            return self.found.adapter.layout(self.found.trunk, pair)
         except ValueError as error:
             raise InvalidOption(f"size={size!r} is smaller than one patch of this model") from error
 

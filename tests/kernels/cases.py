@@ -134,14 +134,36 @@ class Sum(Case):
 
 
 @dataclass(frozen=True)
+class AttentionBackward(Attention):
+    """The gradients of attention, from its own output.
+
+    Attributes:
+        blocks: whether sequences are to be cut into blocks of 16, however short.
+    """
+
+    topic: ClassVar[str] = "attention backward"
+
+    blocks: bool = False
+
+
+@dataclass(frozen=True)
 class Backward(Case):
-    """The gradient of merging."""
+    """The gradients of merging, and of the sum before and the LayerNorm after it.
+
+    Attributes:
+        kept: how many tokens are left; None where nothing merges.
+        tokens: whether a gradient comes along the tokens.
+        strided: whether it has holes.
+    """
 
     topic: ClassVar[str] = "backward"
 
     length: int = 17
-    kept: int = 11
+    kept: int | None = 11
     channels: int = 48
+    tokens: bool = True
+    norm: bool = False
+    gamma: bool = False
     sizes: bool = False
     strided: bool = False
 
@@ -160,6 +182,16 @@ ATTENTION = (
     *(Attention(length=33, width=80, layout=layout, dtype=HALF) for layout in ("separate", "heads", "channels")),
     Attention(length=40, width=128, stepped=True, layout="separate"),
     Attention(length=50, width=32, heads=3, scale=0.3, sharp=8.0),
+)
+
+ATTENTION_BACKWARD = (
+    *(AttentionBackward(length=length, width=16) for length in (1, 2, 16, 33)),
+    *(AttentionBackward(length=17, width=width) for width in (24, 64, 80, 128)),
+    *(AttentionBackward(length=length, width=32, blocks=True, dtype=HALF) for length in (15, 16, 17, 50)),
+    AttentionBackward(length=131, width=64, dtype=HALF, batch=1),
+    AttentionBackward(length=65, width=72, dtype=HALF, batch=1),
+    *(AttentionBackward(length=20, layout=layout, heads=3) for layout in ("separate", "heads", "channels")),
+    AttentionBackward(length=40, width=32, scale=0.3, sharp=4.0),
 )
 
 _LENGTHS = ((2, 0), (3, 1), (7, 2), (17, 1), (18, 5), (32, 0), (33, 9), (34, 4), (65, 3), (131, 8))
@@ -209,9 +241,20 @@ BACKWARD = (
     *(Backward(dtype=dtype, sizes=sizes) for dtype in ("float32", HALF) for sizes in (False, True)),
     Backward(strided=True, sizes=True, channels=64),
     Backward(length=40, kept=20, channels=384, sizes=True),
+    *(
+        Backward(norm=True, gamma=gamma, sizes=True, dtype=dtype)
+        for dtype in ("float32", HALF)
+        for gamma in (False, True)
+    ),
+    *(
+        Backward(kept=None, norm=True, gamma=gamma, tokens=tokens)
+        for gamma in (False, True)
+        for tokens in (False, True)
+    ),
+    Backward(norm=True, tokens=False, channels=200),
 )
 
 SUM = (*(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),)
 
-SAMPLE: tuple[Case, ...] = (*ATTENTION, *MATCHING, *MERGING, *NORM, *SUM, *BACKWARD)
+SAMPLE: tuple[Case, ...] = (*ATTENTION, *ATTENTION_BACKWARD, *MATCHING, *MERGING, *NORM, *SUM, *BACKWARD)
 """What the interpreter runs in a few seconds."""

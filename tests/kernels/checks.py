@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import Attention, Backward, Case, Matching, Merging, Norm, Outcome, Sum
+from tests.kernels.cases import Attention, AttentionBackward, Backward, Case, Matching, Merging, Norm, Outcome, Sum
 from tests.kernels.guards import guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, shortfall
 from vitrail.kernels import triton_attention, triton_matching, triton_merging
@@ -45,11 +45,36 @@ def _check_attention(case: Attention, device: torch.device) -> tuple[float, floa
     size = draw.sizes(case.length)
     scale = case.width**-0.5 if case.scale is None else case.scale
     with mock.patch.object(triton_attention, "WHOLE", 0 if case.stepped else triton_attention.WHOLE):
-        (out,) = twice(lambda: (triton_attention.launch(q, k, v, size.log2(), scale),), device)
+        (out,) = twice(lambda: triton_attention.launch(q, k, v, size.log2(), scale)[:1], device)  # type: ignore[arg-type]
     exact = proportional_attention(q.double(), k.double(), v.double(), size.double(), scale=scale)
     # the error of a score grows with the score, and float32 alone is fine enough to show it
     factor = max(1.0, case.sharp) if q.dtype == torch.float32 else 1.0
     return largest_error((out, exact.transpose(1, 2).flatten(2))), factor * LIMITS[q.dtype]
+
+
+def _check_attention_backward(case: AttentionBackward, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    q, k, v = draw.heads(3, case.heads, case.length, case.width, case.layout)
+    q *= case.sharp
+    size = draw.sizes(case.length)
+    grad = draw.normal(case.batch, case.length, case.heads * case.width)
+    scale = case.width**-0.5 if case.scale is None else case.scale
+    with mock.patch.object(triton_attention, "WHOLE", 0 if case.stepped else triton_attention.WHOLE):
+        out, sums = triton_attention.launch(q, k, v, size.log2(), scale, keep=True)
+    assert sums is not None
+
+    def launch() -> Sequence[Tensor]:
+        into = tuple(torch.empty_like(out).unflatten(-1, (case.heads, -1)).transpose(1, 2) for _ in range(3))
+        triton_attention.launch_backward(grad, (q, k, v), size.log2(), out, sums, scale, into)  # type: ignore[arg-type]
+        return into
+
+    with mock.patch.object(triton_attention, "BLOCK", 16 if case.blocks else triton_attention.BLOCK):
+        found = twice(launch, device)
+    exact = [part.double().requires_grad_() for part in (q, k, v)]
+    attended = proportional_attention(*exact, size.double(), scale=scale)
+    attended.transpose(1, 2).flatten(2).backward(grad.double())
+    factor = max(1.0, case.sharp) if q.dtype == torch.float32 else 1.0
+    return largest_error(*((one, part.grad) for one, part in zip(found, exact, strict=True))), factor * LIMITS[q.dtype]  # type: ignore[arg-type]
 
 
 def _check_matching(case: Matching, device: torch.device) -> tuple[float, float]:
@@ -109,22 +134,52 @@ def _check_sum(case: Sum, device: torch.device) -> tuple[float, float]:
 
 def _check_backward(case: Backward, device: torch.device) -> tuple[float, float]:
     draw = Draw(case, device)
-    groups = draw.groups(case.length, case.kept, crowded=False)
+    kept = case.length if case.kept is None else case.kept
+    groups = draw.groups(case.length, kept, crowded=False)
+    assignment = Assignment(torch.arange(case.length, device=device).expand(case.batch, -1), case.length)
+    lists = None
     size = draw.sizes(case.length) if case.sizes else None
-    grad = draw.normal(case.batch, case.kept, case.channels)
+    if case.kept is not None:
+        assignment, lists = groups.assignment, triton_merging.Groups(size, groups.member, groups.start)
+    grad, grad_norm = draw.normal(case.batch, kept, case.channels), draw.normal(case.batch, kept, case.channels)
     if case.strided:
-        grad = draw.normal(case.batch, case.channels, case.kept).transpose(1, 2)
+        grad = draw.normal(case.batch, case.channels, kept).transpose(1, 2)
     ones = torch.ones(case.batch, case.length, device=device)
-    merged = groups.assignment.merge_sizes(ones if size is None else size)
-    (found,) = twice(lambda: (triton_merging.launch_backward(grad, size, merged, groups.assignment.target),), device)
-    x = draw.normal(case.batch, case.length, case.channels).double().requires_grad_()
-    groups.assignment.merge(x, None if size is None else size.double()).backward(grad.double())
-    assert x.grad is not None
-    return largest_error((found, x.grad)), LIMITS[grad.dtype]
+    merged = assignment.merge_sizes(ones if size is None else size)
+
+    x, y = (draw.normal(case.batch, case.length, case.channels) for _ in range(2))
+    gamma, weight, bias = (draw.normal(case.channels) for _ in range(3))
+    exact = {
+        name: value.double().requires_grad_()
+        for name, value in (("x", x), ("y", y), ("gamma", gamma), ("weight", weight), ("bias", bias))
+    }
+    scaled = exact["y"] * exact["gamma"] if case.gamma else exact["y"]
+    token = assignment.merge(exact["x"] + scaled, None if size is None else size.double())
+    loss = (token * grad.double()).sum() if case.tokens else token.sum() * 0
+    if case.norm:
+        normed = F.layer_norm(token, token.shape[-1:], exact["weight"], exact["bias"], 1e-6)
+        loss = loss + (normed * grad_norm.double()).sum()
+    loss.backward()
+
+    short = token.detach().to(x.dtype)
+    back = triton_merging.NormBack(grad_norm, short, weight, 1e-6) if case.norm else None
+
+    def launch() -> Sequence[Tensor]:
+        found = triton_merging.launch_backward(
+            grad if case.tokens else None, back, lists, merged, y if case.gamma else None, gamma if case.gamma else None
+        )
+        return [found.x, found.y, *(() if found.vectors is None else found.vectors)]
+
+    with mock.patch.object(triton_merging, "PROGRAMS", 5):
+        found = twice(launch, device)
+    names = ["x", "y", *(["weight", "bias"] if case.norm else []), *(["gamma"] if case.gamma else [])]
+    pairs = [(value, exact[name].grad) for name, value in zip(names, found, strict=True)]
+    return largest_error(*pairs), LIMITS[grad.dtype]  # type: ignore[arg-type]
 
 
 CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
     Attention: _check_attention,
+    AttentionBackward: _check_attention_backward,
     Matching: _check_matching,
     Merging: _check_merging,
     Norm: _check_norm,
@@ -147,11 +202,12 @@ def twice(launch: Callable[[], Sequence[Tensor]], device: torch.device) -> Seque
 
 
 def largest_error(*pairs: tuple[Tensor, Tensor]) -> float:
-    """Give the largest error of an element, as a share of the largest one; NaN where anything is."""
+    """Give the largest error of an element, as a share of the largest one, if that is not zero; NaN where any is."""
     errors = []
     for found, exact in pairs:
         assert found.shape == exact.shape
-        errors.append(((found.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-30)).item())
+        largest = exact.abs().max().item()
+        errors.append((found.double() - exact).abs().max().item() / (largest if largest > 1e-12 else 1.0))
     return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
 

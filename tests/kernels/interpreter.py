@@ -21,7 +21,7 @@ from tests.kernels.cases import SAMPLE, Outcome
 from tests.kernels.whole import SMALL, kernels_everywhere, outcomes
 from vitrail.kernels import ops
 
-FORMS = (("fp32", False), ("fp32", True), ("fp16", False))
+FORMS = (("fp32", False), ("fp32", True), ("fp16", False), ("fp16", True))
 """Dtypes of models, and whether gradients are compared."""
 
 
@@ -29,8 +29,10 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
     """Give every operator with arguments that it is checked with."""
     k, size = torch.randn(2, 17, 3, 2, 16).permute(2, 0, 3, 1, 4)[1], torch.rand(2, 17) + 1
     x, y, vector = torch.randn(2, 17, 24), torch.randn(2, 17, 24), torch.randn(24)
-    target, member, start = ops.match(k, 3, 1)
-    lists = (target, member, start)
+    _, member, start = ops.match(k, 3, 1)
+    lists = (member, start)
+    qkv, attended, sums = torch.randn(2, 17, 96), torch.randn(2, 17, 32), torch.rand(2, 2, 17) + 5
+    merged_size, weight = torch.rand(2, 14) + 1, torch.randn(24)
     merged = torch.randn(2, 14, 24)
 
     def learns(tensor: Tensor) -> Tensor:
@@ -39,13 +41,24 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
     half = tuple(tensor.half() for tensor in (x, y, vector))
     return {
         "attend": (ops.attend, (k, k, k, size.log2(), 0.25)),
+        "attend_keep": (ops.attend_keep, (learns(k), learns(k), learns(k), size.log2(), 0.25)),
+        "attend_back": (ops.attend_back, (attended, k, k, k, size.log2(), attended, sums, 0.25)),
+        "attend_packed": (ops.attend_packed, (learns(qkv), size.log2(), 2, 0.25)),
+        "attend_packed_back": (ops.attend_packed_back, (attended, qkv, size.log2(), attended, sums, 2, 0.25)),
         "match": (ops.match, (k, 3, 1)),
         "merge": (ops.merge, (learns(x), size, *lists)),
         "merge without sizes": (ops.merge, (learns(x), None, *lists)),
         "merge of half": (ops.merge, (half[0], size, *lists)),
         "merge of strided": (ops.merge, (torch.randn(2, 24, 17).transpose(1, 2), size, *lists)),
-        "spread": (ops.spread, (merged, size, torch.rand(2, 14) + 1, target)),
-        "spread without sizes": (ops.spread, (merged, None, torch.rand(2, 14) + 1, target)),
+        "merge_back": (ops.merge_back, (merged, size, merged_size, *lists)),
+        "merge_back without sizes": (ops.merge_back, (merged, None, merged_size, *lists)),
+        "norm_back": (ops.norm_back, (merged, merged, merged, weight, 1e-6, y, vector, size, merged_size, *lists)),
+        "norm_back, bare": (ops.norm_back, (None, x, x, weight, 1e-6, None, None, None, None, None, None)),
+        "merge_norm, learning": (
+            ops.merge_norm,
+            (*map(learns, (x, y, vector)), size, *lists, learns(weight), learns(vector), 1e-6, None),
+        ),
+        "add_norm, learning": (ops.add_norm, (*map(learns, (x, y)), None, learns(weight), learns(vector), 1e-6, None)),
         "merge_norm": (ops.merge_norm, (x, y, vector, size, member, start, vector, vector, 1e-6, vector)),
         "merge_norm, bare": (ops.merge_norm, (x, y, None, None, member, start, vector, vector, 1e-6, None)),
         "merge_norm of half": (ops.merge_norm, (*half, size, member, start, half[2], half[2], 1e-6, None)),

@@ -142,7 +142,11 @@ MERGING = ((SHORT, 768), (LONG, 768), (torch.float16, 1280))
 def attention_forms() -> Iterator[Form]:
     for dtype, width, length in ATTENTION:
         parts = packed(length, width, dtype)
-        yield from chosen(triton_attention, partial(triton_attention.launch, *parts, tensor(8, length), 0.125))
+        bias, sums, out = tensor(8, length), tensor(8, 12, length), tensor(8, length, 12 * width, dtype=dtype)
+        for keep in (False, True):
+            yield from chosen(triton_attention, partial(triton_attention.launch, *parts, bias, 0.125, keep))
+        back = partial(triton_attention.launch_backward, out, parts, bias, out, sums, 0.125, parts)
+        yield from chosen(triton_attention, back)
 
 
 def matching_forms() -> Iterator[Form]:
@@ -156,10 +160,11 @@ def merging_forms() -> Iterator[Form]:
     for dtype, channels in MERGING:
         x, y = tensor(8, 197, channels, dtype=dtype), tensor(8, 197, channels, dtype=dtype)
         vector = tensor(channels, dtype=dtype)
-        size, target = tensor(8, 197), tensor(8, 197, dtype=torch.int64)
+        size, merged = tensor(8, 197), tensor(8, 181)
         member, start = tensor(8, 197, dtype=torch.int32), tensor(8, 182, dtype=torch.int32)
         norm = merging.Norm(vector, vector, 1e-6)
         grad = tensor(8, 181, channels, dtype=dtype)
+        back, through = (merging.NormBack(part, part, vector, 1e-6) for part in (grad, x))
         calls = [partial(merging.launch_norm, x, norm), partial(merging.launch_sum, x, y, vector)]
         for gamma, add, before in ((None, vector, None), (vector, None, size), (None, vector, size)):
             groups = merging.Groups(before, member, start)
@@ -167,7 +172,10 @@ def merging_forms() -> Iterator[Form]:
                 partial(merging.launch, x, groups, y, gamma, norm, add),
                 partial(merging.launch, x, groups),
                 partial(merging.launch_norm, x, norm, y, gamma, add),
-                partial(merging.launch_backward, grad, before, tensor(8, 181), target),
+                partial(merging.launch_backward, grad, None, groups, merged),
+                partial(merging.launch_backward, grad, back, groups, merged, y, gamma),
+                partial(merging.launch_backward, x, through, None, None, y, gamma),
+                partial(merging.launch_backward, None, through),
             ]
         for call in calls:
             yield from chosen(merging, call)

@@ -23,7 +23,7 @@ def test_kernel_gives_what_the_reference_gives(case: Case, interpreted: Interpre
     assert outcome.passed, outcome
 
 
-@pytest.mark.parametrize("form", ["fp32", "fp32 training", "fp16"])
+@pytest.mark.parametrize("form", ["fp32", "fp32 training", "fp16", "fp16 training"])
 @pytest.mark.parametrize("name", [subject.name for subject in SMALL])
 def test_model_gives_what_the_reference_gives(name: str, form: str, interpreted: Interpreted) -> None:
     found = interpreted("models")

@@ -89,6 +89,7 @@ class DenseBlock:
         gammas: layer scale of attention and MLP, or None for either.
         scale: factor of the attention scores; None for 1/√d.
         gelu: ``"none"`` or ``"tanh"``, as in ``torch.nn.functional.gelu``.
+        drops: dropouts and the like that are at work: after attention, between the two linear layers, after both.
     """
 
     heads: int
@@ -101,13 +102,18 @@ class DenseBlock:
     gammas: tuple[Tensor | None, Tensor | None]
     scale: float | None
     gelu: str
+    drops: tuple[tuple[nn.Module, ...], tuple[nn.Module, ...], tuple[nn.Module, ...]] = ((), (), ())
 
 
-def is_idle(*modules: nn.Module) -> bool:
-    """Whether dropouts and the like do nothing now, with nobody hooked into them."""
-    return not any(part.training and type(part) is not nn.Identity for part in modules) and all(
-        is_plain(part, type(part)) for part in modules
-    )
+def at_work(*modules: nn.Module) -> tuple[nn.Module, ...]:
+    """Give those dropouts and the like that do something now, or that somebody hooked into."""
+    return tuple(part for part in modules if not _is_idle(part))
+
+
+def _is_idle(part: nn.Module) -> bool:
+    if not is_plain(part, type(part)):
+        return False
+    return not part.training or type(part) is nn.Identity or getattr(part, "p", getattr(part, "drop_prob", 1)) == 0
 
 
 def is_plain(module: nn.Module, *kinds: type) -> bool:

@@ -16,8 +16,8 @@ from vitrail.adapters.base import (
     DenseBlock,
     Rotary,
     TrunkAdapter,
+    at_work,
     forward_class,
-    is_idle,
     is_plain,
 )
 from vitrail.adapters.passes import open_pass
@@ -99,15 +99,16 @@ class TimmBlock(BlockAdapter):
             and all(is_plain(whole, type(whole)) for whole in (attention, mlp))
             and attention.gate is None
             and is_plain(mlp.act, nn.GELU)
-            and is_idle(attention.attn_drop, attention.proj_drop, mlp.drop1, mlp.drop2)
-            and is_idle(block.drop_path1, block.drop_path2)
+            and not at_work(attention.attn_drop)
         )
         if not plain:
             return None
         gammas = tuple(getattr(scale, "gamma", None) for scale in (block.ls1, block.ls2))
+        after_mlp = at_work(mlp.drop2, block.drop_path2)
+        drops = (at_work(attention.proj_drop, block.drop_path1), at_work(mlp.drop1), after_mlp)
         return DenseBlock(
             attention.num_heads, norms[0], (attention.qkv,), attention.proj, norms[1], mlp.fc1, mlp.fc2,
-            gammas, None, mlp.act.approximate,  # type: ignore[arg-type]
+            gammas, None, mlp.act.approximate, drops,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def attend_parts(self, block: Any) -> Sequence[nn.Module]:

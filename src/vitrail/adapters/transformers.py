@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, TrunkAdapter, forward_class, is_idle, is_plain
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, TrunkAdapter, at_work, forward_class, is_plain
 from vitrail.adapters.passes import open_pass
 from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
@@ -90,13 +90,16 @@ class TransformersBlock(BlockAdapter):
             and all(is_plain(norm, nn.LayerNorm) for norm in norms)
             and is_plain(mlp, type(mlp))
             and type(getattr(mlp, "activation_fn", None)).__name__ == "GELUActivation"
-            and not block.attention.training
-            and is_idle(block.drop_path if hasattr(block, "drop_path") else block.dropout)
+            and self.attention_dropout(block) == 0
         )
         if not plain:
             return None
         scale = self.attention_scale(block)
-        return DenseBlock(heads, norms[0], qkv, proj, norms[1], mlp.fc1, mlp.fc2, self.gammas(block), scale, "none")
+        drop = at_work(block.drop_path if hasattr(block, "drop_path") else block.dropout)
+        return DenseBlock(
+            heads, norms[0], qkv, proj, norms[1], mlp.fc1, mlp.fc2,
+            self.gammas(block), scale, "none", (drop, (), drop),
+        )  # fmt: skip
 
     def attend_parts(self, block: Any) -> Sequence[nn.Module]:
         return (block.attention,)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.kernels import ops
@@ -102,7 +101,7 @@ class KernelAssignment(Assignment):
     start: Tensor
 
     def merge_all(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return ops.merge(x, size, self.target, self.member, self.start)
+        return ops.merge(x, size, self.member, self.start)
 
 
 def match(k: Tensor, r: int, protected: Protected = 0, order: Order = "paper") -> Assignment:
@@ -127,35 +126,21 @@ def attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """Attend (B, H, N, d) in proportion to sizes (B, N); gives (B, N, H·d)."""
-    if size is not None and q.shape[-1] <= WIDEST and usable(q):
+    if size is not None and q.shape[-1] <= WIDEST and dropout == 0.0 and usable(q):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad):
-            if dropout == 0.0:
-                return ops.attend(q, k, v, size.log2() if log2_size is None else log2_size, scale)
-        elif q.dtype != torch.float32:
-            return _attention_by_channels(q, k, v, size, scale, dropout)
+        log2_size = size.log2() if log2_size is None else log2_size
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return ops.attend_keep(q, k, v, log2_size, scale)[0]
+        return ops.attend(q, k, v, log2_size, scale)
     out = proportional_attention(q, k, v, size, mask=mask, causal=causal, scale=scale, dropout=dropout)
     return out.transpose(1, 2).flatten(2)
 
 
-def _attention_by_channels(q: Tensor, k: Tensor, v: Tensor, size: Tensor, scale: float, dropout: float) -> Tensor:
-    """Attend with ``log size`` in two more channels of the keys, so that the flash kernels with gradients serve.
-
-    One channel holds ``log size / scale`` rounded to the keys' precision, the other what rounding left; queries have
-    a one in both. Six channels of zeros fill up the eight that kernels want.
-    """
-    bias = (size.log() / scale).unsqueeze(1).expand(-1, q.shape[1], -1)
-    high = bias.to(k.dtype)
-    low = (bias - high.to(bias.dtype)).to(k.dtype)
-    ones = torch.ones_like(high)
-    none = torch.zeros_like(high)
-    k_more = torch.stack([high, low, none, none, none, none, none, none], -1)
-    q_more = torch.stack([ones, ones, none, none, none, none, none, none], -1)
-    out = F.scaled_dot_product_attention(
-        torch.cat([q, q_more], -1),
-        torch.cat([k, k_more], -1),
-        F.pad(v, (0, 8)),
-        dropout_p=dropout,
-        scale=scale,
-    )
-    return out[..., : v.shape[-1]].transpose(1, 2).flatten(2)
+def packed_attention(
+    qkv: Tensor, heads: int, size: Tensor | None, log2_size: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attend with queries, keys and values in one tensor (B, N, 3·H·d), for gradients that are one tensor, too."""
+    if size is None or not usable(qkv):
+        return attention(*ops.unpack(qkv, heads), size, log2_size, scale=scale)
+    scale = (qkv.shape[2] // (3 * heads)) ** -0.5 if scale is None else scale
+    return ops.attend_packed(qkv, size.log2() if log2_size is None else log2_size, heads, scale)[0]

@@ -2,6 +2,9 @@
 
 A group's members are listed one after the other (``triton_matching``), so each token is read once, means need no
 atomics, and the same input gives the same bits. Sums run in float32.
+
+The gradient goes the same way back in one pass, too: through the LayerNorm, plus what comes along the tokens, to the
+members of each group. Gradients of weights are summed by a fixed number of programs, each over tokens of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = {"merge": 2, "norm": 2}
+WARPS = {"merge": 2, "norm": 2, "backward": 4}
+PROGRAMS = 1056
+"""How many programs sum gradients of weights: eight for each multiprocessor of a large GPU."""
 
 
 class Groups(NamedTuple):
@@ -122,21 +127,70 @@ def _finish(
 
 
 @triton.jit
-def _spread(
-    grad_ptr, size_ptr, out_size_ptr, target_ptr, out_ptr, length, kept,
+def _backward(
+    grad_ptr, grad_norm_ptr, token_ptr, weight_ptr, y_ptr, gamma_ptr, size_ptr, out_size_ptr, member_ptr, start_ptr,
+    dx_ptr, dy_ptr, part_ptr, rows, length, kept, eps,
+    HAS_GRAD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_GROUPS: tl.constexpr,
     HAS_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Backward of the mean: each member gets its share of its group's gradient."""
-    row = tl.program_id(0).to(tl.int64)
-    batch = row // length
+    """Give the gradient of each token to the members of its group; sum those of weight, bias and γ on the way."""
     channel = tl.arange(0, D_PAD)
     inside = channel < D
-    group = batch * kept + tl.load(target_ptr + row)
-    share = 1.0 / tl.load(out_size_ptr + group)
-    if HAS_SIZE:
-        share *= tl.load(size_ptr + row)
-    grad = tl.load(grad_ptr + group * D + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * D + channel, (share * grad).to(out_ptr.dtype.element_ty), mask=inside)
+    weight = tl.zeros([D_PAD], tl.float32)
+    gamma = tl.zeros([D_PAD], tl.float32)
+    if HAS_NORM:
+        weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    if HAS_GAMMA:
+        gamma = tl.load(gamma_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    for_weight = tl.zeros([D_PAD], tl.float32)
+    for_bias = tl.zeros([D_PAD], tl.float32)
+    for_gamma = tl.zeros([D_PAD], tl.float32)
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        grad = tl.zeros([D_PAD], tl.float32)
+        if HAS_GRAD:
+            grad = tl.load(grad_ptr + row * D + channel, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            token = tl.load(token_ptr + row * D + channel, mask=inside, other=0.0).to(tl.float32)
+            pull = tl.load(grad_norm_ptr + row * D + channel, mask=inside, other=0.0).to(tl.float32)
+            centred = tl.where(inside, token - tl.sum(token, 0) / D, 0.0)
+            scale = tl.rsqrt(tl.sum(centred * centred, 0) / D + eps)
+            normed = centred * scale
+            for_weight += pull * normed
+            for_bias += pull
+            pull *= weight
+            grad += scale * (pull - tl.sum(pull, 0) / D - normed * (tl.sum(pull * normed, 0) / D))
+        if HAS_GROUPS:
+            batch = row // kept
+            first = tl.load(start_ptr + row + batch)
+            last = tl.load(start_ptr + row + batch + 1)
+            total = tl.load(out_size_ptr + row)
+            for i in range(first, last):
+                source = batch * length + tl.load(member_ptr + batch * length + i)
+                share = 1.0
+                if HAS_SIZE:
+                    share = tl.load(size_ptr + source)
+                given = grad * (share / total)
+                for_gamma += _give(given, y_ptr, gamma, dx_ptr, dy_ptr, source, channel, inside, HAS_GAMMA, D)
+        else:
+            for_gamma += _give(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA, D)
+    part = part_ptr + tl.program_id(0) * (3 if HAS_GAMMA else 2) * D + channel
+    if HAS_NORM:
+        tl.store(part, for_weight, mask=inside)
+        tl.store(part + D, for_bias, mask=inside)
+    if HAS_GAMMA:
+        tl.store(part + 2 * D, for_gamma, mask=inside)
+
+
+@triton.jit
+def _give(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA: tl.constexpr, D: tl.constexpr):
+    """Write a token's gradient and γ times it; gives the token's share of γ's own."""
+    tl.store(dx_ptr + row * D + channel, grad.to(dx_ptr.dtype.element_ty), mask=inside)
+    share = tl.zeros_like(grad)
+    if HAS_GAMMA:
+        tl.store(dy_ptr + row * D + channel, (grad * gamma).to(dy_ptr.dtype.element_ty), mask=inside)
+        share = grad * tl.load(y_ptr + row * D + channel, mask=inside, other=0.0).to(tl.float32)
+    return share
 
 
 def launch(
@@ -192,16 +246,60 @@ def launch_sum(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     return out
 
 
-def launch_backward(grad: Tensor, size: Tensor | None, out_size: Tensor, target: Tensor) -> Tensor:
-    """Give each token (B, N, D) its share of the gradient of its group (B, kept, D)."""
-    batch, kept, channels = grad.shape
-    length = target.shape[1]
-    out = torch.empty(batch, length, channels, dtype=grad.dtype, device=grad.device)
-    _spread[(batch * length,)](
-        grad.contiguous(), _or(size, grad), out_size, target, out, length, kept,
-        HAS_SIZE=size is not None, D=channels, D_PAD=triton.next_power_of_2(channels), num_warps=2,
+class Gradients(NamedTuple):
+    """Of ``x`` and ``y``, one tensor where there is no γ, and of weight, bias and γ as rows (2 or 3, D)."""
+
+    x: Tensor
+    y: Tensor
+    vectors: Tensor | None
+
+
+class NormBack(NamedTuple):
+    """What the gradient of a LayerNorm needs: that of its output, its input, and its weight and epsilon."""
+
+    grad: Tensor
+    token: Tensor
+    weight: Tensor
+    eps: float
+
+
+def launch_backward(
+    grad: Tensor | None,
+    norm: NormBack | None,
+    groups: Groups | None = None,
+    merged_size: Tensor | None = None,
+    y: Tensor | None = None,
+    gamma: Tensor | None = None,
+) -> Gradients:
+    """Take gradients of tokens and of normalised tokens (B, kept, D) back to those that merged (B, N, D).
+
+    Args:
+        grad: along the tokens; None where nothing came.
+        norm: through the LayerNorm; None where there was none.
+        groups: what merged; None where nothing did.
+        merged_size: sizes after.
+        y: what was added, where γ scaled it.
+    """
+    grad = None if grad is None else grad.contiguous()
+    norm = None if norm is None else norm._replace(grad=norm.grad.contiguous())
+    like = grad if grad is not None else norm.grad  # type: ignore[union-attr]
+    batch, kept, channels = like.shape
+    length = kept if groups is None else groups.member.shape[1]
+    dx = torch.empty(batch, length, channels, dtype=like.dtype, device=like.device)
+    dy = dx if gamma is None else torch.empty_like(dx)
+    rows = batch * kept
+    programs = min(rows, PROGRAMS)
+    parts = torch.empty(programs, 2 if gamma is None else 3, channels, dtype=torch.float32, device=like.device)
+    _backward[(programs,)](
+        _or(grad, like), *((norm.grad, norm.token, norm.weight) if norm is not None else (like, like, like)),
+        _or(y, like), _or(gamma, like),
+        *((_or(groups.size, like), merged_size, groups.member, groups.start) if groups is not None else [like] * 4),
+        dx, dy, parts, rows, length, kept, norm.eps if norm is not None else 0.0,
+        HAS_GRAD=grad is not None, HAS_NORM=norm is not None, HAS_GAMMA=gamma is not None,
+        HAS_GROUPS=groups is not None, HAS_SIZE=groups is not None and groups.size is not None,
+        D=channels, D_PAD=triton.next_power_of_2(channels), num_warps=WARPS["backward"],
     )  # fmt: skip
-    return out
+    return Gradients(dx, dy, None if norm is None else parts.sum(0).to(like.dtype))
 
 
 def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""The merged forward of a block that is nothing but its matrices, for inference on a GPU.
+"""The merged forward of a block that is nothing but its matrices, in half precision on a GPU.
 
 The same as ``merged_forward``, in fewer passes over memory: the sum after attention, the merge and the LayerNorm before
-the MLP are one kernel; GELU is part of the first linear layer; the last sum is part of the second. What the second
-linear layer adds beside its product, its bias, is put into the tokens by the kernel that writes them.
+the MLP are one kernel, and so are their gradients. For inference, GELU is part of the first linear layer, and the last
+sum part of the second; what that adds beside its product, its bias, is put into the tokens by the kernel that writes
+them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +17,13 @@ from torch import Tensor, nn
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
-from vitrail.merging import MergeState
+from vitrail.merging import Assignment, MergeState
 
 
-def serves(block: nn.Module, x: Tensor, state: MergeState) -> bool:
-    """Whether a block's forward can run here: half precision on a GPU, for inference, with tokens in paper order."""
+def serves(x: Tensor, state: MergeState) -> bool:
+    """Whether a block's forward can run here: half precision on a GPU, with tokens in paper order."""
     return (
-        not torch.is_grad_enabled()
-        and not block.training
-        and x.dtype in (torch.bfloat16, torch.float16)
+        x.dtype in (torch.bfloat16, torch.float16)
         and isinstance(state.protected, int)
         and state.order == "paper"
         and kernels.usable(x)
@@ -32,27 +33,23 @@ def serves(block: nn.Module, x: Tensor, state: MergeState) -> bool:
 
 def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, state: MergeState) -> DenseBlock | None:
     """Give a block as its matrices, where it is nothing more and the kernels serve it here."""
-    if not serves(block, x, state) or parts.head_shape(block)[1] > kernels.WIDEST:
+    if not serves(x, state) or parts.head_shape(block)[1] > kernels.WIDEST:
         return None
     return parts.dense(block)
 
 
 def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool) -> tuple[Tensor, MergeState]:
     """Attend, merge and feed."""
-    width = x.shape[2]
-    x = x.contiguous()
-    h = ops.norm(x, dense.norm1.weight, dense.norm1.bias, dense.norm1.eps)
-    parts = dense.qkv[0](h).chunk(3, -1) if len(dense.qkv) == 1 else tuple(linear(h) for linear in dense.qkv)
-    q, k, v = (part.unflatten(-1, (dense.heads, -1)).transpose(1, 2) for part in parts)
-    with kernels.beside(k) as join:  # matching needs the keys alone
-        step = kernels.match(k, state.r, state.protected, state.order) if state.r else None
-    size = state.size if proportional else None
-    y = dense.proj(kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale))
+    norm1, norm2 = dense.norm1, dense.norm2
+    drop_attention, drop_hidden, drop_mlp = dense.drops
+    learns = torch.is_grad_enabled()
+    x, h = ops.norm_beside(x.contiguous(), norm1.weight, norm1.bias, norm1.eps)
+    attended, step, join = _attend(dense, h, state, proportional)
+    y = _apply(drop_attention, dense.proj(attended))
     join()
 
     gamma1, gamma2 = dense.gammas
-    norm2 = dense.norm2
-    owed = dense.fc2.bias if gamma2 is None else None
+    owed = dense.fc2.bias if gamma2 is None and not drop_mlp and not learns else None
     if step is not None:
         assert isinstance(step, KernelAssignment)
         x, size, log2_size, h = ops.merge_norm(
@@ -63,11 +60,42 @@ def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional:
         x, h = ops.add_norm(x, y, gamma1, norm2.weight, norm2.bias, norm2.eps, owed)
         state = state.skip()
 
-    hidden = _linear_gelu(dense.fc1, h.view(-1, width), dense.gelu)
-    if gamma2 is None:
+    width = x.shape[2]
+    if learns:
+        hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
+    else:
+        hidden = _linear_gelu(dense.fc1, h.view(-1, width), dense.gelu)
+    hidden = _apply(drop_hidden, hidden)
+    if owed is not None:
         return x.view(-1, width).addmm_(hidden, dense.fc2.weight.t()).view_as(x), state
-    y = F.linear(hidden, dense.fc2.weight, dense.fc2.bias).view_as(x)
-    return ops.add_scaled(x, y, gamma2), state
+    y = _apply(drop_mlp, dense.fc2(hidden).view_as(x))
+    if gamma2 is None:
+        return x + y, state
+    return (torch.addcmul(x, y, gamma2) if learns else ops.add_scaled(x, y, gamma2)), state
+
+
+def _attend(
+    dense: DenseBlock, h: Tensor, state: MergeState, proportional: bool
+) -> tuple[Tensor, Assignment | None, Callable[[], None]]:
+    """Attend, and match beside it, which needs the keys alone; the function given waits for the match."""
+    heads = dense.heads
+    packed = dense.qkv[0](h) if len(dense.qkv) == 1 else None
+    if packed is None:
+        q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
+    else:
+        q, k, v = ops.unpack(packed, heads)
+    with kernels.beside(k) as join:
+        step = kernels.match(k.detach(), state.r, state.protected, state.order) if state.r else None
+    size = state.size if proportional else None
+    if packed is not None and packed.requires_grad:
+        return kernels.packed_attention(packed, heads, size, state.log2_size, dense.scale), step, join
+    return kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale), step, join
+
+
+def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:
+    for drop in drops:
+        y = drop(y)
+    return y
 
 
 def _linear_gelu(linear: nn.Linear, h: Tensor, approximate: str) -> Tensor:

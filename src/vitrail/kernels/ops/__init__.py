@@ -1,0 +1,23 @@
+"""The kernels as operators that ``torch.compile`` and autograd know: shapes without values, and gradients.
+
+Implementations import Triton when they first run, so that loading Vitrail does not.
+"""
+
+from vitrail.kernels.ops.attention import attend, attend_back, attend_keep, attend_packed, attend_packed_back, unpack
+from vitrail.kernels.ops.base import Operator
+from vitrail.kernels.ops.merging import (
+    add_norm,
+    add_scaled,
+    match,
+    merge,
+    merge_back,
+    merge_norm,
+    norm,
+    norm_back,
+    norm_beside,
+)
+
+__all__ = [
+    "Operator", "add_norm", "add_scaled", "attend", "attend_back", "attend_keep", "attend_packed",
+    "attend_packed_back", "match", "merge", "merge_back", "merge_norm", "norm", "norm_back", "norm_beside", "unpack",
+]  # fmt: skip

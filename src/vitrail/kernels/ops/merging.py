@@ -1,0 +1,242 @@
+"""Matching, merging and LayerNorm, forward and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from vitrail.kernels.ops.base import operator
+
+
+@operator("match")
+def match(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Match by keys (B, H, N, D): target (B, N), member (B, N), start (B, N − r + 1)."""
+    from vitrail.kernels import triton_matching
+
+    return triton_matching.launch(k, r, protected)
+
+
+@match.op.register_fake
+def _(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, length, _ = k.shape
+    return (
+        k.new_empty(batch, length, dtype=torch.int64),
+        k.new_empty(batch, length, dtype=torch.int32),
+        k.new_empty(batch, length - r + 1, dtype=torch.int32),
+    )
+
+
+@operator("merge")
+def merge(x: Tensor, size: Tensor | None, member: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge tokens (B, N, D): tokens, sizes and their log₂."""
+    from vitrail.kernels.triton_merging import Groups, launch
+
+    return launch(x.contiguous(), Groups(size, member, start))[:3]
+
+
+@merge.op.register_fake
+def _(x: Tensor, size: Tensor | None, member: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, kept = x.shape[0], start.shape[1] - 1
+    return (
+        x.new_empty(batch, kept, x.shape[2]),
+        x.new_empty(batch, kept, dtype=torch.float32),
+        x.new_empty(batch, kept, dtype=torch.float32),
+    )
+
+
+@operator("merge_back")
+def merge_back(grad: Tensor, size: Tensor | None, merged_size: Tensor, member: Tensor, start: Tensor) -> Tensor:
+    """Give each token its share of its group's gradient."""
+    from vitrail.kernels.triton_merging import Groups, launch_backward
+
+    return launch_backward(grad, None, Groups(size, member, start), merged_size).x
+
+
+@merge_back.op.register_fake
+def _(grad: Tensor, size: Tensor | None, merged_size: Tensor, member: Tensor, start: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], member.shape[1], grad.shape[2])
+
+
+def _keep_for_merge(ctx: Any, inputs: Any, output: Any) -> None:
+    _, size, member, start = inputs
+    ctx.save_for_backward(size, output[1], member, start)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_merge(ctx: Any, grad: Tensor, *_: None) -> tuple[Any, ...]:
+    return merge_back(grad, *ctx.saved_tensors), None, None, None
+
+
+merge.differentiable(_keep_for_merge, _backward_of_merge)
+
+
+@operator("merge_norm")
+def merge_norm(
+    x: Tensor,
+    y: Tensor,
+    gamma: Tensor | None,
+    size: Tensor | None,
+    member: Tensor,
+    start: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    add: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge ``x + γ·y``: tokens (+ ``add``, which has no gradient), sizes, their log₂, and the tokens' LayerNorm."""
+    from vitrail.kernels.triton_merging import Groups, Norm, launch
+
+    out, sizes, logs, normed = launch(x, Groups(size, member, start), y, gamma, Norm(weight, bias, eps), add)
+    assert normed is not None
+    return out, sizes, logs, normed
+
+
+@merge_norm.op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    x: Tensor, y, gamma, size, member, start: Tensor, weight, bias, eps, add
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, kept = x.shape[0], start.shape[1] - 1
+    tokens = x.new_empty(batch, kept, x.shape[2])
+    sizes = x.new_empty(batch, kept, dtype=torch.float32)
+    return tokens, sizes, torch.empty_like(sizes), torch.empty_like(tokens)
+
+
+@operator("norm_back")
+def norm_back(
+    grad: Tensor | None,
+    grad_norm: Tensor,
+    token: Tensor,
+    weight: Tensor,
+    eps: float,
+    y: Tensor | None,
+    gamma: Tensor | None,
+    size: Tensor | None,
+    merged_size: Tensor | None,
+    member: Tensor | None,
+    start: Tensor | None,
+) -> list[Tensor]:
+    """Give the gradients of x and of weight, bias and γ as rows of one tensor; with γ, that of y, too."""
+    from vitrail.kernels.triton_merging import Groups, NormBack, launch_backward
+
+    groups = None if member is None or start is None else Groups(size, member, start)
+    found = launch_backward(grad, NormBack(grad_norm, token, weight, eps), groups, merged_size, y, gamma)
+    assert found.vectors is not None
+    return [found.x, found.vectors] if gamma is None else [found.x, found.vectors, found.y]
+
+
+@norm_back.op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    grad, grad_norm: Tensor, token, weight: Tensor, eps, y, gamma, size, merged_size, member, start
+) -> list[Tensor]:
+    batch, kept, channels = grad_norm.shape
+    x = grad_norm.new_empty(batch, kept if member is None else member.shape[1], channels)
+    vectors = x.new_empty(2 if gamma is None else 3, channels)
+    return [x, vectors] if gamma is None else [x, vectors, torch.empty_like(x)]
+
+
+def _keep_for_merge_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    _, y, gamma, size, member, start, weight, _, ctx.eps, add = inputs
+    assert add is None
+    out, sizes, logs, _ = output
+    ctx.save_for_backward(out, weight, y if gamma is not None else None, gamma, size, sizes, member, start)
+    ctx.mark_non_differentiable(sizes, logs)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_merge_norm(ctx: Any, grad: Tensor, _: None, __: None, grad_norm: Tensor) -> tuple[Any, ...]:
+    out, weight, *rest = ctx.saved_tensors
+    x, vectors, *y = norm_back(grad, grad_norm, out, weight, ctx.eps, *rest)
+    dweight, dbias, *dgamma = vectors.unbind(0)
+    return x, *(y or [x]), *(dgamma or [None]), None, None, None, dweight, dbias, None, None
+
+
+merge_norm.differentiable(_keep_for_merge_norm, _backward_of_merge_norm)
+
+
+@operator("norm")
+def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last axis of contiguous tokens."""
+    from vitrail.kernels.triton_merging import Norm, launch_norm
+
+    return launch_norm(x, Norm(weight, bias, eps))[1]
+
+
+@norm.op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@operator("add_scaled")
+def add_scaled(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    """``x + γ·y`` for contiguous tokens."""
+    from vitrail.kernels.triton_merging import launch_sum
+
+    return launch_sum(x, y, gamma)
+
+
+@add_scaled.op.register_fake
+def _(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@operator("add_norm")
+def add_norm(
+    x: Tensor, y: Tensor, gamma: Tensor | None, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``x + γ·y`` (+ ``add``, which has no gradient), and its LayerNorm (without)."""
+    from vitrail.kernels.triton_merging import Norm, launch_norm
+
+    return launch_norm(x, Norm(weight, bias, eps), y, gamma, add)
+
+
+@add_norm.op.register_fake
+def _(x: Tensor, y, gamma, weight, bias, eps, add) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _keep_for_add_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    _, y, gamma, weight, _, ctx.eps, add = inputs
+    assert add is None
+    ctx.save_for_backward(output[0], weight, y if gamma is not None else None, gamma)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_add_norm(ctx: Any, grad: Tensor, grad_norm: Tensor) -> tuple[Any, ...]:
+    out, weight, y, gamma = ctx.saved_tensors
+    x, vectors, *dy = norm_back(grad, grad_norm, out, weight, ctx.eps, y, gamma, None, None, None, None)
+    dweight, dbias, *dgamma = vectors.unbind(0)
+    return x, *(dy or [x]), *(dgamma or [None]), dweight, dbias, None, None
+
+
+add_norm.differentiable(_keep_for_add_norm, _backward_of_add_norm)
+
+
+class NormBeside(torch.autograd.Function):
+    """Tokens as they are and their LayerNorm, whose gradients come back in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        return x, norm.function(x, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_norm: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        dx, vectors = norm_back(grad, grad_norm, x, weight, ctx.eps, None, None, None, None, None, None)
+        return dx, vectors[0], vectors[1], None
+
+
+def norm_beside(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Give contiguous tokens as they are, and their LayerNorm; the compiler orders the gradients by itself."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return x, torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    if torch.is_grad_enabled():
+        return NormBeside.apply(x, weight, bias, eps)
+    return x, norm(x, weight, bias, eps)

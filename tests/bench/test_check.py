@@ -138,9 +138,12 @@ def test_without_another_path_there_is_nothing_to_compare(monkeypatch: pytest.Mo
     config = quick()
     base = build(config, tiny())
     assert compare(base, random_batches(config, base.size, torch.device("cpu"))[0]) is None
-    assert kernels_used() == "reference functions in PyTorch"
+    assert kernels_used(torch.device("cpu")) == "reference functions in PyTorch"
 
 
 def test_kernels_describe_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vitrail.kernels, "describe", lambda: {"attention": "mine"}, raising=False)
-    assert kernels_used() == {"attention": "mine"}
+    assert kernels_used(torch.device("cuda")) == {"attention": "mine"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert kernels_used(torch.device("cuda")) == {"attention": "mine"}
+    assert kernels_used(torch.device("cpu")) == {"kernels": "reference", "why": "on the CPU"}

@@ -57,6 +57,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BenchConfig(NAME, device="cpu").place == torch.device("cpu")
 
 
+def test_more_threads_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    BenchConfig(NAME, device="cpu", threads=2).check_here()
+    with pytest.raises(InvalidOption, match=r"threads 3: there are 2 cores here.*Give 2 or fewer"):
+        BenchConfig(NAME, device="cpu", threads=3).check_here()
+
+
 def test_dtypes_of_weights_and_computation() -> None:
     plain = BenchConfig(NAME, dtype="bf16")
     assert (plain.weight_dtype, plain.compute_dtype) == (torch.bfloat16, torch.bfloat16)

@@ -163,7 +163,7 @@ def test_mistakes_have_names() -> None:
     with pytest.raises(InvalidOption, match="64 × 64 pixels only"):
         run(quick(size=(96, 96)), model=tiny())
     # what only the library knows, it says when it is called
-    with pytest.raises(UnsupportedInput, match="does not take pictures of 64 × 64 pixels"):
+    with pytest.raises(UnsupportedInput, match="does not take pictures of 3 × 64 × 64 .*Leave the size out"):
         run(quick(size=(64, 64)), model=ALL["hf-vit-head"].model())
 
 
@@ -197,6 +197,22 @@ def test_too_large_a_batch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(measuring, "_prepare_one", full)
     with pytest.raises(UnsupportedInput, match=r"batch 2 does not fit .*CUDA out of memory\. Choose a smaller batch"):
+        run(quick(), model=tiny())
+
+
+@pytest.mark.parametrize("batch", [10**9, 10**30])
+def test_batches_larger_than_all_memory_are_refused(batch: int) -> None:
+    with pytest.raises(UnsupportedInput, match=rf"batch {batch} does not fit .*Choose a smaller batch"):
+        run(quick(batch=batch), model=tiny())
+
+
+@pytest.mark.parametrize("where", ["random_batches", "prepare"])
+def test_memory_that_runs_out_on_the_cpu_is_said(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(measuring, where, full)
+    with pytest.raises(UnsupportedInput, match="batch 2 does not fit into the memory of this device"):
         run(quick(), model=tiny())
 
 

@@ -99,6 +99,18 @@ def test_sentences_without_figures_are_left_out() -> None:
     assert "one, two." in text
 
 
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        ({"kernels": "reference", "why": "no CUDA device"}, "reference functions in PyTorch (no CUDA device)"),
+        ({"kernels": "triton", "why": "Triton on a GPU"}, "triton (Triton on a GPU)"),
+        ("reference functions.", "reference functions"),
+    ],
+)
+def test_kernels_are_said_in_words(kernels: object, words: str) -> None:
+    assert f"Kernels of the merged model: {words}." in sentences(result(FULL[0], kernels=kernels))
+
+
 def test_title() -> None:
     config = BenchConfig("timm:vit", r=(4, 2), batch=8, dtype="bf16", autocast=True, train=True)
     assert title(result(*FULL, config=config)) == (

@@ -4,6 +4,7 @@ import importlib.util
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.bench.models import FULL, result, row
 from vitrail.bench import BenchConfig, BenchResult
@@ -25,14 +26,16 @@ def results() -> list[BenchResult]:
 def test_each_value_is_measured_in_turn(name: str, values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[BenchConfig] = []
     told: list[str] = []
+    given = nn.Identity()
 
-    def run(config: BenchConfig, tell: Any) -> BenchResult:
+    def run(config: BenchConfig, model: object, tell: Any) -> BenchResult:
+        assert model is given
         measured.append(config)
         tell("here")
         return result(config=config)
 
     monkeypatch.setattr(module, "run", run)
-    found = list(sweep(CONFIG, name, values, tell=told.append))
+    found = list(sweep(CONFIG, name, values, model=given, tell=told.append))
     assert [getattr(config, name) for config in measured] == values
     assert [entry.config for entry in found] == measured
     assert told == [f"{name} = {value}: here" for value in values]

@@ -54,10 +54,10 @@ def test_notes_show_each_of_our_warnings_once_and_leave_others_alone(
         warnings.simplefilter("always")
         with console.notes():
             warnings.warn("not ours", DeprecationWarning, stacklevel=1)
-            for text in ("too\nmany", "too many again"):
+            for text in ("too\nmany", "too\nmany", "others"):
                 warnings.warn(text, SaturatedWarning, stacklevel=1)
     assert [str(warning.message) for warning in others] == ["not ours"]
-    assert capsys.readouterr().err == "Note: too many\n"
+    assert capsys.readouterr().err == "Note: too many\nNote: others\n"
 
 
 def test_paths_and_markup_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,12 +29,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
     """Configurations that would have been measured; every measurement finds the same."""
     configs: list[BenchConfig] = []
 
-    def fake(config: BenchConfig, tell: Any) -> BenchResult:
+    def fake(config: BenchConfig, **options: Any) -> BenchResult:
         configs.append(config)
         return result(*FULL, config=config)
 
-    monkeypatch.setattr(sweeping, "run", fake)
+    measure_with(fake, monkeypatch)
     return configs
+
+
+def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure in a way of the test's own, on any device and without a model."""
+    monkeypatch.setattr(sweeping, "run", fake)
+    monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
+    monkeypatch.setattr("vitrail.cli.model.load", lambda name, **options: SimpleNamespace(model=name))
 
 
 # ---------------------------------------------------------------- good use
@@ -112,15 +120,70 @@ def test_a_sweep_is_one_json_line(measured: list[BenchConfig], tmp_path: Path) -
     assert [entry["config"]["r"] for entry in data["runs"]] == [0, 4, 8]
     assert json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8")) == data
     assert done.stdout.count("Speed-up 1.60") == 3
+    assert done.stdout.count("Ready s: from the untouched model") == 1
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["8", "149", "1", "20", "12", "12.5", "1.60", "0.96"] in lines
+
+
+def test_a_sweep_loads_its_model_once_as_every_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def load(name: str, **options: object) -> SimpleNamespace:
+        asked.append((name, options))
+        return SimpleNamespace(model="the model")
+
+    def fake(config: BenchConfig, model: object, tell: Any) -> BenchResult:
+        assert model == "the model"
+        return result(*FULL, config=config)
+
+    measure_with(fake, monkeypatch)
+    monkeypatch.setattr("vitrail.cli.model.load", load)
+    done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
+    assert done.exit_code == 0, done.output
+    assert asked == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu"})]
+    run(MODEL, "--r", 4)
+    assert asked[1] == (MODEL, {"random": True, "size": None, "device": "cpu"})
+
+
+def test_a_sweep_that_is_interrupted_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(config: BenchConfig, **options: Any) -> BenchResult:
+        if config.r == 8:
+            raise KeyboardInterrupt
+        return result(*FULL, config=config)
+
+    measure_with(fake, monkeypatch)
+    (tmp_path / "sweep.json").write_text("old")
+    done = run(MODEL, "--r", "0,4,8,16", "--json", tmp_path / "sweep.json", "--plot", tmp_path / "sweep.svg")
+    assert done.exit_code == 130
+    assert "Stopped after 2 of 4 values of r; no file was written" in one_line(done.stderr)
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert [entry["config"]["r"] for entry in data["runs"]] == [0, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
+    assert (tmp_path / "sweep.json").read_text() == "old"
+
+
+def test_trained_weights_out_of_reach_are_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("vitrail.cli.model._unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
+    done = run(MODEL, "--r", 4, "--pretrained", "--device", "cpu")
+    assert done.exit_code == 2
+    assert one_line(done.stderr) == (
+        f"Error: {MODEL}: its trained weights are not on this machine, and hub.example cannot be reached. "
+        "Check the network, or add --random-weights to go on without trained ones."
+    )
+    done = run("hf:nobody/never-fetched", "--r", 4, "--device", "cpu")
+    assert done.exit_code == 2
+    assert "it is not on this machine, and hub.example cannot be reached" in one_line(done.stderr)
 
 
 def test_a_sweep_that_ends_early_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(config: BenchConfig, tell: Any) -> BenchResult:
+    def fake(config: BenchConfig, **options: Any) -> BenchResult:
         if config.batch > 8:
             raise UnsupportedInput("batch 64 does not fit")
         return result(*FULL, config=config)
 
-    monkeypatch.setattr(sweeping, "run", fake)
+    measure_with(fake, monkeypatch)
     done = run(MODEL, "--r", 4, "--batch", "1,8,64", "--json", tmp_path / "sweep.json")
     assert done.exit_code == 2
     assert "batch 64 does not fit" in done.stderr
@@ -149,6 +212,7 @@ def test_a_plot_is_written(measured: list[BenchConfig], tmp_path: Path, monkeypa
         (["--r", "4,"], "--r '4,' is not a number of 0 or more"),
         (["--r", "4,x"], "like --r 4,8,16"),
         (["--r", "4,4"], "names a value twice"),
+        (["--r", "16,16,8,8"], "one number for each layer is measured from Python"),
         (["--r", "4", "--batch", "0"], "--batch '0' is not a number of 1 or more"),
         (["--r", "4", "--batch", "many"], "--batch 'many' is not a number of 1 or more"),
         (["--r", "4,8", "--batch", "1,2"], "A sweep is over one of --r and --batch"),
@@ -164,6 +228,9 @@ def test_a_plot_is_written(measured: list[BenchConfig], tmp_path: Path, monkeypa
         (["--r", "4", "--schedule", "steep", "--device", "cpu"], "schedule is one of"),
         (["--r", "4", "--attention", "quick"], "attention is one of"),
         (["--r", "4", "--json", "no/such/folder/x.json"], "no file can be written there"),
+        (["--r", "4", "--json", "/proc/x.json"], "Name another one with --json"),
+        (["--r", "4", "--threads", "100000"], "threads 100000: there are"),
+        (["--r", "4", "--batch", "100000000000", "--device", "cpu"], "Choose a smaller batch"),
         (["--r", "4,8", "--plot", "x.bmp"], "plots are png, svg, pdf files; got 'bmp'"),
         (["--batch", "4"], "Missing option"),
     ],
@@ -211,6 +278,7 @@ def test_a_file_that_cannot_be_written_is_named(
     assert done.exit_code == 2
     assert "No space left on device" in one_line(done.stderr)
     assert "Name another one with --json" in one_line(done.stderr)
+    assert json.loads(done.stdout.splitlines()[-1])["speedup"] == pytest.approx(1.6)
 
 
 def test_fp16_on_a_cpu_is_noted(saved_vit: Path) -> None:

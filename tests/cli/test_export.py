@@ -82,6 +82,7 @@ MISTAKES = {
     ),
     "another ending": ((MODEL, "--r", "1", "--format", "onnx", "-o", "a.pt2"), "a.pt2: expected a file name that ends"),
     "no folder": ((MODEL, "--r", "1", "-o", "no/a.pt2"), "there is no folder no"),
+    "folder of the system": ((MODEL, "--r", "1", "-o", "/proc/a.pt2"), "/proc/a.pt2 could not be written"),
     "batch of none": ((MODEL, "--r", "1", "--batch", "0", "-o", "a.pt2"), "'0' is not a number of pictures"),
     "batch is a word": ((MODEL, "--r", "1", "--batch", "many", "-o", "a.pt2"), "'many' is not a number of pictures"),
     "unknown precision": ((MODEL, "--r", "1", "--dtype", "fp4", "-o", "a.pt2"), "'fp4' is not a precision"),

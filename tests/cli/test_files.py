@@ -8,7 +8,15 @@ from typing import IO
 import pytest
 from PIL import Image
 
-from vitrail.cli.files import Names, OutputError, make_folder, write_atomically, write_picture, write_text
+from vitrail.cli.files import (
+    Names,
+    OutputError,
+    check_writable,
+    make_folder,
+    write_atomically,
+    write_picture,
+    write_text,
+)
 from vitrail.errors import VitrailError
 
 
@@ -67,6 +75,35 @@ def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
     write_text(tmp_path / "ours", "text")
     usual, ours = (stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("usual", "ours"))
     assert ours == usual
+
+
+def test_where_nothing_can_be_written_is_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(tmp_path / "a.json", "--json")
+    check_writable(Path(os.devnull), "--json")
+    assert not list(tmp_path.iterdir())
+    for path in (tmp_path, tmp_path / "no" / "a.json"):
+        with pytest.raises(OutputError, match=r"--json .*: no file can be written there"):
+            check_writable(path, "--json")
+
+    def refused(**options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    with pytest.raises(OutputError, match=r"a\.json: .*\(Permission denied\).*with --json"):
+        check_writable(tmp_path / "a.json", "--json")
+
+
+def test_pipes_are_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "text")
+        assert os.read(reader, 99) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_pictures_are_png(tmp_path: Path) -> None:

@@ -116,6 +116,38 @@ def test_folders_suggest_random_weights_only_where_they_have_a_model(tmp_path: P
     assert load(name, random=True, device="cpu").weights == "random"
 
 
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    for folder in (f"{tmp_path}/none", "./none", "a/b/none"):
+        for random in (False, True):
+            assert message(f"hf:{folder}", random=random) == (
+                f"hf:{folder}: there is no folder {folder}. Name one written by save_pretrained, or a model on the Hub."
+            )
+
+
+def test_a_size_that_a_model_has_no_word_for(no_weights: Callable[[Exception], None]) -> None:
+    assert message("timm:resnet18", random=True, size=(64, 64)).startswith("timm:resnet18: ResNet is not a supported")
+    create = timm.create_model
+
+    def refuse(name: str, **options: Any) -> torch.nn.Module:
+        if "img_size" in options:
+            raise TypeError("unexpected img_size")
+        return create(name, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("timm.create_model", refuse)
+        assert message(MODEL, random=True, size=(64, 64)) == (
+            f"{MODEL} cannot be built for pictures of 64 × 64 pixels (unexpected img_size). Leave --size out."
+        )
+
+
+def test_nothing_is_drawn_where_nobody_watches(saved_vit: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers.utils import logging as bars
+
+    load(f"hf:{saved_vit}", random=False, device="cpu")
+    assert "Loading weights" not in capfd.readouterr().err
+    assert bars.is_progress_bar_enabled()
+
+
 def test_a_name_without_its_library_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import ViTConfig
 

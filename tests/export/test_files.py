@@ -86,6 +86,37 @@ def test_a_folder_that_may_not_be_written_to(
         export(linear, tmp_path / "model.pt2", example=FOUR)
 
 
+@pytest.mark.parametrize("interrupted", ["torch.export.export", "torch.export.save", "torch.export.load"])
+def test_an_interrupt_leaves_nothing(
+    interrupted: str, linear: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(interrupted, stop)
+    with pytest.raises(KeyboardInterrupt):
+        export(linear, path, example=FOUR)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"old"
+
+
+def test_an_interrupt_that_a_library_hides_is_one(
+    linear: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: object, **options: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AssertionError("Trying to pop empty mode stack")
+
+    monkeypatch.setattr("torch.export.export", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export(linear, tmp_path / "model.pt2", example=FOUR)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
 def test_missing_packages_are_named(
     missing: str, linear: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

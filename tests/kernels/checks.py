@@ -68,7 +68,8 @@ def _check_attention_backward(case: AttentionBackward, device: torch.device) -> 
         triton_attention.launch_backward(grad, (q, k, v), size.log2(), out, sums, scale, into)  # type: ignore[arg-type]
         return into
 
-    with mock.patch.object(triton_attention, "BLOCK", 16 if case.blocks else triton_attention.BLOCK):
+    choose = triton_attention._blocks_backward
+    with mock.patch.object(triton_attention, "_blocks_backward", lambda *a: (16, 16, 4) if case.blocks else choose(*a)):
         found = twice(launch, device)
     exact = [part.double().requires_grad_() for part in (q, k, v)]
     attended = proportional_attention(*exact, size.double(), scale=scale)

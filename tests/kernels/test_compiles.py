@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import launching, triton_attention, triton_matching, triton_merging
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024
@@ -54,21 +54,21 @@ class Form:
     aligned: tuple[int, ...]
 
     @classmethod
-    def of(cls, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
-        """Sort a call's arguments as Triton does when it launches."""
+    def of(cls, kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: dict[str, Any], **options: Any) -> Form:
+        """Sort a launch's arguments as Triton does."""
         names = kernel.arg_names
-        given = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
-        options = {name: value for name, value in kwargs.items() if name not in names}
-        constants = {name: value for name, value in given.items() if name in kwargs or (_is_int(value) and value == 1)}
-        signature = {name: "constexpr" if name in constants else _type(given[name]) for name in names}
+        given = dict(zip(names, (*tensors, *numbers), strict=False)) | constants
+        assert set(given) == set(names)
+        fixed = constants | {name: value for name, value in given.items() if _is_int(value) and value == 1}
+        signature = {name: "constexpr" if name in fixed else _type(given[name]) for name in names}
         aligned = [
             index
             for index, name in enumerate(names)
-            if name not in constants
+            if name not in fixed
             and (isinstance(given[name], Tensor) or (_is_int(given[name]) and given[name] % 16 == 0))
         ]
         return cls(
-            kernel, kernel.__name__, tuple(signature.items()), tuple(constants.items()), tuple(options.items()),
+            kernel, kernel.__name__, tuple(signature.items()), tuple(fixed.items()), tuple(options.items()),
             tuple(aligned),
         )  # fmt: skip
 
@@ -95,18 +95,15 @@ def _type(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def chosen(module: Any, launch: Callable[[], Any]) -> list[Form]:
-    """Give the forms of a module's kernels that a launch calls."""
+def chosen(call: Callable[[], Any]) -> list[Form]:
+    """Give the forms of kernels that a call launches."""
     found: list[Form] = []
-    kernels = {name: value for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
 
-    def recorder(kernel: Any) -> Any:
-        stands_in = mock.MagicMock()
-        stands_in.__getitem__.return_value = lambda *args, **kwargs: found.append(Form.of(kernel, args, kwargs))
-        return stands_in
+    def record(*args: Any, **options: Any) -> None:
+        found.append(Form.of(*args, **options))
 
-    with mock.patch.multiple(module, **{name: recorder(kernel) for name, kernel in kernels.items()}):
-        launch()
+    with mock.patch.object(launching, "launch", record):
+        call()
     return found
 
 
@@ -144,15 +141,15 @@ def attention_forms() -> Iterator[Form]:
         parts = packed(length, width, dtype)
         bias, sums, out = tensor(8, length), tensor(8, 12, length), tensor(8, length, 12 * width, dtype=dtype)
         for keep in (False, True):
-            yield from chosen(triton_attention, partial(triton_attention.launch, *parts, bias, 0.125, keep))
+            yield from chosen(partial(triton_attention.launch, *parts, bias, 0.125, keep))
         back = partial(triton_attention.launch_backward, out, parts, bias, out, sums, 0.125, parts)
-        yield from chosen(triton_attention, back)
+        yield from chosen(back)
 
 
 def matching_forms() -> Iterator[Form]:
     for dtype, width, length in MATCHING:
         _, k, _ = packed(length, width, dtype)
-        yield from chosen(triton_matching, partial(triton_matching.launch, k, 3, 1))
+        yield from chosen(partial(triton_matching.launch, k, 3, 1))
 
 
 def merging_forms() -> Iterator[Form]:
@@ -178,7 +175,7 @@ def merging_forms() -> Iterator[Form]:
                 partial(merging.launch_backward, None, through),
             ]
         for call in calls:
-            yield from chosen(merging, call)
+            yield from chosen(call)
 
 
 FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_forms()]))
@@ -197,6 +194,6 @@ def test_form_compiles_for_hopper(form: Form) -> None:
 def test_every_kernel_is_compiled() -> None:
     modules = (triton_attention, triton_matching, triton_merging)
     launched = {
-        name for module in modules for name in re.findall(r"(\w+)\[(?:across|\(.+\))\]\(", inspect.getsource(module))
+        name for module in modules for name in re.findall(r"launching\.launch\(\s*(\w+)", inspect.getsource(module))
     }
     assert launched == {form.name for form in FORMS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,16 @@ class BenchConfig:
         if place.type == "cpu" and any("graph" in form for form in self.forms):
             raise InvalidOption("CUDA graphs need a CUDA device; on the CPU use the forms eager, compiled or blocks")
         return place
+
+    def check_here(self) -> None:
+        """Raise where this machine cannot do it; quick, so that mistakes are found before a model is loaded."""
+        _ = self.place
+        cores = os.cpu_count()
+        if self.threads is not None and cores is not None and self.threads > cores:
+            raise InvalidOption(
+                f"threads {self.threads}: there are {cores} cores here, and threads that wait for one another say "
+                f"nothing about a model. Give {cores} or fewer"
+            )
 
     @property
     def compute_dtype(self) -> torch.dtype:

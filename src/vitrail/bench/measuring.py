@@ -22,6 +22,9 @@ from vitrail.errors import UnsupportedInput, VitrailWarning
 
 Tell = Callable[[str], object]
 
+NO_MEMORY = "DefaultCPUAllocator"
+"""Says who ran out of memory on the CPU, where torch has no error of its own for it."""
+
 
 @dataclass
 class Entry:
@@ -51,6 +54,7 @@ def run(
         tell: called with a few words whenever something new begins.
     """
     say = tell or (lambda text: None)
+    config.check_here()
     place, notes = config.place, _notes(config)
     clock = clock or clock_for(place)
     with _settings(config), _enough_memory(config):
@@ -72,7 +76,7 @@ def run(
         steps = {(entry.variant, entry.form): entry.runner.step for entry in entries}
         spreads = measure(steps, clock, config.seconds, inputs=config.inputs)
         machine = describe_machine(place)
-        kernels = kernels_used()
+        kernels = kernels_used(place)
     rows = [
         make_row(
             config,
@@ -118,9 +122,9 @@ def _prepare_all(
             say(f"preparing {variant}, {form}")
             try:
                 entry, output = _prepare_one(config, base, variant, form, batches, clock)
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error):
+                    raise
                 if form == "eager" and variant != "sliced":  # without these there is nothing to compare
                     raise
                 failed.append(Failure(variant, form, _reason(error)))
@@ -242,7 +246,9 @@ def _attention(name: str) -> Iterator[None]:
 def _enough_memory(config: BenchConfig) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and NO_MEMORY not in str(error):
+            raise
         raise UnsupportedInput(
             f"batch {config.batch} does not fit into the memory of this device: {str(error).splitlines()[0]} Choose "
             "a smaller batch"

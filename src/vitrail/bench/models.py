@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
+import math
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,8 +90,9 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Base:
 
 def random_batches(config: BenchConfig, size: tuple[int, int], place: torch.device) -> list[Tensor]:
     """Draw the inputs that take turns: normally distributed, as prepared pictures are, and never twice the same."""
-    generator = torch.Generator().manual_seed(0)
     shape = (config.batch, 3, *size)
+    _check_room(config, math.prod(shape), place)
+    generator = torch.Generator().manual_seed(0)
     if place.type == "cuda":
         generator = torch.Generator(place).manual_seed(0)
     return [torch.randn(shape, generator=generator, device=place).to(config.weight_dtype) for _ in range(config.inputs)]
@@ -109,8 +111,10 @@ def try_out(base: Base, config: BenchConfig, batch: Tensor) -> None:
             base.module(batch[:1])
     except (AssertionError, ValueError) as error:
         height, width = base.size
+        why = " ".join(str(error).split()).rstrip(".")
         raise UnsupportedInput(
-            f"{config.model} does not take pictures of {height} × {width} pixels ({error}). Leave the size out"
+            f"{config.model} does not take pictures of 3 × {height} × {width} ({why})"
+            f"{'' if config.size is None else '. Leave the size out'}"
         ) from error
 
 
@@ -118,9 +122,29 @@ def _load(config: BenchConfig) -> nn.Module:
     options: dict[str, Any] = {}
     if config.size is not None and config.model.startswith("timm:"):
         options["img_size"] = config.size
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry would be announced
     torch.manual_seed(0)
     return load_model(config.model, pretrained=config.pretrained, **options)
+
+
+def _check_room(config: BenchConfig, values: int, place: torch.device) -> None:
+    """Refuse inputs that alone are larger than all memory; asking for so much can end the process without a word."""
+    needed = values * config.weight_dtype.itemsize * config.inputs
+    there = _memory(place)
+    if there is not None and needed > there:
+        raise UnsupportedInput(
+            f"batch {config.batch} does not fit into the memory of this device: {config.inputs} batches of pictures "
+            f"take {needed / 1e9:.3g} GB, and there are {there / 1e9:.3g}. Choose a smaller batch"
+        )
+
+
+def _memory(place: torch.device) -> int | None:
+    """Give the bytes of memory of a device; None where the system does not say."""
+    if place.type == "cuda":
+        return int(torch.cuda.get_device_properties(place).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _wrong_size(name: str, size: tuple[int, int]) -> InvalidOption:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from torch import nn
+
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.measuring import Tell, run
 from vitrail.bench.result import BenchResult
@@ -20,12 +22,27 @@ PLOT_FORMATS = ("png", "svg", "pdf")
 COLOURS = {"unmerged": "#7f7f7f", "sliced": "#d9a441", "merged": "#1f5fa8"}
 
 
-def sweep(config: BenchConfig, name: str, values: Sequence[int], *, tell: Tell | None = None) -> Iterator[BenchResult]:
-    """Measure for each value of a setting in turn; each result comes as soon as it is there."""
+def sweep(
+    config: BenchConfig,
+    name: str,
+    values: Sequence[int],
+    *,
+    model: nn.Module | None = None,
+    tell: Tell | None = None,
+) -> Iterator[BenchResult]:
+    """Measure for each value of a setting in turn; each result comes as soon as it is there.
+
+    Args:
+        config: what to measure.
+        name: the setting, ``r`` or ``batch``.
+        values: its values.
+        model: a model to take each time instead of loading the one that ``config`` names.
+        tell: called with a few words whenever something new begins.
+    """
     check_swept(name)
     for value in values:
         named = None if tell is None else _named(tell, f"{name} = {value}")
-        yield run(replace(config, **{name: value}), tell=named)  # type: ignore[arg-type]
+        yield run(replace(config, **{name: value}), model=model, tell=named)  # type: ignore[arg-type]
 
 
 def _named(tell: Tell, name: str) -> Tell:
@@ -69,6 +86,7 @@ def plot(results: Sequence[BenchResult], name: str, form: str = "png") -> bytes:
     left.set_ylim(bottom=0)
     right.plot(lines.values, _with_gaps(lines.speedup), "o-", label="speed-up over unmerged", color="#1f5fa8")
     right.plot(lines.values, _with_gaps(lines.efficiency), "s--", label="efficiency (sliced ÷ merged)", color="#d9a441")
+    right.set_ylabel("ratio of medians")
     right.axhline(1.0, color="#7f7f7f", linewidth=0.8)
     for axes in (left, right):
         axes.set_xlabel(SWEPT[name])
@@ -77,10 +95,10 @@ def plot(results: Sequence[BenchResult], name: str, form: str = "png") -> bytes:
         axes.set_xticks(lines.values, [str(value) for value in lines.values])
         axes.legend()
         axes.grid(alpha=0.3)
-    config, machine = results[0].config, results[0].machine
+    config, machine, (height, width) = results[0].config, results[0].machine, results[0].size
     fixed = f"batch {config.batch}" if name == "r" else f"r = {config.r}"
     mode = ", training" if config.train else ""
-    figure.suptitle(f"{config.model}, {fixed}, {config.dtype}{mode} · {machine['device']}")
+    figure.suptitle(f"{config.model}, {height} × {width}, {fixed}, {config.dtype}{mode} · {machine['device']}")
     content = io.BytesIO()
     figure.savefig(content, format=form, dpi=150)
     return content.getvalue()

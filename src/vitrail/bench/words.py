@@ -11,8 +11,8 @@ from vitrail.bench.result import BenchResult
 LEGEND = (
     "ms: median of one step over the whole batch, ± half of the width of the middle half of the samples; all rows "
     "took turns. TFLOP/s: the model's own operations, two for each multiply-add. Peak MB: weights, one batch and what "
-    "a step allocates (10⁶ bytes). Ready s: from the untouched model to its first result, compilation included. Diff: "
-    "how far the output is from the eager one, relative."
+    "a step allocates (10⁶ bytes; on CUDA). Ready s: from the untouched model to its first result, compilation "
+    "included. Diff: how far the output is from the eager one, relative."
 )
 NOISE = 0.05
 """Rows that spread more than this are not to be relied on."""
@@ -95,6 +95,9 @@ def _check(check: Check | None) -> list[str]:
 
 
 def _kernels(kernels: Any) -> str:
+    if isinstance(kernels, dict) and set(kernels) == {"kernels", "why"}:
+        functions = " functions in PyTorch" if kernels["kernels"] == "reference" else ""
+        return f"{kernels['kernels']}{functions} ({kernels['why']})"
     if isinstance(kernels, dict):
         return ", ".join(f"{name}: {value}" for name, value in kernels.items())
     if isinstance(kernels, list | tuple):

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from vitrail.cli import console, options
-from vitrail.errors import InvalidOption, VitrailError
+from vitrail.errors import VitrailError
 
 if TYPE_CHECKING:
     from vitrail.bench import BenchResult, Row
@@ -128,7 +128,10 @@ def parse_counts(name: str, text: str, least: int) -> list[int]:
         )
     values = [int(part) for part in parts]
     if len(set(values)) < len(values):
-        raise typer.BadParameter(f"{name} {text!r} names a value twice. Give each value of a sweep once.")
+        python = " A list with one number for each layer is measured from Python: BenchConfig(model, r=(16, 16, 8, …))."
+        raise typer.BadParameter(
+            f"{name} {text!r} names a value twice. Give each value of a sweep once.{python if name == '--r' else ''}"
+        )
     return values
 
 
@@ -157,6 +160,33 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
+    """Make the table that sums up a sweep: one line for each value, every variant in its best form."""
+    variants = results[0].config.variants
+    made = Table(
+        name,
+        "tokens",
+        "GFLOPs",
+        *(f"{variant} ms" for variant in variants),
+        "speed-up",
+        "efficiency",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in made.columns:
+        column.justify, column.no_wrap = "right", True
+    for result in results:
+        rows = [result.best(variant) for variant in variants]
+        made.add_row(
+            str(getattr(result.config, name)),
+            str(result.tokens_per_layer[-1]),
+            f"{result.flops_after / 1e9:.3g}",
+            *("–" if row is None else f"{row.ms:.4g}" for row in rows),
+            *("–" if ratio is None else f"{ratio:.2f}" for ratio in (result.speedup, result.efficiency)),
+        )
+    return made
+
+
 def _forms(compile_: bool, blocks: bool, graph: bool) -> tuple[str, ...]:
     both = compile_ and graph
     wanted = {"eager": True, "graph": graph, "compiled": compile_, "compiled-graph": both, "blocks": blocks}
@@ -173,65 +203,56 @@ def _run(
 ) -> None:
     from vitrail.bench import BenchConfig
     from vitrail.bench.sweep import check_plot, plot, sweep
+    from vitrail.cli.files import check_writable, write_atomically
+    from vitrail.cli.model import load
 
     config = BenchConfig(model, r=counts["r"][0], batch=counts["batch"][0], **settings)
+    config.check_here()
     for path, option in ((json_file, "--json"), (plot_file, "--plot")):
-        _check_writable(path, option)
+        if path is not None:
+            check_writable(path, option)
     form = "" if plot_file is None else plot_file.suffix.lstrip(".").lower()
     if plot_file is not None:
         check_plot(form)
     name = swept[0] if swept else "r"
     results: list[BenchResult] = []
-    failure: VitrailError | None = None
-    with console.err.status("Starting") as status:
+    failure: VitrailError | KeyboardInterrupt | None = None
+    with console.err.status(f"Loading {model}") as status:
+        loaded = load(model, random=not config.pretrained, size=config.size, device="cpu")
         try:
-            for result in sweep(config, name, counts[name], tell=lambda text: status.update(text)):
+            for result in sweep(config, name, counts[name], model=loaded.model, tell=lambda text: status.update(text)):
+                _print(result, legend=not results)
                 results.append(result)
-                _print(result)
-        except VitrailError as error:  # what a sweep found so far is kept
+        except (VitrailError, KeyboardInterrupt) as error:  # what a sweep found so far is kept
             if not results:
                 raise
             failure = error
     data = {"sweep": name, "runs": [result.to_dict() for result in results]} if swept else results[0].to_dict()
     line = json.dumps(data, ensure_ascii=False, allow_nan=False)
-    if plot_file is not None:
-        _write(plot_file, plot(results, name, form), "--plot")
-        console.say(f"The plot is in {plot_file}")
-    if json_file is not None:
-        _write(json_file, (line + "\n").encode(), "--json")
-    typer.echo(line)
+    if swept:
+        console.out.print(sweep_table(results, name))
+    try:
+        if isinstance(failure, KeyboardInterrupt):
+            console.note(f"Stopped after {len(results)} of {len(counts[name])} values of {name}; no file was written.")
+        else:
+            if plot_file is not None:
+                write_atomically(plot_file, lambda file: file.write(plot(results, name, form)), "--plot")
+                console.say(f"The plot is in {plot_file}")
+            if json_file is not None:
+                write_atomically(json_file, lambda file: file.write(f"{line}\n".encode()), "--json")
+    finally:
+        typer.echo(line)  # also where a file could not be written: it was minutes of work
     if failure is not None:
         raise failure
 
 
-def _print(result: BenchResult) -> None:
+def _print(result: BenchResult, legend: bool) -> None:
     from vitrail.bench.words import LEGEND, sentences, title
 
     console.say(title(result), style="bold")
     console.out.print(table(result))
-    console.say(LEGEND, style="dim")
+    if legend:
+        console.say(LEGEND, style="dim")
     for sentence in sentences(result):
         console.say(sentence)
     console.say("")
-
-
-def _check_writable(path: Path | None, option: str) -> None:
-    """Complain now, not after minutes of measuring."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise InvalidOption(
-            f"{option} {path}: no file can be written there. Expected a file's name in a folder that exists. "
-            "Make the folder first, or name another one"
-        )
-
-
-def _write(path: Path, content: bytes, option: str) -> None:
-    from vitrail.cli.files import OutputError, write_atomically
-
-    try:
-        write_atomically(path, lambda file: file.write(content))
-    except OutputError as error:
-        why = getattr(error.__cause__, "strerror", None) or error.__cause__
-        raise OutputError(
-            f"{path}: the file could not be written ({why}). Expected a folder with space that may be written to. "
-            f"Name another one with {option}."
-        ) from error

@@ -45,8 +45,8 @@ def user_errors() -> Iterator[None]:
 
 @contextmanager
 def notes() -> Iterator[None]:
-    """Show the first warning of each of our kinds as a note; other libraries' warnings go their usual way."""
-    seen: set[type[Warning]] = set()
+    """Show each of our warnings as a note, once; other libraries' warnings go their usual way."""
+    seen: set[str] = set()
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
@@ -60,8 +60,8 @@ def notes() -> Iterator[None]:
         ) -> None:
             if not issubclass(category, VitrailWarning):
                 usual(message, category, filename, lineno, file, line)
-            elif category not in seen:
-                seen.add(category)
+            elif str(message) not in seen:
+                seen.add(str(message))
                 note(str(message))
 
         warnings.simplefilter("always", VitrailWarning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,11 +19,35 @@ class OutputError(VitrailError):
     """Results could not be written."""
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def check_writable(path: Path, option: str) -> None:
+    """Complain now, not after minutes of work, where no file can be written; ``option`` named the place."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise OutputError(
+            f"{option} {path}: no file can be written there. Expected a file's name in a folder that exists. "
+            "Make the folder first, or name another one."
+        )
+    try:
+        if _is_special(path):
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise _unwritable(path, error, option) from error
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object], option: str = "-o") -> None:
     """Write a file in one step: a reader sees the old one or the new one, and a failure leaves the old one.
 
-    The text goes to a temporary file in the same folder, which then takes the name.
+    The text goes to a temporary file in the same folder, which then takes the name. Pipes and devices, like
+    ``/dev/stdout``, are written to as they are: no file may take their place.
     """
+    if _is_special(path):
+        try:
+            with path.open("wb") as file:
+                write(file)
+        except OSError as error:
+            raise _unwritable(path, error, option) from error
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -31,12 +56,21 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise OutputError(
-            f"{path}: the file could not be written ({error.strerror or error}). Expected a folder with "
-            "space that may be written to. Name another one with -o."
-        ) from error
+        raise _unwritable(path, error, option) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a path names a pipe or a device."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _unwritable(path: Path, error: OSError, option: str) -> OutputError:
+    return OutputError(
+        f"{path}: the file could not be written ({error.strerror or error}). Expected a folder with "
+        f"space that may be written to. Name another one with {option}."
+    )
 
 
 def write_picture(path: Path, picture: Image.Image) -> None:

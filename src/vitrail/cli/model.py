@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def load(
     torch.manual_seed(seed)
     unreachable = _unreachable_hub() if _asks_the_hub(name, random) else None
     try:
-        with _quiet_hub(offline=unreachable is not None):
+        with _quiet_hub(offline=unreachable is not None), _quiet_bars(name):
             model = vitrail.load_model(name, pretrained=not random, **options)
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
@@ -145,14 +146,24 @@ def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, 
     if not colon:
         guess = _guess(name)
         return f"{str(error).rstrip('.')}. Did you mean {guess}?" if guess else str(error)
-    if random or cause is None or isinstance(cause, ImportError):
+    if cause is None or isinstance(cause, ImportError):
         return str(error)
+    if library == "hf" and _is_path(rest) and not Path(rest).is_dir():
+        return f"{name}: there is no folder {rest}. Name one written by save_pretrained, or a model on the Hub."
     why = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
     obstacle = _obstacle(name, options)
+    if obstacle is not None and "img_size" in options:  # is it the size?
+        other = _obstacle(name)
+        if other is None:
+            height, width = options["img_size"]
+            return f"{name} cannot be built for pictures of {height} × {width} pixels ({why}). Leave --size out."
+        obstacle = other
     if isinstance(obstacle, UnsupportedModel):  # weights would not help
         return f"{name}: {obstacle}"
     anew = obstacle is None
     network = isinstance(cause, OSError) and not Path(rest).is_dir()
+    if random and not (network and unreachable):
+        return str(error)
     if network and unreachable:
         what = "its trained weights are" if anew else "it is"
         why = f"{name}: {what} not on this machine, and {unreachable} cannot be reached."
@@ -166,6 +177,11 @@ def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, 
         steps = "Check the network, or add" if network else "Add"
         return f"{why} {steps} --random-weights to go on without trained ones."
     return f"{why} Check the network, or name a folder written by save_pretrained, like hf:FOLDER."
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be a folder's: on the Hub there are owners and models, and nothing else."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
 def _guess(name: str) -> str | None:
@@ -233,6 +249,23 @@ def _quiet_hub(offline: bool) -> Iterator[None]:
     finally:
         settings.HF_HUB_OFFLINE = before[0]
         log.set_verbosity(before[1])
+
+
+@contextmanager
+def _quiet_bars(name: str) -> Iterator[None]:
+    """Keep transformers from drawing how far it is where nobody watches: in a file each step would be a line."""
+    try:
+        log: Any = import_module("transformers.utils.logging") if name.startswith("hf:") else None
+    except ImportError:
+        log = None
+    if log is None or sys.stderr.isatty() or not log.is_progress_bar_enabled():
+        yield
+        return
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.enable_progress_bar()
 
 
 def _wrong_size(name: str, size: tuple[int, int]) -> InvalidOption:

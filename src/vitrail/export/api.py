@@ -18,7 +18,7 @@ from vitrail.export.base import INPUT, Batch, ExportResult, Format, Shape, Trace
 from vitrail.export.checking import DRAWS, TOLERANCES, compare, count_tokens
 from vitrail.export.files import publish, workshop
 from vitrail.export.onnx import Onnx
-from vitrail.export.program import Plain, named_tensors, trace
+from vitrail.export.program import Plain, heeding_interrupts, named_tensors, trace
 from vitrail.export.pt2 import Pt2
 from vitrail.surgery import Merging
 
@@ -77,7 +77,7 @@ def export(
     found = None if merging is None else merging.found
     free: Shape = (batch if isinstance(batch, int) else "batch",)
 
-    with workshop(path) as folder:
+    with workshop(path) as folder, heeding_interrupts():
         program = trace(plain, torch.zeros_like(images), batch == "dynamic")
         draft = folder / path.name
         notes = _notes(merging, (*free, *images.shape[1:]), expected)
@@ -126,7 +126,8 @@ def check_path(path: str | os.PathLike[str], format: str | None = None) -> tuple
         raise ExportError(f"{path} is a folder; expected the name of a file")
     if not path.parent.is_dir():
         raise ExportError(f"{path}: there is no folder {path.parent}; make it first, or choose another file")
-    return path, by_suffix
+    with workshop(path):  # raises where nothing can be written
+        return path, by_suffix
 
 
 def _check_batch(batch: Any) -> None:

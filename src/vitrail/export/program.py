@@ -85,5 +85,19 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """Let an interrupt through that a library hid: where it fails while clearing up, its error comes in its place."""
+    try:
+        yield
+    except ExportError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
 def _kind(model: Plain) -> str:
     return type(model.model).__name__

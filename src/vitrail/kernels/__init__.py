@@ -74,10 +74,11 @@ _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 def beside(x: Tensor) -> Iterator[Callable[[], None]]:
     """Run what is inside on a stream of its own, once ``x`` is there; the function given joins the streams again.
 
-    For small batches, and not where the compiler orders the work. Every stream has one beside it, which waits for it
-    each time: so memory that is given back on either is never taken while the other still reads it.
+    For small batches while a CUDA graph is recorded: otherwise streams cost more time to launch than they save. Every
+    stream has one beside it, which waits for it each time: so memory that is given back on either is never taken while
+    the other still reads it.
     """
-    if torch.compiler.is_compiling() or x.shape[0] > BESIDE:
+    if x.shape[0] > BESIDE or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
         yield _nothing
         return
     main = torch.cuda.current_stream(x.device)

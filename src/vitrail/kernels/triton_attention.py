@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.kernels import launching
+
 LOG2E = 1.4426950408889634
 WHOLE = 256
 """Longest sequence whose keys one program keeps."""
-BLOCK = 64
-"""Keys, and queries, that the gradients are computed for at once; half as many of what takes twice the room."""
 
 
 @triton.jit
@@ -177,22 +177,18 @@ def launch(
     q, k, v = _readable(q), _readable(k), _readable(v)
     out = torch.empty(batch, length, heads * channels, dtype=q.dtype, device=q.device)
     sums = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device) if keep else None
-    padded = max(16, triton.next_power_of_2(channels))
-    wide = padded > 64 or q.dtype == torch.float32
-    inputs = (
-        q, k, v, bias, out, out if sums is None else sums,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, length, scale * LOG2E,
-    )  # fmt: skip
+    tensors = (q, k, v, bias, out, out if sums is None else sums)
+    numbers = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, length, scale * LOG2E)
+    padded, wide = _width(q)
+    constants = {"D": channels, "D_PAD": padded, "BLOCK_M": 64, "BLOCK_N": 128, "KEEPS": keep}
     if q.dtype != torch.float32 and length <= (WHOLE // 2 if wide else WHOLE):
-        block_n = max(16, triton.next_power_of_2(length))
-        _attend_whole[(batch * heads,)](
-            *inputs, D=channels, D_PAD=padded, BLOCK_M=32 if wide else 64, BLOCK_N=block_n, KEEPS=keep, num_warps=4
-        )
+        constants |= {"BLOCK_M": 32 if wide else 64, "BLOCK_N": _power(length)}
+        launching.launch(_attend_whole, (batch * heads,), tensors, numbers, constants, num_warps=4)
     else:
-        block_m, block_n = (64, 32) if wide else (64, 128)
-        _attend_steps[(batch * heads, triton.cdiv(length, block_m))](
-            *inputs, D=channels, D_PAD=padded, BLOCK_M=block_m, BLOCK_N=block_n, KEEPS=keep, num_warps=4, num_stages=2
-        )
+        if wide:
+            constants["BLOCK_N"] = 32
+        grid = (batch * heads, launching.blocks(length, 64))
+        launching.launch(_attend_steps, grid, tensors, numbers, constants, num_warps=4, num_stages=2)
     return out, sums
 
 
@@ -203,16 +199,44 @@ def launch_backward(
     """Write the gradients of q, k and v (B, H, N, D), given that of the output (B, N, H·D)."""
     q, k, v = (_readable(part) for part in parts)
     batch, heads, length, channels = q.shape
-    padded = max(16, triton.next_power_of_2(channels))
-    wide = padded > 64 or q.dtype == torch.float32
-    block = min(max(16, BLOCK // 2) if wide else BLOCK, max(16, triton.next_power_of_2(length)))
-    one = length <= block
-    part = q if one else torch.empty(batch, heads, length, channels, dtype=torch.float32, device=q.device)
+    padded, wide = _width(q)
+    block_m, block_n, warps = _blocks_backward(length, wide)
+    one = length <= block_n
+    part = out if one else torch.empty(batch, heads, length, channels, dtype=torch.float32, device=q.device)
     strides = [step for tensor in (q, k, v, *into) for step in tensor.stride()[:3]]
-    _attend_backward[(batch * heads,)](
-        q, k, v, bias, out, sums, grad.contiguous(), *into, part, *strides, heads, length, scale * LOG2E, scale,
-        D=channels, D_PAD=padded, BLOCK_M=block, BLOCK_N=block, ONE=one, num_warps=4,
-    )  # fmt: skip
+    launching.launch(
+        _attend_backward,
+        (batch * heads,),
+        (q, k, v, bias, out, sums, grad.contiguous(), *into, part),
+        (*strides, heads, length, scale * LOG2E, scale),
+        {"D": channels, "D_PAD": padded, "BLOCK_M": block_m, "BLOCK_N": block_n, "ONE": one},
+        num_warps=warps,
+    )
+
+
+def _blocks_backward(length: int, wide: bool) -> tuple[int, int, int]:
+    """Queries and keys that the gradients are computed for at once, and warps: what was fastest on a Hopper GPU."""
+    most = _power(length)
+    if wide:
+        return min(32, most), min(32, most), 4
+    if most <= 64:
+        return most, most, 4
+    if most == 128:
+        return 32, 128, 4
+    if length <= 192:
+        return 64, 64, 4
+    return (64, 256, 8) if most == 256 else (64, 128, 8)
+
+
+def _width(q: Tensor) -> tuple[int, bool]:
+    """Channels of a head in memory, and whether they take twice the room of 64 in half precision."""
+    padded = _power(q.shape[3])
+    return padded, padded > 64 or q.dtype == torch.float32
+
+
+def _power(length: int) -> int:
+    """Next power of two that matrix units take."""
+    return max(16, launching.power_of_two(length))
 
 
 def _readable(part: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.kernels import launching
+
 WHOLE = 256
 """Longest sequence that one program matches by itself."""
 
@@ -227,29 +229,30 @@ def launch(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     target = torch.empty(batch, length, dtype=torch.int64, device=device)
     member = torch.empty(batch, length, dtype=torch.int32, device=device)
     start = torch.empty(batch, length - r + 1, dtype=torch.int32, device=device)
-    padded = max(16, triton.next_power_of_2(channels))
+    padded = max(16, launching.power_of_two(channels))
     evens = (length + 1) // 2
-    block = max(16, triton.next_power_of_2(evens))
+    block = max(16, launching.power_of_two(evens))
+    strides = k.stride()[:3]
+    width = {"D": channels, "D_PAD": padded}
     if evens <= WHOLE // 2 and padded * block <= 64 * 128:  # what a multiprocessor's memory holds
         scratch = torch.empty(batch, 2 * block, dtype=torch.float32, device=device)
-        _match_whole[(batch,)](
-            k, scratch, target, member, start, *k.stride()[:3], heads, length, protected, r,
-            D=channels, D_PAD=padded, BLOCK=block, num_warps=8 if block == 128 else 4,
-        )  # fmt: skip
+        tensors, numbers = (k, scratch, target, member, start), (*strides, heads, length, protected, r)
+        warps = 8 if block == 128 else 4
+        launching.launch(_match_whole, (batch,), tensors, numbers, {**width, "BLOCK": block}, num_warps=warps)
         return target, member, start
     metric = torch.empty(batch, length, channels, dtype=torch.float32, device=device)
     best = torch.empty(batch, evens, dtype=torch.float32, device=device)
     partner = torch.empty(batch, evens, dtype=torch.int32, device=device)
     merges = torch.empty(batch, evens, dtype=torch.int32, device=device)
-    block = 64
-    across = (batch, triton.cdiv(evens, block))
-    _metric[(batch, triton.cdiv(length, 16))](
-        k, metric, *k.stride()[:3], heads, length, D=channels, D_PAD=padded, BLOCK=16, num_warps=4
-    )
-    _best[across](
-        metric, best, partner, length, protected,
-        D=channels, D_PAD=padded, BLOCK_A=block, BLOCK_C=64, num_warps=4, num_stages=2,
+    across = (batch, launching.blocks(evens, 64))
+    blocks = {"BLOCK_A": 64, "BLOCK_J": 64}
+    grid = (batch, launching.blocks(length, 16))
+    launching.launch(_metric, grid, (k, metric), (*strides, heads, length), {**width, "BLOCK": 16}, num_warps=4)
+    launching.launch(
+        _best, across, (metric, best, partner), (length, protected), {**width, "BLOCK_A": 64, "BLOCK_C": 64},
+        num_warps=4, num_stages=2,
     )  # fmt: skip
-    _choose[across](best, merges, evens, r, BLOCK_A=block, BLOCK_J=64, num_warps=4)
-    _place[across](partner, merges, target, member, start, length, protected, r, BLOCK_A=block, BLOCK_J=64, num_warps=4)
+    launching.launch(_choose, across, (best, merges), (evens, r), blocks, num_warps=4)
+    places = (partner, merges, target, member, start)
+    launching.launch(_place, across, places, (length, protected, r), blocks, num_warps=4)
     return target, member, start

@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WARPS = {"merge": 2, "norm": 2, "backward": 4}
+from vitrail.kernels import launching
+
+WARPS = 2
 PROGRAMS = 1056
 """How many programs sum gradients of weights: eight for each multiprocessor of a large GPU."""
 
@@ -208,14 +210,16 @@ def launch(
     size = torch.empty(batch, kept, dtype=torch.float32, device=x.device)
     log_size = torch.empty_like(size)
     normed = torch.empty_like(out) if norm is not None else None
-    _merge[(batch * kept,)](
-        x, _or(y, x), _or(gamma, x), _or(add, x), _or(groups.size, x), groups.member, groups.start,
-        *((norm.weight, norm.bias) if norm is not None else (x, x)),
-        out, size, log_size, _or(normed, x), length, kept, norm.eps if norm is not None else 0.0,
-        HAS_Y=y is not None, HAS_GAMMA=gamma is not None, HAS_ADD=add is not None,
-        HAS_SIZE=groups.size is not None, HAS_NORM=norm is not None,
-        D=channels, D_PAD=triton.next_power_of_2(channels), num_warps=WARPS["merge"],
+    weight, bias, eps = norm or (x, x, 0.0)
+    constants = {
+        "HAS_Y": y is not None, "HAS_GAMMA": gamma is not None, "HAS_ADD": add is not None,
+        "HAS_SIZE": groups.size is not None, "HAS_NORM": norm is not None, **_width(channels),
+    }  # fmt: skip
+    tensors = (
+        x, _or(y, x), _or(gamma, x), _or(add, x), _or(groups.size, x), groups.member, groups.start, weight, bias,
+        out, size, log_size, _or(normed, x),
     )  # fmt: skip
+    launching.launch(_merge, (batch * kept,), tensors, (length, kept, eps), constants, num_warps=WARPS)
     return out, size, log_size, normed
 
 
@@ -226,11 +230,12 @@ def launch_norm(
     channels = x.shape[-1]
     normed = torch.empty_like(x)
     out = torch.empty_like(x) if y is not None else x
-    _norm[(x.numel() // channels,)](
-        x, _or(y, x), _or(gamma, x), _or(add, x), norm.weight, norm.bias, out, normed, norm.eps,
-        HAS_Y=y is not None, HAS_GAMMA=gamma is not None, HAS_ADD=add is not None, HAS_NORM=True,
-        D=channels, D_PAD=triton.next_power_of_2(channels), num_warps=WARPS["norm"],
-    )  # fmt: skip
+    constants = {
+        "HAS_Y": y is not None, "HAS_GAMMA": gamma is not None, "HAS_ADD": add is not None, "HAS_NORM": True,
+        **_width(channels),
+    }  # fmt: skip
+    tensors = (x, _or(y, x), _or(gamma, x), _or(add, x), norm.weight, norm.bias, out, normed)
+    launching.launch(_norm, (x.numel() // channels,), tensors, (norm.eps,), constants, num_warps=WARPS)
     return out, normed
 
 
@@ -238,11 +243,9 @@ def launch_sum(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
     """Give ``x + γ·y`` for contiguous tokens (…, D)."""
     channels = x.shape[-1]
     out = torch.empty_like(x)
-    _norm[(x.numel() // channels,)](
-        x, y, gamma, x, x, x, out, out, 0.0,
-        HAS_Y=True, HAS_GAMMA=True, HAS_ADD=False, HAS_NORM=False,
-        D=channels, D_PAD=triton.next_power_of_2(channels), num_warps=WARPS["norm"],
-    )  # fmt: skip
+    constants = {"HAS_Y": True, "HAS_GAMMA": True, "HAS_ADD": False, "HAS_NORM": False, **_width(channels)}
+    tensors = (x, y, gamma, x, x, x, out, out)
+    launching.launch(_norm, (x.numel() // channels,), tensors, (0.0,), constants, num_warps=WARPS)
     return out
 
 
@@ -290,16 +293,22 @@ def launch_backward(
     rows = batch * kept
     programs = min(rows, PROGRAMS)
     parts = torch.empty(programs, 2 if gamma is None else 3, channels, dtype=torch.float32, device=like.device)
-    _backward[(programs,)](
-        _or(grad, like), *((norm.grad, norm.token, norm.weight) if norm is not None else (like, like, like)),
-        _or(y, like), _or(gamma, like),
-        *((_or(groups.size, like), merged_size, groups.member, groups.start) if groups is not None else [like] * 4),
-        dx, dy, parts, rows, length, kept, norm.eps if norm is not None else 0.0,
-        HAS_GRAD=grad is not None, HAS_NORM=norm is not None, HAS_GAMMA=gamma is not None,
-        HAS_GROUPS=groups is not None, HAS_SIZE=groups is not None and groups.size is not None,
-        D=channels, D_PAD=triton.next_power_of_2(channels), num_warps=WARPS["backward"],
+    size, member, start = groups or (None, like, like)
+    grad_norm, token, weight, eps = norm or (like, like, like, 0.0)
+    constants = {
+        "HAS_GRAD": grad is not None, "HAS_NORM": norm is not None, "HAS_GAMMA": gamma is not None,
+        "HAS_GROUPS": groups is not None, "HAS_SIZE": size is not None, **_width(channels),
+    }  # fmt: skip
+    tensors = (
+        _or(grad, like), grad_norm, token, weight, _or(y, like), _or(gamma, like), _or(size, like),
+        _or(merged_size, like), member, start, dx, dy, parts,
     )  # fmt: skip
+    launching.launch(_backward, (programs,), tensors, (rows, length, kept, eps), constants, num_warps=WARPS)
     return Gradients(dx, dy, None if norm is None else parts.sum(0).to(like.dtype))
+
+
+def _width(channels: int) -> dict[str, int]:
+    return {"D": channels, "D_PAD": launching.power_of_two(channels)}
 
 
 def _or(tensor: Tensor | None, instead: Tensor) -> Tensor:

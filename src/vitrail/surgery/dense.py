@@ -9,6 +9,9 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +36,72 @@ def serves(x: Tensor, state: MergeState) -> bool:
 
 def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, state: MergeState) -> DenseBlock | None:
     """Give a block as its matrices, where it is nothing more and the kernels serve it here."""
-    if not serves(x, state) or parts.head_shape(block)[1] > kernels.WIDEST:
+    if not serves(x, state):
         return None
-    return parts.dense(block)
+    if torch.compiler.is_compiling():
+        return _find(parts, block)
+    known = _known.get(block)
+    if known is not None and known.holds():
+        return known.dense
+    dense = _find(parts, block)
+    if dense is not None:
+        _known[block] = Known.of(block, dense)
+    return dense
+
+
+def _find(parts: BlockAdapter, block: nn.Module) -> DenseBlock | None:
+    return parts.dense(block) if parts.head_shape(block)[1] <= kernels.WIDEST else None
+
+
+@dataclass(frozen=True)
+class Known:
+    """A block's matrices and what they were found by, to be looked over before each use instead of found again.
+
+    Attributes:
+        modules: all inside the block, with their classes and modes.
+        children: who has which of them.
+        hooks: on any of them; empty, or the block would not be dense.
+        weights: where their parameters are, and of which classes.
+        rates: of dropouts and the like.
+    """
+
+    dense: DenseBlock
+    modules: tuple[nn.Module, ...]
+    kinds: list[tuple[type, bool]]
+    children: list[tuple[dict[str, Any], tuple[Any, ...]]]
+    hooks: tuple[dict[int, Any], ...]
+    weights: tuple[dict[str, Any], ...]
+    weight_kinds: list[type]
+    rates: list[tuple[nn.Module, str, float]]
+
+    @classmethod
+    def of(cls, block: nn.Module, dense: DenseBlock) -> Known:
+        """Take down what a block is."""
+        modules = tuple(part for part in block.modules() if part is not block)
+        weights = tuple(part._parameters for part in modules if part._parameters)
+        return cls(
+            dense,
+            modules,
+            [(type(part), part.training) for part in modules],
+            [(part._modules, tuple(part._modules.values())) for part in (block, *modules) if part._modules],
+            tuple(hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)),
+            weights,
+            [type(weight) for part in weights for weight in part.values()],
+            [(part, name, vars(part)[name]) for part in modules for name in ("p", "drop_prob") if name in vars(part)],
+        )
+
+    def holds(self) -> bool:
+        """Whether nothing of it has changed."""
+        return (
+            not any(self.hooks)
+            and [(type(part), part.training) for part in self.modules] == self.kinds
+            and [type(weight) for part in self.weights for weight in part.values()] == self.weight_kinds
+            and all(tuple(there.values()) == before for there, before in self.children)
+            and all(getattr(part, name) == rate for part, name, rate in self.rates)
+        )
+
+
+_known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
 def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool) -> tuple[Tensor, MergeState]:

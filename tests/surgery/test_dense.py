@@ -1,0 +1,87 @@
+"""What the fused path knows of a block holds only as long as the block stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from timm.layers import DropPath
+from timm.models.vision_transformer import Block
+from torch import nn
+
+from vitrail import kernels
+from vitrail.adapters.timm import TimmBlock
+from vitrail.merging import MergeState
+from vitrail.surgery import dense
+from vitrail.surgery.dense import dense_block
+
+
+@pytest.fixture
+def block(monkeypatch: pytest.MonkeyPatch) -> Block:
+    monkeypatch.setattr(kernels, "usable", lambda x: True)
+    return Block(32, 2, qkv_bias=True, init_values=0.1, drop_path=0.1, proj_drop=0.1).to(torch.bfloat16).eval()
+
+
+def find(block: nn.Module) -> dense.DenseBlock | None:
+    return dense_block(TimmBlock(), block, torch.empty(1, 9, 32, dtype=torch.bfloat16), MergeState((2,)))
+
+
+def test_known_block_is_not_looked_through_again(block: Block) -> None:
+    first = find(block)
+    assert first is not None
+    with mock.patch.object(TimmBlock, "dense", side_effect=AssertionError):
+        assert find(block) is first
+
+
+CHANGES: dict[str, Callable[[Block], object]] = {
+    "hook": lambda block: block.mlp.fc1.register_forward_hook(lambda *_: None),
+    "hook before": lambda block: block.attn.qkv.register_forward_pre_hook(lambda *_: None),
+    "module": lambda block: setattr(block.mlp, "act", nn.ReLU()),
+    "subclass": lambda block: setattr(block.mlp, "fc2", type("Adapted", (nn.Linear,), {})(128, 32)),
+    "kind of weight": lambda block: block.mlp.fc1._parameters.update(
+        weight=type("Quantised", (nn.Parameter,), {})(block.mlp.fc1.weight.detach())
+    ),
+    "dropout of attention": lambda block: (setattr(block.attn.attn_drop, "p", 0.1), block.train()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_block_is_dense_no_more(block: Block, change: str) -> None:
+    assert find(block) is not None
+    CHANGES[change](block)
+    assert find(block) is None
+
+
+def test_hook_that_is_gone_is_forgotten(block: Block) -> None:
+    handle = block.norm1.register_forward_hook(lambda *_: None)
+    assert find(block) is None
+    handle.remove()
+    assert find(block) is not None
+
+
+def test_replaced_layer_is_used(block: Block) -> None:
+    assert find(block) is not None
+    block.attn.proj = nn.Linear(32, 32, dtype=torch.bfloat16)
+    found = find(block)
+    assert found is not None
+    assert found.proj is block.attn.proj
+
+
+def test_dropouts_work_in_training_alone(block: Block) -> None:
+    found = find(block)
+    assert found is not None
+    assert found.drops == ((), (), ())
+    found = find(block.train())
+    assert found is not None
+    assert [[type(drop) for drop in drops] for drops in found.drops] == [
+        [nn.Dropout, DropPath],
+        [nn.Dropout],
+        [nn.Dropout, DropPath],
+    ]
+    for drop in (block.attn.proj_drop, block.mlp.drop1, block.mlp.drop2):
+        drop.p = 0.0
+    found = find(block)
+    assert found is not None
+    assert found.drops == ((block.drop_path1,), (), (block.drop_path2,))

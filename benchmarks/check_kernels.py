@@ -32,13 +32,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402
-from tests.kernels.cases import Attention, Backward, Case, Matching, Merging, Norm, Outcome, Sum  # noqa: E402
+from tests.kernels.cases import Attention, AttentionBackward, Backward, Case, Matching, Merging, Norm, Outcome, Sum  # noqa: E402
 from tests.kernels.whole import LARGE, SMALL, compiled_outcome, graph_outcome, outcomes, small_vit, streams_outcome  # noqa: E402
 
 from vitrail import kernels  # noqa: E402
 from vitrail.errors import VitrailWarning  # noqa: E402
 
 DTYPES = ("bfloat16", "float16", "float32")
+HALF_TYPES = DTYPES[:2]
 LENGTHS = (1, 2, 3, 5, 16, 17, 31, 64, 65, 100, 127, 128, 129, 197, 198, 255, 256, 257, 300, 576, 577, 1024, 1025)
 LONG = (1370, 1374, 2048, 3000, 4095, 4096)
 WIDTHS = (32, 48, 64, 72, 80, 96, 128)
@@ -58,6 +59,18 @@ def attention_cases() -> Iterator[Case]:
         yield Attention(length=131, width=72, dtype=dtype, layout=layout)
     for dtype, stepped in product(DTYPES, (False, True)):
         yield Attention(length=100, width=64, dtype=dtype, stepped=stepped, sharp=8.0, scale=0.3)
+
+
+def attention_backward_cases() -> Iterator[Case]:
+    """Every length; every width in every dtype on either side of each change of blocks; every layout."""
+    for length in (*LENGTHS, *LONG):
+        yield AttentionBackward(length=length, width=64, dtype=HALF_TYPES[length % 2], heads=3)
+    for width, dtype, length in product(WIDTHS, DTYPES, (17, 64, 197)):
+        yield AttentionBackward(length=length, width=width, dtype=dtype)
+    for dtype, layout in product(DTYPES, ("separate", "heads", "channels")):
+        yield AttentionBackward(length=131, width=72, dtype=dtype, layout=layout)
+    for dtype in DTYPES:
+        yield AttentionBackward(length=100, width=64, dtype=dtype, sharp=4.0, scale=0.3)
 
 
 def matching_cases() -> Iterator[Case]:
@@ -87,6 +100,8 @@ def merging_cases() -> Iterator[Case]:
         yield Norm(length=197, channels=channels, dtype=dtype)
         yield Sum(length=197, channels=channels, dtype=dtype)
         yield Backward(**shape, channels=channels, dtype=dtype, sizes=True)
+        yield Backward(**shape, channels=channels, dtype=dtype, sizes=True, norm=True, gamma=True)
+        yield Backward(length=197, kept=None, channels=channels, dtype=dtype, norm=True)
     for name, dtype in product(everything, DTYPES):
         yield Merging(**shape, **{**everything, name: False, "gamma": name not in ("y", "gamma")}, dtype=dtype)
     for gamma, add, dtype in product((False, True), (False, True), DTYPES):
@@ -94,6 +109,7 @@ def merging_cases() -> Iterator[Case]:
     for length, kept in ((1, 1), (2, 1), (3, 3), (257, 129), (4096, 2048), (4095, 4094)):
         yield Merging(length=length, kept=kept, channels=768, dtype="bfloat16", norm=True)
         yield Backward(length=length, kept=kept, channels=768, dtype="bfloat16", strided=True)
+        yield Backward(length=length, kept=kept, channels=768, dtype="bfloat16", norm=True, tokens=False)
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,7 @@ def _run_beyond(name: str, *arguments: Any) -> Outcome:
 
 def all_tasks(device: str, quick: bool) -> list[Task]:
     """Give what can run on a device, whatever takes longest first."""
-    cases = [*attention_cases(), *matching_cases(), *merging_cases()]
+    cases = [*attention_cases(), *attention_backward_cases(), *matching_cases(), *merging_cases()]
     if device == "cuda":
         if quick:
             return [*model_tasks(quick), *kernel_tasks(cases[::10], device)]
@@ -247,7 +263,7 @@ def main(arguments: Sequence[str]) -> int:
         say("Without a GPU there is little to see: models run on the reference functions, and agree with themselves.")
     tasks = all_tasks(device, options.quick)
     tasks = [task for task in tasks if options.only is None or options.only in f"{task.topic} {task.name}"]
-    default = min(8, os.cpu_count() or 1) if device == "cuda" else 0
+    default = min(14, os.cpu_count() or 1) if device == "cuda" else 0
     found = list(run_all(tasks, default if options.workers is None else options.workers))
     found.sort(key=lambda outcome: (outcome.topic, outcome.case))
     failures = [outcome for outcome in found if not outcome.passed]

@@ -89,8 +89,9 @@ def test_training() -> None:
     assert all(row.difference is None for row in result.rows)
 
 
-def test_threads_are_set_and_given_back() -> None:
+def test_threads_are_set_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
+    monkeypatch.setattr("os.cpu_count", lambda: before + 1)
     result = run(quick(threads=before + 1), model=tiny(), clock=CountingClock())
     assert result.machine["threads"] == before + 1
     assert torch.get_num_threads() == before
@@ -163,7 +164,7 @@ def test_mistakes_have_names() -> None:
     with pytest.raises(InvalidOption, match="64 × 64 pixels only"):
         run(quick(size=(96, 96)), model=tiny())
     # what only the library knows, it says when it is called
-    with pytest.raises(UnsupportedInput, match="does not take pictures of 3 × 64 × 64 .*Leave the size out"):
+    with pytest.raises(UnsupportedInput, match=r"does not take pictures of 3 × 64 × 64 .*Leave the size out"):
         run(quick(size=(64, 64)), model=ALL["hf-vit-head"].model())
 
 

@@ -1,5 +1,6 @@
 """``vitrail bench``: what it prints and writes, and how it answers mistakes."""
 
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tests.bench.models import FULL, result
 from tests.cli.words import one_line
 from vitrail.bench import BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
-from vitrail.cli import app
+from vitrail.cli import app, console
 from vitrail.cli.bench import COLUMNS, cells
 from vitrail.errors import UnsupportedInput
 
@@ -123,6 +125,18 @@ def test_a_sweep_is_one_json_line(measured: list[BenchConfig], tmp_path: Path) -
     assert done.stdout.count("Ready s: from the untouched model") == 1
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["8", "149", "1", "20", "12", "12.5", "1.60", "0.96"] in lines
+
+
+def test_results_have_their_own_lines_on_a_terminal(
+    measured: list[BenchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    for name in ("out", "err"):
+        monkeypatch.setattr(console, name, Console(file=screen, force_terminal=True, color_system=None, width=120))
+    assert run(MODEL, "--r", "0,4").exit_code == 0
+    before = screen.getvalue().split(f"{MODEL}, 224 × 224, batch 64")[:-1]
+    assert len(before) == 2
+    assert all(text.endswith("\x1b[2K") for text in before)  # the line was cleared
 
 
 def test_a_sweep_loads_its_model_once_as_every_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,14 @@ class Form:
         names = kernel.arg_names
         given = dict(zip(names, (*tensors, *numbers), strict=False)) | constants
         assert set(given) == set(names)
-        fixed = constants | {name: value for name, value in given.items() if _is_int(value) and value == 1}
+        plain = [name for index, name in enumerate(names) if kernel.params[index].do_not_specialize]
+        special = {name: value for name, value in given.items() if _is_int(value) and name not in plain}
+        fixed = constants | {name: value for name, value in special.items() if value == 1}
         signature = {name: "constexpr" if name in fixed else _type(given[name]) for name in names}
         aligned = [
             index
             for index, name in enumerate(names)
-            if name not in fixed
-            and (isinstance(given[name], Tensor) or (_is_int(given[name]) and given[name] % 16 == 0))
+            if name not in fixed and (isinstance(given[name], Tensor) or special.get(name, 1) % 16 == 0)
         ]
         return cls(
             kernel, kernel.__name__, tuple(signature.items()), tuple(fixed.items()), tuple(options.items()),

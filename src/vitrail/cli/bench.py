@@ -221,8 +221,10 @@ def _run(
         loaded = load(model, random=not config.pretrained, size=config.size, device="cpu")
         try:
             for result in sweep(config, name, counts[name], model=loaded.model, tell=lambda text: status.update(text)):
+                status.stop()  # it would share a line with the results
                 _print(result, legend=not results)
                 results.append(result)
+                status.start()
         except (VitrailError, KeyboardInterrupt) as error:  # what a sweep found so far is kept
             if not results:
                 raise

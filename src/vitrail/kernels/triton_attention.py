@@ -25,7 +25,7 @@ WHOLE = 256
 """Longest sequence whose keys one program keeps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"])
 def _attend_whole(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, sum_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
@@ -59,7 +59,7 @@ def _attend_whole(
             tl.store(sum_ptr + (batch * heads + head) * length + rows, peak + tl.log2(total), mask=rows < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"])
 def _attend_steps(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, sum_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
@@ -101,7 +101,7 @@ def _attend_steps(
         tl.store(sum_ptr + (batch * heads + head) * length + rows, best + tl.log2(total), mask=rows < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"])
 def _attend_backward(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, sum_ptr, grad_ptr, dq_ptr, dk_ptr, dv_ptr, part_ptr,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,

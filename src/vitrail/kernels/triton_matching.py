@@ -25,7 +25,7 @@ WHOLE = 256
 """Longest sequence that one program matches by itself."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"])
 def _metric(
     k_ptr, out_ptr, k_b, k_h, k_n, heads, length,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -41,7 +41,7 @@ def _metric(
     tl.store(out_ptr + (batch * length + rows[:, None]) * D + channel[None, :], _unit(acc / heads), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "protected"])
 def _best(
     metric_ptr, best_ptr, partner_ptr, length, protected,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -75,7 +75,7 @@ def _best(
     tl.store(partner_ptr + batch * evens + a, partner, mask=a < evens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["evens", "r"])
 def _choose(best_ptr, merges_ptr, evens, r, BLOCK_A: tl.constexpr, BLOCK_J: tl.constexpr):
     batch = tl.program_id(0).to(tl.int64)
     a = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
@@ -96,7 +96,7 @@ def _comes_before(other, j, mine, a, evens):
     return (larger & (j < evens)[None, :]).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "protected", "r"])
 def _place(
     partner_ptr, merges_ptr, target_ptr, member_ptr, start_ptr, length, protected, r,
     BLOCK_A: tl.constexpr, BLOCK_J: tl.constexpr,
@@ -161,7 +161,7 @@ def _write_places(
     tl.store(start_ptr + batch * (kept + 1) + kept + 0 * a, length + 0 * a, mask=a == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "protected", "r"])
 def _match_whole(
     k_ptr, scratch_ptr, target_ptr, member_ptr, start_ptr, k_b, k_h, k_n, heads, length, protected, r,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,

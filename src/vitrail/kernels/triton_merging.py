@@ -39,7 +39,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "kept"])
 def _merge(
     x_ptr, y_ptr, gamma_ptr, add_ptr, size_ptr, member_ptr, start_ptr, weight_ptr, bias_ptr,
     out_ptr, out_size_ptr, out_log_ptr, norm_ptr, length, kept, eps,
@@ -128,7 +128,7 @@ def _finish(
         tl.store(norm_ptr + row * D + channel, normed.to(norm_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "length", "kept"])
 def _backward(
     grad_ptr, grad_norm_ptr, token_ptr, weight_ptr, y_ptr, gamma_ptr, size_ptr, out_size_ptr, member_ptr, start_ptr,
     dx_ptr, dy_ptr, part_ptr, rows, length, kept, eps,

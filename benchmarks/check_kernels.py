@@ -145,7 +145,7 @@ def model_tasks(quick: bool) -> list[Task]:
     tasks += [Task("model", f"graph {dtype}", partial(graph_outcome, subject, dtype)) for dtype, subject in recorded]
     tasks.append(Task("model", "streams", partial(streams_outcome, LARGE[0], torch.bfloat16)))
     if not quick:
-        tasks += [Task("model", f"graph {name}", partial(graph_outcome, LARGE[2], dtype)) for dtype, name in HALVES]
+        tasks += [Task("model", f"graph {name}", partial(graph_outcome, LARGE[3], dtype)) for dtype, name in HALVES]
         tasks[:0] = [
             Task("model", f"compiled {dtype}", partial(compiled_outcome, vit, dtype, "cuda"))
             for dtype in (torch.bfloat16, torch.float32)

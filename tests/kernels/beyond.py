@@ -19,25 +19,34 @@ DTYPE = torch.float16
 
 def attention_outcome(batch: int, length: int, heads: int, width: int, device: str) -> Outcome:
     """Attend over packed queries, keys and values."""
-    q, k, v, numbers = _packed(batch, length, heads, width, device)
+    packed = _packed(batch, length, heads, width, device)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
     size = torch.randint(1, 5, (batch, length), device=device).float()
-    out = triton_attention.launch(q, k, v, size.log2(), width**-0.5)
+    out, sums = triton_attention.launch(q, k, v, size.log2(), width**-0.5, keep=True)
+    assert sums is not None
+    back = torch.empty_like(packed)
+    into = (*back.permute(2, 0, 3, 1, 4),)
+    triton_attention.launch_backward(out, (q, k, v), size.log2(), out, sums, width**-0.5, into)  # type: ignore[arg-type]
     some = _some(batch, device)
-    exact = proportional_attention(q[some].double(), k[some].double(), v[some].double(), size[some].double())
-    error = largest_error((out[some], exact.transpose(1, 2).flatten(2)))
-    return Outcome("beyond", f"attention, {numbers:.1e} numbers, {batch * heads} heads", error, LIMITS[DTYPE])
+    parts = [part[some].double().requires_grad_() for part in (q, k, v)]
+    exact = proportional_attention(*parts, size[some].double()).transpose(1, 2).flatten(2)
+    exact.backward(out[some].double())
+    pairs = [(part[some], wanted.grad) for part, wanted in zip(into, parts, strict=True)]
+    error = largest_error((out[some], exact.detach()), *pairs)  # type: ignore[arg-type]
+    return Outcome("beyond", f"attention, {packed.numel():.1e} numbers, {batch * heads} heads", error, LIMITS[DTYPE])
 
 
 def matching_outcome(batch: int, length: int, heads: int, width: int, device: str) -> Outcome:
     """Match by keys that lie between queries and values."""
-    _, k, _, numbers = _packed(batch, length, heads, width, device)
+    packed = _packed(batch, length, heads, width, device)
+    _, k, _ = packed.permute(2, 0, 3, 1, 4)
     r, protected = 16, 1
     target, member, start = triton_matching.launch(k, r, protected)
     some = _some(batch, device)
     check_places(target[some], r, protected)
     check_lists(target[some], member[some].long(), start[some].long())
     short, _ = shortfall(k[some].double().mean(1), target[some], r, protected, MATCHING_LIMIT)
-    return Outcome("beyond", f"matching of {length} tokens, {numbers:.1e} numbers", short, MATCHING_LIMIT)
+    return Outcome("beyond", f"matching of {length} tokens, {packed.numel():.1e} numbers", short, MATCHING_LIMIT)
 
 
 def merging_outcome(batch: int, length: int, channels: int, device: str) -> Outcome:
@@ -47,8 +56,9 @@ def merging_outcome(batch: int, length: int, channels: int, device: str) -> Outc
     member, start = one.member.repeat(batch, 1), one.start.repeat(batch, 1)
     target = one.assignment.target.repeat(batch, 1)
     x = torch.empty(batch, length, channels, dtype=DTYPE, device=device).normal_()
-    out, size, _, _ = triton_merging.launch(x, triton_merging.Groups(None, member, start))
-    back = triton_merging.launch_backward(out, None, size, target)
+    groups = triton_merging.Groups(None, member, start)
+    out, size, _, _ = triton_merging.launch(x, groups)
+    back = triton_merging.launch_backward(out, None, groups, size).x
     some = _some(batch, device)
     chosen = Assignment(target[some], kept)
     tokens = x[some].double().requires_grad_()
@@ -59,10 +69,8 @@ def merging_outcome(batch: int, length: int, channels: int, device: str) -> Outc
     return Outcome("beyond", f"merging, {x.numel():.1e} numbers", error, LIMITS[DTYPE])
 
 
-def _packed(batch: int, length: int, heads: int, width: int, device: str) -> tuple[Tensor, Tensor, Tensor, int]:
-    packed = torch.empty(batch, length, 3, heads, width, dtype=DTYPE, device=device).normal_()
-    q, k, v = packed.permute(2, 0, 3, 1, 4)
-    return q, k, v, packed.numel()
+def _packed(batch: int, length: int, heads: int, width: int, device: str) -> Tensor:
+    return torch.empty(batch, length, 3, heads, width, dtype=DTYPE, device=device).normal_()
 
 
 def _some(batch: int, device: str) -> Tensor:

@@ -50,7 +50,7 @@ def test_grid_covers_lengths_widths_dtypes_and_ties(script: ModuleType) -> None:
 def test_tasks_travel_to_other_processes(script: ModuleType) -> None:
     tasks = script.all_tasks("cuda", quick=False)
     assert len(pickle.loads(pickle.dumps(tasks))) == len(tasks) > len(script.all_tasks("cuda", quick=True))
-    assert {"model", "beyond", "attention", "matching", "merging", "norm", "sum", "backward"} == {
+    assert {"model", "beyond", "attention", "matching", "merging", "norm", "sum", "backward", "attention backward"} == {
         task.topic for task in tasks
     }
 

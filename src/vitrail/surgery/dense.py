@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
-from vitrail.merging import Assignment, MergeState
+from vitrail.merging import MergeState
 
 
 def serves(x: Tensor, state: MergeState) -> bool:
@@ -106,26 +105,11 @@ _known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool) -> tuple[Tensor, MergeState]:
     """Attend, merge and feed."""
-    norm1, norm2 = dense.norm1, dense.norm2
-    drop_attention, drop_hidden, drop_mlp = dense.drops
+    _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
-    x, h = ops.norm_beside(x.contiguous(), norm1.weight, norm1.bias, norm1.eps)
-    attended, step, join = _attend(dense, h, state, proportional)
-    y = _apply(drop_attention, dense.proj(attended))
-    join()
-
-    gamma1, gamma2 = dense.gammas
-    owed = dense.fc2.bias if gamma2 is None and not drop_mlp and not learns else None
-    if step is not None:
-        assert isinstance(step, KernelAssignment)
-        x, size, log2_size, h = ops.merge_norm(
-            x, y, gamma1, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, owed
-        )
-        state = state.after(step, size, log2_size)
-    else:
-        x, h = ops.add_norm(x, y, gamma1, norm2.weight, norm2.bias, norm2.eps, owed)
-        state = state.skip()
-
+    gamma = dense.gammas[1]
+    owed = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
+    x, h, state = _attend_and_merge(dense, x.contiguous(), state, proportional, owed)
     width = x.shape[2]
     if learns:
         hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
@@ -135,27 +119,42 @@ def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional:
     if owed is not None:
         return x.view(-1, width).addmm_(hidden, dense.fc2.weight.t()).view_as(x), state
     y = _apply(drop_mlp, dense.fc2(hidden).view_as(x))
-    if gamma2 is None:
+    if gamma is None:
         return x + y, state
-    return (torch.addcmul(x, y, gamma2) if learns else ops.add_scaled(x, y, gamma2)), state
+    return (torch.addcmul(x, y, gamma) if learns else ops.add_scaled(x, y, gamma)), state
 
 
-def _attend(
-    dense: DenseBlock, h: Tensor, state: MergeState, proportional: bool
-) -> tuple[Tensor, Assignment | None, Callable[[], None]]:
-    """Attend, and match beside it, which needs the keys alone; the function given waits for the match."""
-    heads = dense.heads
+def _attend_and_merge(
+    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, owed: Tensor | None
+) -> tuple[Tensor, Tensor, MergeState]:
+    """Give the tokens after attention and the merge, plus ``owed``, and their LayerNorm for the MLP."""
+    norm1, norm2, heads = dense.norm1, dense.norm2, dense.heads
+    x, h = ops.norm_beside(x, norm1.weight, norm1.bias, norm1.eps)
     packed = dense.qkv[0](h) if len(dense.qkv) == 1 else None
     if packed is None:
         q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
     else:
         q, k, v = ops.unpack(packed, heads)
-    with kernels.beside(k) as join:
+    del h  # as large as the tokens, and no longer needed
+    with kernels.beside(k) as join:  # matching needs the keys alone
         step = kernels.match(k.detach(), state.r, state.protected, state.order) if state.r else None
     size = state.size if proportional else None
     if packed is not None and packed.requires_grad:
-        return kernels.packed_attention(packed, heads, size, state.log2_size, dense.scale), step, join
-    return kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale), step, join
+        y = kernels.packed_attention(packed, heads, size, state.log2_size, dense.scale)
+    else:
+        y = kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale)
+    del packed, q, k, v
+    y = _apply(dense.drops[0], dense.proj(y))
+    join()
+    gamma = dense.gammas[0]
+    if step is None:
+        x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, owed)
+        return x, h, state.skip()
+    assert isinstance(step, KernelAssignment)
+    x, size, log2_size, h = ops.merge_norm(
+        x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, owed
+    )
+    return x, h, state.after(step, size, log2_size)
 
 
 def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:

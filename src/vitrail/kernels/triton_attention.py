@@ -65,6 +65,7 @@ def _attend_steps(
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n,
     heads, length, scale,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
@@ -76,29 +77,53 @@ def _attend_steps(
     q = tl.load(q_ptr + batch * q_b + head * q_h + rows[:, None] * q_n + channel[None, :], mask=row_mask, other=0.0)
     k_base = k_ptr + batch * k_b + head * k_h + channel[None, :]
     v_base = v_ptr + batch * v_b + head * v_h + channel[None, :]
+    bias_base = bias_ptr + batch * length
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
-    for start in range(0, length, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        mask = (keys < length)[:, None]
-        if D != D_PAD:
-            mask = mask & (channel < D)[None, :]
-        k = tl.load(k_base + keys[:, None] * k_n, mask=mask, other=0.0)
-        bias = tl.load(bias_ptr + batch * length + keys, mask=keys < length, other=float("-inf"))
-        scores = tl.dot(q, k.T, input_precision="tf32x3") * scale + bias[None, :]
-        peak = tl.maximum(best, tl.max(scores, 1))
-        weight = tl.exp2(scores - peak[:, None])
-        shrink = tl.exp2(best - peak)
-        total = total * shrink + tl.sum(weight, 1)
-        v = tl.load(v_base + keys[:, None] * v_n, mask=mask, other=0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
-        best = peak
+    whole = length // BLOCK_N * BLOCK_N
+    for start in tl.range(0, whole, BLOCK_N, num_stages=STAGES):
+        best, total, acc = _step(
+            q, k_base, v_base, bias_base, best, total, acc, start, k_n, v_n, length, scale, D, D_PAD, BLOCK_N, False
+        )
+    if whole < length:  # the last keys alone need masks
+        best, total, acc = _step(
+            q, k_base, v_base, bias_base, best, total, acc, whole, k_n, v_n, length, scale, D, D_PAD, BLOCK_N, True
+        )
     out = acc / total[:, None]
     at = out_ptr + ((batch * length + rows[:, None]) * heads + head) * D + channel[None, :]
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=row_mask)
     if KEEPS:
         tl.store(sum_ptr + (batch * heads + head) * length + rows, best + tl.log2(total), mask=rows < length)
+
+
+@triton.jit
+def _step(
+    q, k_base, v_base, bias_base, best, total, acc, start, k_n, v_n, length, scale,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Attend to one block of keys."""
+    keys = start + tl.arange(0, BLOCK_N)
+    if D != D_PAD:
+        mask = (tl.arange(0, D_PAD) < D)[None, :] & (keys < length)[:, None]
+        k = tl.load(k_base + keys[:, None] * k_n, mask=mask, other=0.0)
+        v = tl.load(v_base + keys[:, None] * v_n, mask=mask, other=0.0)
+        bias = tl.load(bias_base + keys, mask=keys < length, other=float("-inf"))
+    elif LAST:
+        k = tl.load(k_base + keys[:, None] * k_n, mask=(keys < length)[:, None], other=0.0)
+        v = tl.load(v_base + keys[:, None] * v_n, mask=(keys < length)[:, None], other=0.0)
+        bias = tl.load(bias_base + keys, mask=keys < length, other=float("-inf"))
+    else:
+        k = tl.load(k_base + keys[:, None] * k_n)
+        v = tl.load(v_base + keys[:, None] * v_n)
+        bias = tl.load(bias_base + keys)
+    scores = tl.dot(q, k.T, input_precision="tf32x3") * scale + bias[None, :]
+    peak = tl.maximum(best, tl.max(scores, 1))
+    weight = tl.exp2(scores - peak[:, None])
+    shrink = tl.exp2(best - peak)
+    total = total * shrink + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
+    return peak, total, acc
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
@@ -180,15 +205,15 @@ def launch(
     tensors = (q, k, v, bias, out, out if sums is None else sums)
     numbers = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, length, scale * LOG2E)
     padded, wide = _width(q)
-    constants = {"D": channels, "D_PAD": padded, "BLOCK_M": 64, "BLOCK_N": 128, "KEEPS": keep}
+    constants: dict[str, int] = {"D": channels, "D_PAD": padded, "KEEPS": keep}
     if q.dtype != torch.float32 and length <= (WHOLE // 2 if wide else WHOLE):
         constants |= {"BLOCK_M": 32 if wide else 64, "BLOCK_N": _power(length)}
         launching.launch(_attend_whole, (batch * heads,), tensors, numbers, constants, num_warps=4)
     else:
-        if wide:
-            constants["BLOCK_N"] = 32
-        grid = (batch * heads, launching.blocks(length, 64))
-        launching.launch(_attend_steps, grid, tensors, numbers, constants, num_warps=4, num_stages=2)
+        block_m, block_n, stages = _blocks(length, wide)
+        constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
+        grid = (batch * heads, launching.blocks(length, block_m))
+        launching.launch(_attend_steps, grid, tensors, numbers, constants, num_warps=4)
     return out, sums
 
 
@@ -212,6 +237,13 @@ def launch_backward(
         {"D": channels, "D_PAD": padded, "BLOCK_M": block_m, "BLOCK_N": block_n, "ONE": one},
         num_warps=warps,
     )
+
+
+def _blocks(length: int, wide: bool) -> tuple[int, int, int]:
+    """Queries and keys of a block, and blocks of keys in flight: what was fastest on a Hopper GPU."""
+    if wide:
+        return 64, 32, 2
+    return (128, 64, 3) if length > 540 else (64, 32, 3)
 
 
 def _blocks_backward(length: int, wide: bool) -> tuple[int, int, int]:

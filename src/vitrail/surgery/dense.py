@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
-from vitrail.merging import MergeState
+from vitrail.merging import Assignment, MergeState
 
 
 def serves(x: Tensor, state: MergeState) -> bool:
@@ -128,25 +129,10 @@ def _attend_and_merge(
     dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, owed: Tensor | None
 ) -> tuple[Tensor, Tensor, MergeState]:
     """Give the tokens after attention and the merge, plus ``owed``, and their LayerNorm for the MLP."""
-    norm1, norm2, heads = dense.norm1, dense.norm2, dense.heads
-    x, h = ops.norm_beside(x, norm1.weight, norm1.bias, norm1.eps)
-    packed = dense.qkv[0](h) if len(dense.qkv) == 1 else None
-    if packed is None:
-        q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
-    else:
-        q, k, v = ops.unpack(packed, heads)
-    del h  # as large as the tokens, and no longer needed
-    with kernels.beside(k) as join:  # matching needs the keys alone
-        step = kernels.match(k.detach(), state.r, state.protected, state.order) if state.r else None
-    size = state.size if proportional else None
-    if packed is not None and packed.requires_grad:
-        y = kernels.packed_attention(packed, heads, size, state.log2_size, dense.scale)
-    else:
-        y = kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale)
-    del packed, q, k, v
+    x, y, step, join = _attend(dense, x, state, proportional)
     y = _apply(dense.drops[0], dense.proj(y))
     join()
-    gamma = dense.gammas[0]
+    gamma, norm2 = dense.gammas[0], dense.norm2
     if step is None:
         x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, owed)
         return x, h, state.skip()
@@ -155,6 +141,30 @@ def _attend_and_merge(
         x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, owed
     )
     return x, h, state.after(step, size, log2_size)
+
+
+def _attend(
+    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool
+) -> tuple[Tensor, Tensor, Assignment | None, Callable[[], None]]:
+    """Attend, and match beside it, which needs the keys alone; the function given waits for the match."""
+    x, packed, q, k, v = _project(dense, x)
+    with kernels.beside(k) as join:
+        step = kernels.match(k.detach(), state.r, state.protected, state.order) if state.r else None
+    size = state.size if proportional else None
+    if packed is not None and packed.requires_grad:
+        return x, kernels.packed_attention(packed, dense.heads, size, state.log2_size, dense.scale), step, join
+    return x, kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale), step, join
+
+
+def _project(dense: DenseBlock, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Give the tokens again, and queries, keys and values: in one tensor where one layer makes them, and apart."""
+    norm, heads = dense.norm1, dense.heads
+    x, h = ops.norm_beside(x, norm.weight, norm.bias, norm.eps)
+    if len(dense.qkv) == 1:
+        packed = dense.qkv[0](h)
+        return x, packed, *ops.unpack(packed, heads)
+    q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
+    return x, None, q, k, v
 
 
 def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:

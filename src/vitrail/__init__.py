@@ -6,7 +6,7 @@ The public names are these; importing them loads torch and nothing optional.
 from vitrail import errors
 from vitrail.adapters import load_model
 from vitrail.merging import Assignment
-from vitrail.surgery import Merging, Trace, merge
+from vitrail.surgery import Merging, Recording, Trace, merge, record
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 __version__ = "0.1.0"
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Assignment",
     "Merging",
+    "Recording",
     "Role",
     "TokenLayout",
     "TokenSpan",
@@ -21,4 +22,5 @@ __all__ = [
     "errors",
     "load_model",
     "merge",
+    "record",
 ]

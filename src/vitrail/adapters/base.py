@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrail.errors import UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.tokens import TokenLayout
 
@@ -191,6 +192,18 @@ class BlockAdapter(ABC):
     def feed_parts(self, block: nn.Module) -> Sequence[nn.Module]:
         """Give the modules whose weights multiply every token while feeding."""
 
+    def feed_last(self, block: nn.Module) -> nn.Module:
+        """Give the MLP's last linear layer: what it is given are the MLP's neurons."""
+        found: list[tuple[str, nn.Module]] = []
+        for index, whole in enumerate(self.feed_parts(block)):
+            for name, part in whole.named_modules(prefix=str(index)):
+                inside = any(name.startswith(f"{outer}.") for outer, _ in found)  # a wrapper's own layers
+                if hasattr(part, "in_features") and not inside:
+                    found.append((name, part))
+        if not found:
+            raise UnsupportedModel(f"the MLP of this {type(block).__name__} has no linear layer to be found")
+        return found[-1][1]
+
     @abstractmethod
     def head_shape(self, block: nn.Module) -> tuple[int, int]:
         """Give the number of heads, and the channels of one."""
@@ -229,6 +242,10 @@ class TrunkAdapter(ABC):
     @abstractmethod
     def patch_parts(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Give the modules outside the blocks whose weights multiply every patch (embedding, attention pooling)."""
+
+    def patch_embedding(self, trunk: nn.Module) -> nn.Module:
+        """Give the module that turns pictures (B, C, H, W) into patch tokens, before any position is added."""
+        return self.patch_parts(trunk)[0]
 
     def check(self, trunk: nn.Module) -> None:  # noqa: B027  (most trunks have nothing more to check)
         """Raise ``UnsupportedModel`` where something beside the blocks cannot be handled."""

@@ -1,0 +1,290 @@
+"""Look at what passes through a model's blocks, by hooks: the model runs as it always does, fused attention and all.
+
+Queries, keys and values are computed once more from what a block was given, with the block's own modules; attention
+rows come from them. So they are what the model used, and only those that were asked for are ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from vitrail.adapters import Found, find
+from vitrail.adapters.base import BlockAdapter, BlockCall
+from vitrail.errors import BrokenPass, InvalidOption
+from vitrail.merging import MergeState
+from vitrail.surgery.forward import Carried
+from vitrail.tokens import Role, TokenLayout
+
+BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
+"""What there is to see in each layer."""
+
+WHAT = ("embedding", *BY_LAYER)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to look at.
+
+    Attributes:
+        what: some of :data:`WHAT`.
+        layers: blocks to look into.
+        queries: roles and positions of the tokens whose attention rows are computed; None for all but patches.
+        keep: what is done to each tensor before it is kept: another dtype, another device.
+    """
+
+    what: frozenset[str]
+    layers: tuple[int, ...]
+    queries: Any
+    keep: Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Seen:
+    """What one forward run showed: by name, and for most of it by layer."""
+
+    layout: TokenLayout
+    queries: tuple[int, ...] = ()
+    embedding: Tensor | None = None
+    by_layer: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {name: {} for name in BY_LAYER})
+
+
+def check_what(what: Sequence[str]) -> frozenset[str]:
+    """Check the names of what to look at."""
+    what = (what,) if isinstance(what, str) else tuple(what)
+    wrong = [name for name in what if name not in WHAT]
+    if wrong or not what:
+        raise InvalidOption(
+            f"what to record is one or more of {', '.join(WHAT)}; got {', '.join(map(str, wrong)) or what}"
+        )
+    return frozenset(what)
+
+
+def check_layers(layers: int | Sequence[int] | None, depth: int) -> tuple[int, ...]:
+    """Check the numbers of layers, negative ones counted from the end; None for all of them."""
+    if layers is None:
+        return tuple(range(depth))
+    given = (layers,) if isinstance(layers, int) else tuple(layers)
+    wrong = [layer for layer in given if not isinstance(layer, int) or not -depth <= layer < depth]
+    if wrong or not given:
+        raise InvalidOption(f"layers are numbers from {-depth} to {depth - 1} for this model; got {wrong or given}")
+    return tuple(sorted({layer % depth for layer in given}))
+
+
+def find_queries(queries: Any, layout: TokenLayout) -> tuple[int, ...]:
+    """Turn roles and positions into positions; None for all tokens that are not patches."""
+    if queries is None:
+        queries = range(layout.num_special)
+    given = (queries,) if isinstance(queries, int | str | Role) else tuple(queries)
+    found: list[int] = []
+    for query in given:
+        if isinstance(query, int) and not isinstance(query, bool) and -layout.num_tokens <= query < layout.num_tokens:
+            found.append(query % layout.num_tokens)
+        elif isinstance(query, str) and query in [role.value for role in Role]:
+            found += layout.indices(query)
+        else:
+            raise InvalidOption(
+                f"queries are roles ({', '.join(role.value for role in Role)}) or positions below {layout.num_tokens}; "
+                f"got {query!r}"
+            )
+    if not found:
+        raise InvalidOption(
+            f"there is no token to record the attention of: this model has {describe(layout)}, and queries are "
+            f"{'all but patches' if queries == range(layout.num_special) else queries}. Give roles or positions"
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def describe(layout: TokenLayout) -> str:
+    """Say which tokens a model has: "1 class, 4 register, 196 patch"."""
+    return ", ".join(f"{span.count} {span.role.value}" for span, _ in layout.spans())
+
+
+class Watch:
+    """Hooks in a model that take down what was asked for; :meth:`take` gives it, one entry for each forward run."""
+
+    def __init__(self, found: Found, wanted: Wanted) -> None:
+        self.found = found
+        self.wanted = wanted
+        self.seen: list[Seen] = []
+
+    def take(self) -> list[Seen]:
+        """Give what was seen since the last time."""
+        seen, self.seen = self.seen, []
+        for one in seen:
+            missing = [
+                layer for layer in self.wanted.layers for name in one.by_layer if not self._complete(one, name, layer)
+            ]
+            if missing:
+                raise BrokenPass(
+                    f"layer {missing[0]} of {len(self.found.blocks)} did not run, so there is nothing to see of it; "
+                    "call the whole model"
+                )
+        return seen
+
+    def _complete(self, one: Seen, name: str, layer: int) -> bool:
+        return name not in self.wanted.what or layer in one.by_layer[name]
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Have the hooks in the model for as long as this lasts."""
+        handles: list[RemovableHandle] = []
+        try:
+            embedding = self.found.adapter.patch_embedding(self.found.trunk)
+            handles.append(embedding.register_forward_hook(self._begin))
+            for layer in self.wanted.layers:
+                handles += self._hook_block(layer)
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        height, width = args[0].shape[-2:]
+        seen = Seen(self.found.adapter.layout(self.found.trunk, (height, width)))
+        if "attention" in self.wanted.what:
+            seen.queries = find_queries(self.wanted.queries, seen.layout)
+        if "embedding" in self.wanted.what:
+            tokens = output[0] if isinstance(output, tuple) else output
+            seen.embedding = self.wanted.keep(as_tokens(tokens, seen.layout))
+        self.seen.append(seen)
+
+    def _hook_block(self, layer: int) -> list[RemovableHandle]:
+        block, parts, what = self.found.blocks[layer], self.found.block_adapters[layer], self.wanted.what
+        handles = []
+        if what & {"q", "k", "v", "attention"}:
+
+            def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                self._see_attention(layer, block, parts, args, dict(kwargs))
+
+            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+        if what & {"tokens", "norms"}:
+
+            def after(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+                self._see_tokens(layer, kwargs, output[0] if isinstance(output, tuple) else output)
+
+            handles.append(block.register_forward_hook(after, with_kwargs=True))
+        if "mlp" in what:
+            state: list[MergeState | None] = [None]
+
+            def remember(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+                carried = kwargs.get("vitrail_carried")
+                state[0] = carried.state if carried is not None else None
+
+            def neurons(_: nn.Module, args: tuple[Any, ...]) -> None:
+                self._see_neurons(layer, state[0], args[0])
+
+            handles.append(block.register_forward_pre_hook(remember, with_kwargs=True))
+            handles.append(parts.feed_last(block).register_forward_pre_hook(neurons))
+        return handles
+
+    def _see_tokens(self, layer: int, kwargs: dict[str, Any], output: Tensor) -> None:
+        seen = self._now(layer)
+        slot = kwargs.get("vitrail_slot")
+        if slot is not None and slot.passed.shown is slot.passed.tokens:
+            output = slot.passed.state.unmerge(output)
+        if "tokens" in self.wanted.what:
+            seen.by_layer["tokens"][layer] = self.wanted.keep(output)
+        if "norms" in self.wanted.what:
+            seen.by_layer["norms"][layer] = self.wanted.keep(output.float().norm(dim=-1))
+
+    def _see_neurons(self, layer: int, state: MergeState | None, h: Tensor) -> None:
+        seen = self._now(layer)
+        h = h.reshape(-1, h.shape[-2], h.shape[-1])
+        if state is not None and any(state.per_layer):
+            raise InvalidOption("neurons of a merged model belong to merged tokens; remove the merging to record them")
+        seen.by_layer["mlp"][layer] = self.wanted.keep(h)
+
+    def _see_attention(
+        self, layer: int, block: nn.Module, parts: BlockAdapter, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        seen, what = self._now(layer), self.wanted.what
+        carried: Carried | None = kwargs.pop("vitrail_carried", None)
+        kwargs.pop("vitrail_slot", None)
+        x = args[0] if args else kwargs.pop(parts.input_name)
+        call = parts.read_call(args[1:] if args else args, kwargs)
+        state = carried.state if carried is not None else MergeState(())
+        q, k, v = parts.qkv(block, parts.attend_norm(block, x))
+        for name, part in (("q", q), ("k", k), ("v", v)):
+            if name in what:
+                seen.by_layer[name][layer] = self.wanted.keep(_unmerge_heads(state, part))
+        if "attention" in what:
+            rows = attention_rows(parts, block, q, k, call, carried, list(seen.queries))
+            if state.assignment is not None and state.size is not None:
+                rows = (rows / state.size[:, None, None]).transpose(1, 3)  # a merged token's share for each member
+                rows = state.unmerge(rows.flatten(2)).unflatten(2, rows.shape[2:]).transpose(1, 3)
+            seen.by_layer["attention"][layer] = self.wanted.keep(rows)
+
+    def _now(self, layer: int) -> Seen:
+        if not self.seen:
+            raise BrokenPass(
+                f"block {layer} ran before any picture was embedded; call the model, not its blocks, to record it"
+            )
+        return self.seen[-1]
+
+
+def watch(
+    model: nn.Module,
+    what: Sequence[str],
+    layers: int | Sequence[int] | None = None,
+    queries: Any = None,
+    keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Watch:
+    """Prepare to look into a model; nothing is hooked yet."""
+    found = find(model)
+    names = check_what(what)
+    if "attention" in names and queries is not None and not isinstance(queries, int | str | Role):
+        queries = tuple(queries)
+    return Watch(found, Wanted(names, check_layers(layers, len(found.blocks)), queries, keep))
+
+
+def attention_rows(
+    parts: BlockAdapter,
+    block: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    call: BlockCall,
+    carried: Carried | None,
+    queries: list[int],
+) -> Tensor:
+    """Give the attention (B, H, Q, N) of some tokens, as the block attends: rotated, scaled, masked, by size."""
+    if call.rope is not None:
+        table = call.rope
+        if carried is not None and carried.state.size is not None and carried.rotary is not None:
+            assert carried.state.positions is not None
+            table = carried.rotary.table(carried.state.layer, carried.state.positions)
+        q, k = parts.rotate(block, q, table), parts.rotate(block, k, table)
+    if k.shape[1] != q.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
+    work = torch.promote_types(q.dtype, torch.float32)
+    scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
+    if call.mask is not None and not (carried is not None and carried.unmasked):
+        mask = call.mask if call.mask.shape[-2] == 1 else call.mask[..., queries, :]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if carried is not None and carried.plan.proportional and carried.state.size is not None:
+        scores = scores + carried.state.size.to(work).log()[:, None, None]
+    return scores.softmax(-1)
+
+
+def as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:
+    """Give what a patch embedding returns, tokens or a map with channels first or last, as (B, P, D)."""
+    if embedded.dim() == 3:
+        return embedded
+    if tuple(embedded.shape[1:3]) == layout.grid[1:]:
+        return embedded.flatten(1, 2)
+    return embedded.flatten(2).transpose(1, 2)
+
+
+def _unmerge_heads(state: MergeState, part: Tensor) -> Tensor:
+    if state.assignment is None:
+        return part
+    batch, heads, length, width = part.shape
+    full = state.unmerge(part.transpose(1, 2).reshape(batch, length, heads * width))
+    return full.unflatten(-1, (heads, width)).transpose(1, 2)

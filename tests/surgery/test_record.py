@@ -1,0 +1,233 @@
+"""Recordings equal what the model computes, for every model, while its own attention stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+
+import vitrail
+from tests.fakes import ToyViT, toy  # noqa: F401
+from tests.surgery.models import ALL, distance, run, trunk_blocks
+from vitrail.adapters import find
+from vitrail.errors import BrokenPass, InvalidOption, UnsupportedInput, UnsupportedModel
+from vitrail.surgery.record import stream
+
+
+class Attended:
+    """Takes down what reaches PyTorch's attention function: the independent witness of queries, keys and values."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.original = F.scaled_dot_product_attention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *args: Any, **options: Any) -> Tensor:
+        scale = options.get("scale") or q.shape[-1] ** -0.5
+        if k.shape[1] != q.shape[1]:
+            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+        scores = q @ k.transpose(-1, -2) * scale
+        if attn_mask is not None:
+            scores = scores + attn_mask
+        self.calls.append((q, k, v, scores.softmax(-1)))
+        return self.original(q, k, v, attn_mask, *args, **options)
+
+
+def witnessed(model: nn.Module, images: Tensor, **call: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    witness = Attended()
+    with mock.patch.object(F, "scaled_dot_product_attention", witness), torch.no_grad():
+        model(images, **call)
+    return witness.calls
+
+
+def leaving(model: nn.Module, images: Tensor, **call: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
+        for block in trunk_blocks(model)
+    ]
+    with torch.no_grad():
+        model(images, **call)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recording_is_what_the_model_computes(name: str) -> None:
+    model, images = ALL[name].model(), ALL[name].images()
+    layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)
+    everyone = range(layout.num_tokens)
+    call = ALL[name].call
+    found = vitrail.record(model, images, ("tokens", "norms", "v", "attention"), queries=everyone, call=call)
+    assert found.layout == layout
+    assert len(found) == len(images)
+    assert found.queries == tuple(everyone)
+    for layer, out in enumerate(leaving(model, images, **call)):
+        assert torch.equal(found.tokens[layer], out)
+        assert distance(found.norms[layer], out.float().norm(dim=-1)) == 0
+    calls = witnessed(model, images, **call)[: len(found.layers)]  # a pooling head may attend once more
+    for layer, (_, _, v, attention) in enumerate(calls):
+        values = found.v[layer].repeat_interleave(v.shape[1] // found.v[layer].shape[1], 1)
+        assert distance(values, v) < 1e-12
+        assert distance(found.attention[layer], attention) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["timm-registers", "timm-map", "hf-deit-head", "hf-registers-head", "eva-dinov3"])
+def test_few_rows_of_few_layers_are_some_of_all(name: str) -> None:
+    model, images = ALL[name].model(), ALL[name].images()
+    layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)
+    everyone = vitrail.record(model, images, "attention", queries=range(layout.num_tokens))
+    queries = [0, -1]
+    few = vitrail.record(model, images, "attention", layers=[-1], queries=queries)
+    last = everyone.layers[-1]
+    assert list(few.attention) == [last]
+    assert distance(few.attention[last], everyone.attention[last][:, :, queries]) < 1e-9
+
+
+def test_attention_equals_eager_transformers() -> None:
+    torch.manual_seed(0)
+    config = hf.ViTConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8
+    )
+    model = hf.ViTModel(config).eval()
+    images = torch.randn(2, 3, 32, 32)
+    found = vitrail.record(model, images, ("attention", "tokens", "mlp"), queries="class")
+    model.set_attn_implementation("eager")
+    eager = model(images, output_attentions=True, output_hidden_states=True)
+    for layer, rows in found.attention.items():
+        assert torch.allclose(rows, eager.attentions[layer][:, :, :1], atol=1e-6)
+        assert torch.allclose(found.tokens[layer], eager.hidden_states[layer + 1], atol=1e-5)
+
+
+def test_attention_and_neurons_equal_unfused_timm() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, num_classes=3).eval()
+    images = torch.randn(2, 3, 64, 64)
+    found = vitrail.record(model, images, ("attention", "mlp", "embedding"), queries=["class", 5])
+    maps, neurons = [], []
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        block.attn.attn_drop.register_forward_pre_hook(lambda _, args: maps.append(args[0]))
+        block.mlp.act.register_forward_hook(lambda _, __, out: neurons.append(out))
+    model(images)
+    for layer in found.layers:
+        assert torch.allclose(found.attention[layer], maps[layer][:, :, [0, 5]], atol=1e-6)
+        assert torch.allclose(found.mlp[layer], neurons[layer], atol=1e-5)
+    assert found.embedding is not None
+    assert torch.allclose(found.embedding, model.patch_embed(images), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
+@pytest.mark.parametrize("proportional", [True, False])
+def test_merged_model_shows_every_position_its_token(name: str, proportional: bool) -> None:
+    model, images = ALL[name].model(), ALL[name].images()
+    plain = vitrail.record(model, images, ("tokens", "attention", "k"))
+    with vitrail.merge(model, r=2, proportional=proportional) as merging:
+        found = vitrail.record(model, images, ("tokens", "attention", "k", "norms"))
+        calls = witnessed(model, images)
+        with merging.track() as trace:
+            out = run(model, images, ALL[name])
+        lengths = merging.tokens_per_layer(ALL[name].size)
+    assert out.shape
+    for layer, rows in found.attention.items():
+        assert rows.shape == plain.attention[layer].shape
+        assert torch.allclose(rows.sum(-1), torch.ones(()).to(rows))
+        before = calls[layer][3]
+        assert before.shape[-1] == ([found.layout.num_tokens, *lengths])[layer]
+        # as much as the merged tokens get, whatever their members share
+        special = found.layout.num_special
+        assert distance(rows[..., :special], before[:, :, :special, :special]) < 1e-9
+        assert found.tokens[layer].shape == plain.tokens[layer].shape
+    last = found.tokens[found.layers[-1]]
+    groups = trace.groups
+    for picture in range(len(images)):
+        tokens = last[picture, found.layout.num_special :]
+        for group in groups[picture].unique():
+            members = tokens[groups[picture] == group]
+            assert torch.equal(members, members[:1].expand_as(members))
+
+
+def test_nothing_of_the_model_changes(toy: ToyViT) -> None:
+    toy.train()
+    toy.blocks[1].eval()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    before = {name: value.clone() for name, value in toy.state_dict().items()}
+    modes = [part.training for part in toy.modules()]
+    vitrail.record(toy, images, ("tokens", "attention", "mlp", "q", "k", "v", "embedding", "norms"))
+    assert modes == [part.training for part in toy.modules()]
+    assert all(torch.equal(value, before[name]) for name, value in toy.state_dict().items())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in toy.modules())
+
+
+def test_hooks_are_gone_after_an_error(toy: ToyViT) -> None:
+    with pytest.raises(RuntimeError):
+        vitrail.record(toy, torch.randn(1, 5, 16, 16, dtype=torch.float64), "attention")
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in toy.modules())
+
+
+def test_large_sets_come_in_batches(toy: ToyViT) -> None:
+    images = torch.randn(7, 3, 16, 16, dtype=torch.float64)
+    whole = vitrail.record(toy, images, ("tokens", "embedding"))
+    parts = vitrail.record(toy, images, ("tokens", "embedding"), batch_size=3)
+    loader = vitrail.record(toy, [(images[:2], "labels"), (images[2:], "labels")], ("tokens", "embedding"))
+    for other in (parts, loader):
+        assert all(torch.allclose(whole.tokens[layer], other.tokens[layer]) for layer in whole.layers)
+        assert torch.allclose(whole.embedding, other.embedding)  # type: ignore[arg-type]
+    assert [len(one) for one in stream(toy, images, "norms", batch_size=3)] == [3, 3, 1]
+
+
+def test_kept_in_another_dtype(toy: ToyViT) -> None:
+    found = vitrail.record(toy, torch.randn(2, 3, 16, 16), ("tokens", "q"), dtype=torch.float16, device="cpu")
+    assert found.tokens[0].dtype == found.q[2].dtype == torch.float16
+
+
+def test_only_what_was_asked_for_is_kept(toy: ToyViT) -> None:
+    found = vitrail.record(toy, torch.randn(2, 3, 16, 16), "k", layers=1)
+    assert list(found.k) == [1]
+    assert found.embedding is None
+    assert not any((found.tokens, found.norms, found.q, found.v, found.attention, found.mlp))
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "what": ({"what": "magic"}, InvalidOption, "what to record is one or more of"),
+    "nothing": ({"what": ()}, InvalidOption, "what to record is one or more of"),
+    "layer": ({"layers": 3}, InvalidOption, "layers are numbers from -3 to 2"),
+    "no layers": ({"layers": []}, InvalidOption, "layers are numbers"),
+    "role": ({"what": "attention", "queries": "king"}, InvalidOption, "queries are roles"),
+    "position": ({"what": "attention", "queries": 17}, InvalidOption, "positions below 17"),
+    "empty role": ({"what": "attention", "queries": "register"}, InvalidOption, "no token to record"),
+    "batch size": ({"batch_size": 0}, InvalidOption, "batch_size is 1 or more"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_options_are_refused(toy: ToyViT, wrong: str) -> None:
+    options, kind, words = WRONG[wrong]
+    with pytest.raises(kind, match=words):
+        vitrail.record(toy, torch.randn(1, 3, 16, 16), **options)
+
+
+def test_bad_pictures_are_refused(toy: ToyViT) -> None:
+    with pytest.raises(UnsupportedInput, match="got a tensor of"):
+        vitrail.record(toy, torch.randn(3, 16, 16))
+    with pytest.raises(UnsupportedInput, match="no pictures"):
+        vitrail.record(toy, [])
+    with pytest.raises(UnsupportedInput, match="got str"):
+        vitrail.record(toy, ["cat.jpg"])
+    with pytest.raises(UnsupportedInput, match="several sizes"):
+        vitrail.record(toy, [torch.randn(1, 3, 16, 16), torch.randn(1, 3, 32, 16)])
+    with pytest.raises(UnsupportedModel):
+        vitrail.record(nn.Linear(3, 3), torch.randn(1, 3, 16, 16))
+
+
+def test_block_by_itself_is_refused(toy: ToyViT) -> None:
+    from vitrail.surgery.watch import watch
+
+    with watch(toy, ("tokens",)).hooked(), pytest.raises(BrokenPass, match="call the model"):
+        toy.blocks[0](torch.randn(1, 17, 16, dtype=torch.float64))

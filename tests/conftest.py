@@ -10,6 +10,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest
+
+from tests.fakes import toy
 import torch
 from hypothesis import settings
 
@@ -40,3 +42,6 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip("needs the data sets in ../shared/data, which this machine does not have")
     return path
+
+
+__all__ = ["toy"]

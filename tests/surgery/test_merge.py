@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
-from tests.fakes import ToyViT, toy  # noqa: F401
+from tests.fakes import ToyViT
 from tests.surgery.models import ALL, FEW, distance, main_output, run
 from vitrail.errors import (
     AlreadyMerged,
@@ -422,7 +422,7 @@ def test_patch_dropout_in_training(images):
 # -- another library ----------------------------------------------------------------------------------------------
 
 
-def test_a_new_library_is_one_file_and_one_entry(toy: ToyViT):  # noqa: F811
+def test_a_new_library_is_one_file_and_one_entry(toy: ToyViT):
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     plain = toy(images)
     with vitrail.merge(toy, r=0):

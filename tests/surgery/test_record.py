@@ -13,7 +13,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import vitrail
-from tests.fakes import ToyViT, toy  # noqa: F401
+from tests.fakes import ToyViT
 from tests.surgery.models import ALL, distance, run, trunk_blocks
 from vitrail.adapters import find
 from vitrail.errors import BrokenPass, InvalidOption, UnsupportedInput, UnsupportedModel

@@ -10,10 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest
-
-from tests.fakes import toy
 import torch
 from hypothesis import settings
+
+from tests.fakes import toy
 
 ROOT = Path(__file__).resolve().parents[1]
 

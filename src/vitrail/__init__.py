@@ -6,7 +6,17 @@ The public names are these; importing them loads torch and nothing optional.
 from vitrail import errors
 from vitrail.adapters import load_model
 from vitrail.merging import Assignment
-from vitrail.surgery import Merging, Recording, Trace, merge, record
+from vitrail.surgery import (
+    Merging,
+    Recording,
+    RegisterNeurons,
+    TestTimeRegisters,
+    Trace,
+    find_register_neurons,
+    merge,
+    record,
+    test_time_registers,
+)
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 __version__ = "0.1.0"
@@ -15,12 +25,16 @@ __all__ = [
     "Assignment",
     "Merging",
     "Recording",
+    "RegisterNeurons",
     "Role",
+    "TestTimeRegisters",
     "TokenLayout",
     "TokenSpan",
     "Trace",
     "errors",
+    "find_register_neurons",
     "load_model",
     "merge",
     "record",
+    "test_time_registers",
 ]

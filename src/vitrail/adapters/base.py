@@ -192,6 +192,9 @@ class BlockAdapter(ABC):
     def feed_parts(self, block: nn.Module) -> Sequence[nn.Module]:
         """Give the modules whose weights multiply every token while feeding."""
 
+    def shift_prefix(self, block: nn.Module, by: int) -> None:  # noqa: B027  (most blocks do not care)
+        """Tell a block that so many more, or fewer, tokens stand before the patches, where it treats those apart."""
+
     def feed_last(self, block: nn.Module) -> nn.Module:
         """Give the MLP's last linear layer: what it is given are the MLP's neurons."""
         found: list[tuple[str, nn.Module]] = []

@@ -168,6 +168,9 @@ class TimmEvaBlock(TimmBlock):
         half = block.attn.rotate_half
         return torch.cat([x[:, :, :front], apply_rot_embed_cat(x[:, :, front:], table, half=half)], dim=2)
 
+    def shift_prefix(self, block: Any, by: int) -> None:
+        block.attn.num_prefix_tokens += by
+
     def attend_branch(self, block: Any, y: Tensor) -> Tensor:
         return block.drop_path1(y if block.gamma_1 is None else block.gamma_1 * y)
 

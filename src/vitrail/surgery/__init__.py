@@ -2,6 +2,18 @@
 
 from vitrail.surgery.merge import Merging, merge
 from vitrail.surgery.record import Recording, record
+from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
+from vitrail.surgery.registers import TestTimeRegisters, test_time_registers
 from vitrail.surgery.trace import Trace
 
-__all__ = ["Merging", "Recording", "Trace", "merge", "record"]
+__all__ = [
+    "Merging",
+    "Recording",
+    "RegisterNeurons",
+    "TestTimeRegisters",
+    "Trace",
+    "find_register_neurons",
+    "merge",
+    "record",
+    "test_time_registers",
+]

@@ -10,6 +10,7 @@ from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedModel
+from vitrail.surgery.appended import MARK
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,6 +27,15 @@ def refuse_merged(model: nn.Module) -> None:
         raise AlreadyMerged(
             "this model is merged already; change its r with `Merging.of(model).r = ...`, or remove the merging with "
             "`Merging.of(model).remove()` first"
+        )
+
+
+def refuse_registers(found: Found) -> None:
+    """Refuse a model with test-time registers: merging would take the appended tokens for patches."""
+    if hasattr(found.trunk, MARK):
+        raise AlreadyMerged(
+            "this model has test-time registers, which merging does not know; remove them first with "
+            "`TestTimeRegisters.of(model).remove()`"
         )
 
 

@@ -21,6 +21,7 @@ from vitrail.surgery.checks import (
     refuse_meta,
     refuse_other_channels,
     refuse_patched,
+    refuse_registers,
 )
 from vitrail.surgery.cost import CostModel
 from vitrail.surgery.forward import MergedBlock
@@ -77,6 +78,7 @@ def merge(
     refuse_merged(model)
     found = find(model)
     refuse_patched(found)
+    refuse_registers(found)
     refuse_meta(model)
     for name, value in (("proportional", proportional), ("unmerge", unmerge)):
         if not isinstance(value, bool):

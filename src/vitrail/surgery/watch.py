@@ -19,6 +19,7 @@ from vitrail.adapters import Found, find
 from vitrail.adapters.base import BlockAdapter, BlockCall
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
+from vitrail.surgery.appended import layout_of
 from vitrail.surgery.forward import Carried
 from vitrail.tokens import Role, TokenLayout
 
@@ -147,7 +148,7 @@ class Watch:
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         height, width = args[0].shape[-2:]
-        seen = Seen(self.found.adapter.layout(self.found.trunk, (height, width)))
+        seen = Seen(layout_of(self.found, (height, width)))
         if "attention" in self.wanted.what:
             seen.queries = find_queries(self.wanted.queries, seen.layout)
         if "embedding" in self.wanted.what:
@@ -169,7 +170,8 @@ class Watch:
             def after(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
                 self._see_tokens(layer, kwargs, output[0] if isinstance(output, tuple) else output)
 
-            handles.append(block.register_forward_hook(after, with_kwargs=True))
+            # before tokens that were appended are taken away again
+            handles.append(block.register_forward_hook(after, with_kwargs=True, prepend=True))
         if "mlp" in what:
             state: list[MergeState | None] = [None]
 

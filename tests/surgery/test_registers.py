@@ -1,0 +1,204 @@
+"""Test-time registers: planted neurons are found, their artifacts move, and everything comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import vitrail
+from tests.surgery.models import ALL, FEW, distance, run
+from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedInput
+from vitrail.surgery import TestTimeRegisters, find_register_neurons, test_time_registers
+
+LAYER, NEURONS, SPOTS = 1, (7, 40), (5, 10)
+"""Where artifacts are planted: a block, two of its neurons, and two patches of a 4 × 4 grid."""
+
+
+@torch.no_grad()
+def planted() -> tuple[nn.Module, Tensor]:
+    """A ViT in which two neurons of one block answer to bright patches and make their tokens huge."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, embed_dim=32, num_heads=2, num_classes=3)
+    model.eval().double()
+    model.pos_embed.copy_(0.3 * torch.randn(model.pos_embed.shape).double())
+    model.pos_embed[..., 0] = 0
+    model.patch_embed.proj.weight[0] = 1 / 256  # channel 0: brightness
+    model.patch_embed.proj.weight[1:] *= 0.1
+    mlp = model.blocks[LAYER].mlp
+    for sign, neuron in enumerate(NEURONS):
+        mlp.fc1.weight[neuron] = 0
+        mlp.fc1.weight[neuron, 0] = 2.0
+        mlp.fc1.bias[neuron] = -6.0 - sign
+        mlp.fc2.weight[:, neuron] = 40 * torch.randn(32, generator=torch.Generator().manual_seed(neuron)).double()
+    images = 0.05 * torch.randn(6, 3, 64, 64, generator=torch.Generator().manual_seed(1)).double()
+    for spot in SPOTS:
+        row, column = divmod(spot, 4)
+        images[:, :, 16 * row : 16 * row + 16, 16 * column : 16 * column + 16] += 1
+    return model, images
+
+
+def norms(model: nn.Module, images: Tensor) -> Tensor:
+    """Norms (L, B, P) of the patches after each block."""
+    found = vitrail.record(model, images, "norms")
+    return torch.stack([found.norms[layer] for layer in found.layers])[:, :, found.layout.num_special :]
+
+
+def artifacts(model: nn.Module, images: Tensor) -> Tensor:
+    """Which patches (B, P) are at least five times as long as usual after the last block."""
+    last = norms(model, images)[-1]
+    return last > 5 * last.median()
+
+
+def test_plant_makes_artifacts() -> None:
+    model, images = planted()
+    assert all(artifacts(model, images)[picture].nonzero().flatten().tolist() == list(SPOTS) for picture in range(6))
+
+
+def test_planted_neurons_are_found() -> None:
+    model, images = planted()
+    found = find_register_neurons(model, images, 2, threshold=float(5 * norms(model, images)[-1].median()))
+    assert {layer: set(some) for layer, some in found.by_layer.items()} == {LAYER: set(NEURONS)}
+    assert found.onset == LAYER
+    assert found.outlier_share == pytest.approx(2 / 16)
+    assert found.pictures == 6
+    assert found.count == 2
+    assert all(score > 1 for score in found.scores[LAYER])
+    batches = find_register_neurons(model, images.split(4), 2, threshold=found.threshold)
+    assert batches == found
+
+
+@pytest.mark.parametrize("registers", [1, 2, 3])
+def test_artifacts_move_to_the_registers(registers: int) -> None:
+    model, images = planted()
+    with test_time_registers(model, neurons={LAYER: NEURONS}, registers=registers) as handle:
+        assert not artifacts(model, images).any()
+        recording = vitrail.record(model, images, ("norms", "attention"))
+        places = recording.layout.indices("register", "test-time")
+        assert len(places) == registers
+        patches = recording.norms[3][:, recording.layout.patches]
+        used = min(registers, len(NEURONS))
+        assert (recording.norms[3][:, list(places)[:used]] > 5 * patches.median()).all()
+        assert recording.attention[0].shape[2] == 1 + registers
+        assert handle.active
+        assert TestTimeRegisters.of(model) is handle
+    assert artifacts(model, images).any()
+    assert TestTimeRegisters.of(model) is None
+
+
+def test_each_picture_has_its_own() -> None:
+    """The largest activation of each picture moves, not that of the batch or of its first picture."""
+    model, images = planted()
+    images[3:] *= torch.tensor([0.5, 0.9, 1.7]).view(3, 1, 1, 1)
+    with test_time_registers(model, neurons={LAYER: NEURONS}):
+        together = vitrail.record(model, images, "tokens", layers=-1).tokens[3]
+        apart = [vitrail.record(model, images[i : i + 1], "tokens", layers=-1).tokens[3] for i in range(len(images))]
+    assert distance(torch.cat(apart), together) < 1e-12
+
+
+def test_moving_is_what_its_description_says() -> None:
+    model, images = planted()
+    seen: dict[str, Tensor] = {}
+    last = model.blocks[LAYER].mlp.fc2
+    hook = last.register_forward_pre_hook(lambda _, args: seen.update(before=args[0].clone()))
+    with test_time_registers(model, neurons={LAYER: NEURONS}):
+        after = last.register_forward_pre_hook(lambda _, args: seen.update(after=args[0]))
+        model(images)
+        after.remove()
+    hook.remove()
+    expected = seen["before"].clone()
+    for picture in range(len(images)):
+        for neuron in NEURONS:
+            largest = max(expected[picture, :, neuron].tolist(), key=abs)
+            expected[picture, :, neuron] = 0
+            expected[picture, 1, neuron] = largest  # behind the class token
+    assert torch.equal(seen["after"], expected)
+
+
+def test_random_neurons_cure_nothing() -> None:
+    model, images = planted()
+    before = artifacts(model, images)
+    for seed in range(5):
+        with test_time_registers(model, neurons={LAYER: NEURONS}, control=seed) as handle:
+            drawn = handle.by_layer[LAYER]
+            assert len(drawn) == 2
+            if not set(drawn) & set(NEURONS):
+                assert torch.equal(artifacts(model, images), before)
+
+
+def test_found_and_moved_in_one_call() -> None:
+    model, images = planted()
+    handle = test_time_registers(model, images, neurons=2, threshold=float(5 * norms(model, images)[-1].median()))
+    assert handle.neurons is not None
+    assert {layer: set(some) for layer, some in handle.by_layer.items()} == {LAYER: set(NEURONS)}
+    assert not artifacts(model, images).any()
+    handle.remove()
+    handle.remove()  # nothing more to do
+    again = test_time_registers(model, neurons=handle.neurons)
+    assert not artifacts(model, images).any()
+    again.remove()
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_every_model_takes_registers_and_is_itself_afterwards(name: str) -> None:
+    case = ALL[name]
+    model, images = case.model(), case.images()
+    before = run(model, images, case)
+    keys = {key: value.clone() for key, value in model.state_dict().items()}
+    with test_time_registers(model, neurons={0: (0, 3), 2: (1,)}, registers=2):
+        changed = run(model, images, case)
+        assert changed.shape == before.shape
+        assert torch.isfinite(changed).all()
+        assert not torch.equal(changed, before)
+    assert torch.equal(run(model, images, case), before)
+    assert all(torch.equal(value, keys[key]) for key, value in model.state_dict().items())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("name", ["eva-dinov3", "timm-registers", "hf-registers-head"])
+def test_patches_keep_their_rotation(name: str) -> None:
+    """With no neuron to move, a zero token changes attention only by the little that goes to it: to zero values."""
+    case = ALL[name]
+    model, images = case.model(), case.images()
+    plain = vitrail.record(model, images, ("attention",), layers=0, queries=[0])
+    with test_time_registers(model, neurons={}):
+        found = vitrail.record(model, images, ("attention",), layers=0, queries=[0])
+    place = plain.layout.num_special
+    rows = torch.cat([found.attention[0][..., :place], found.attention[0][..., place + 1 :]], -1)
+    assert distance(rows / rows.sum(-1, keepdim=True), plain.attention[0]) < 1e-9
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no data": ({}, InvalidOption, "give pictures"),
+    "registers": ({"neurons": {0: (1,)}, "registers": 0}, InvalidOption, "number of registers"),
+    "layer": ({"neurons": {9: (1,)}}, InvalidOption, "0 to 3; got layer 9"),
+    "neuron": ({"neurons": {0: (1, 5000)}}, InvalidOption, r"neurons 0 to 127.*got \[5000\]"),
+    "twice": ({"neurons": {0: (1, 1)}}, InvalidOption, "each to be given once"),
+    "none": ({"data": torch.zeros(2, 3, 64, 64), "threshold": 1e9}, UnsupportedInput, "no artifacts"),
+    "count": ({"data": torch.zeros(2, 3, 64, 64), "neurons": 0}, InvalidOption, "1 or more"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_options_change_nothing(wrong: str) -> None:
+    model, images = planted()
+    before = model(images)
+    options, kind, words = WRONG[wrong]
+    with pytest.raises(kind, match=words):
+        test_time_registers(model, **options)
+    assert torch.equal(model(images), before)
+    assert TestTimeRegisters.of(model) is None
+
+
+def test_merging_and_registers_refuse_each_other() -> None:
+    model, _ = planted()
+    with test_time_registers(model, neurons={0: (1,)}):
+        with pytest.raises(AlreadyMerged, match="test-time registers"):
+            vitrail.merge(model, r=1)
+        with pytest.raises(AlreadyMerged, match="already"):
+            test_time_registers(model, neurons={0: (1,)})
+    with vitrail.merge(model, r=1), pytest.raises(AlreadyMerged, match="merged already"):
+        test_time_registers(model, neurons={0: (1,)})

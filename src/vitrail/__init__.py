@@ -7,11 +7,13 @@ from vitrail import errors
 from vitrail.adapters import load_model
 from vitrail.merging import Assignment
 from vitrail.surgery import (
+    Ablation,
     Merging,
     Recording,
     RegisterNeurons,
     TestTimeRegisters,
     Trace,
+    ablate,
     find_register_neurons,
     merge,
     record,
@@ -22,6 +24,7 @@ from vitrail.tokens import Role, TokenLayout, TokenSpan
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ablation",
     "Assignment",
     "Merging",
     "Recording",
@@ -31,6 +34,7 @@ __all__ = [
     "TokenLayout",
     "TokenSpan",
     "Trace",
+    "ablate",
     "errors",
     "find_register_neurons",
     "load_model",

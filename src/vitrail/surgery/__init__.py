@@ -1,5 +1,6 @@
 """Changes to existing models: checked before anything is touched, and all of them reversible."""
 
+from vitrail.surgery.ablation import Ablation, ablate
 from vitrail.surgery.merge import Merging, merge
 from vitrail.surgery.record import Recording, record
 from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
@@ -7,11 +8,13 @@ from vitrail.surgery.registers import TestTimeRegisters, test_time_registers
 from vitrail.surgery.trace import Trace
 
 __all__ = [
+    "Ablation",
     "Merging",
     "Recording",
     "RegisterNeurons",
     "TestTimeRegisters",
     "Trace",
+    "ablate",
     "find_register_neurons",
     "merge",
     "record",

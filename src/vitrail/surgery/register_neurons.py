@@ -71,8 +71,8 @@ def find_register_neurons(
     if not outliers.any() or outliers.all():
         raise UnsupportedInput(
             f"{'every' if outliers.any() else 'no'} patch of {patches.shape[1]} pictures has a norm above "
-            f"{threshold:.4g} after the last block, so there are no artifacts to find neurons of; give more pictures, or "
-            "another threshold"
+            f"{threshold:.4g} after the last block, so there are no artifacts to find neurons of; give more pictures, "
+            "or another threshold"
         )
     onset = _onset(patches, outliers)
     chosen = range(onset + 1) if layers is None else [layer % depth for layer in _listed(layers)]

@@ -1,0 +1,95 @@
+"""Ablations replace what they say, by what they say, and leave no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import vitrail
+from tests.surgery.models import ALL, distance
+from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedInput
+from vitrail.surgery.ablation import How, ablate
+
+NAMES = ["timm-registers", "eva-dinov3", "hf-registers-head"]
+
+
+def tokens_after(model: torch.nn.Module, images: Tensor, layer: int) -> tuple[Tensor, list[int]]:
+    """What the next block is given, and where the registers are."""
+    seen: list[Tensor] = []
+    blocks = vitrail.adapters.find(model).blocks
+    hook = blocks[layer + 1].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else next(iter(kwargs.values()))), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(images)
+    hook.remove()
+    found = vitrail.adapters.find(model)
+    return seen[0], list(found.adapter.layout(found.trunk).indices("register"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["zero", "mean", "noise", "shuffle"])
+def test_registers_are_replaced_and_nothing_else(name: str, how: How) -> None:
+    case = ALL[name]
+    model, images = case.model(), case.images(batch=5)
+    before, places = tokens_after(model, images, 0)
+    with ablate(model, how, images, layers=0):
+        after, _ = tokens_after(model, images, 0)
+    others = [index for index in range(before.shape[1]) if index not in places]
+    assert torch.equal(after[:, others], before[:, others])
+    old, new = before[:, places], after[:, places]
+    if how == "zero":
+        assert not new.any()
+    elif how == "mean":
+        assert distance(new, old.mean(0, keepdim=True).expand_as(new)) < 1e-9
+    elif how == "shuffle":
+        assert torch.equal(new.sort(0).values, old.sort(0).values)
+        assert all(not torch.equal(one, two) for one, two in zip(old, new, strict=True))
+    else:
+        assert not torch.equal(new, old)
+    assert torch.equal(tokens_after(model, images, 0)[0], before)
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_noise_has_the_mean_and_the_spread_of_the_pictures() -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images(batch=6)
+    before, places = tokens_after(model, images, 1)
+    many = images.repeat(200, 1, 1, 1)
+    with ablate(model, "noise", images, layers=1):
+        after, _ = tokens_after(model, many, 1)
+    old, new = before[:, places], after[:, places]
+    assert torch.allclose(new.mean(0), old.mean(0), atol=6 * float(old.std(0).max()) / 1200**0.5)
+    assert torch.allclose(new.std(0), old.std(0, correction=0), rtol=0.15, atol=1e-6)
+
+
+def test_batches_give_the_same_mean() -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images(batch=5)
+    with ablate(model, "mean", images) as whole, ablate(model, "zero"):
+        pass
+    with ablate(model, "mean", images.split(2)) as parts:
+        pass
+    for layer, (mean, deviation) in whole.moments.items():
+        assert torch.allclose(parts.moments[layer][0], mean)
+        assert torch.allclose(parts.moments[layer][1], deviation, atol=1e-7)
+
+
+def test_bad_options_are_refused() -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images()
+    with pytest.raises(InvalidOption, match="zero, mean, noise, shuffle"):
+        ablate(model, "fire")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="needs pictures"):
+        ablate(model, "mean")
+    with pytest.raises(InvalidOption, match="special ones"):
+        ablate(model, "zero", tokens="patch")
+    with pytest.raises(InvalidOption, match="no token"):
+        ablate(ALL["hf-deit-head"].model(), "zero")
+    with pytest.raises(UnsupportedInput, match="no pictures"):
+        ablate(model, "mean", [])
+    with vitrail.merge(model, r=1), pytest.raises(AlreadyMerged):
+        ablate(model, "zero")
+    with ablate(model, "shuffle"), pytest.raises(UnsupportedInput, match="two pictures"):
+        model(images[:1])

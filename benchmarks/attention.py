@@ -48,9 +48,10 @@ def channels(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
     high = bias.to(k.dtype)
     low = (bias - high.float()).to(k.dtype)
     none, ones = torch.zeros_like(high), torch.ones_like(high)
-    wider = [torch.cat([q, torch.stack([ones, ones, *[none] * 6], -1)], -1)]
-    wider += [torch.cat([k, torch.stack([high, low, *[none] * 6], -1)], -1), F.pad(v, (0, 8))]
-    return F.scaled_dot_product_attention(*wider, scale=q.shape[-1] ** -0.5)[..., : v.shape[-1]]
+    q_wide = torch.cat([q, torch.stack([ones, ones, *[none] * 6], -1)], -1)
+    k_wide = torch.cat([k, torch.stack([high, low, *[none] * 6], -1)], -1)
+    out = F.scaled_dot_product_attention(q_wide, k_wide, F.pad(v, (0, 8)), scale=q.shape[-1] ** -0.5)
+    return out[..., : v.shape[-1]]
 
 
 def flex() -> Attend:
@@ -88,7 +89,7 @@ def measure(form: Attend, parts: tuple[Tensor, ...], size: Tensor, exact: Tensor
     if not backward:
         return text
     learning = [part.detach().requires_grad_() for part in parts]
-    out = form(*learning, size)
+    out = form(learning[0], learning[1], learning[2], size)
     grad = torch.randn_like(out)
     return f"{text}, back {time_calls(lambda: torch.autograd.grad(out, learning, grad, retain_graph=True)):.0f}"
 

@@ -2,6 +2,7 @@
 
     read_picture, find_pictures     files to RGB pictures, every kind of bad file to one clear error
     check_picture                   whether a file can be read, mostly from its header
+    open_collection, Collection     many pictures with what is known about them: folders, class folders, parquet files
     Preprocessing, to_tensor        pictures to what a model expects, the whole picture under the patch grid
     stained_glass                   a picture and its groups to the stained-glass picture
     contact_sheet                   several pictures side by side, with captions
@@ -17,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitrail.pictures.collection import Batch, Collection, Sample, open_collection
     from vitrail.pictures.glass import stained_glass
     from vitrail.pictures.preprocessing import Preprocessing, to_tensor
     from vitrail.pictures.reading import MAX_PIXELS, as_rgb, check_picture, find_pictures, read_picture
@@ -25,11 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_PIXELS",
+    "Batch",
+    "Collection",
     "Preprocessing",
+    "Sample",
     "as_rgb",
     "check_picture",
     "contact_sheet",
     "find_pictures",
+    "open_collection",
     "read_picture",
     "samples",
     "stained_glass",
@@ -38,11 +44,15 @@ __all__ = [
 
 _HOMES = {
     "MAX_PIXELS": "reading",
+    "Batch": "collection",
+    "Collection": "collection",
     "Preprocessing": "preprocessing",
+    "Sample": "collection",
     "as_rgb": "reading",
     "check_picture": "reading",
     "contact_sheet": "sheet",
     "find_pictures": "reading",
+    "open_collection": "collection",
     "read_picture": "reading",
     "samples": "shipped",
     "stained_glass": "glass",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -46,21 +48,55 @@ def read_picture(path: str | os.PathLike[str]) -> Image.Image:
     """
     path = Path(path)
     _check_file(path)
+    return _read(path, path)
+
+
+def decode_picture(data: bytes, name: str) -> Image.Image:
+    """Read a picture that is held in memory, as :func:`read_picture` reads a file; ``name`` is what errors call it.
+
+    Raises:
+        PictureError: as :func:`read_picture` would.
+    """
+    _check_data(data, name)
+    return _read(name, io.BytesIO(data))
+
+
+def decode_values(data: bytes, name: str) -> np.ndarray:
+    """Read a picture that is held in memory for its numbers (H, W), as they are stored: a mask, for one.
+
+    Of a palette the indices are given, and of colours the largest; nothing is turned or scaled.
+
+    Raises:
+        PictureError: as :func:`read_picture` would.
+    """
+    _check_data(data, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _open(name, io.BytesIO(data)) as image:
+            _check_size(name, image.size)
+            try:
+                image.load()
+                values = np.asarray(image)
+            except Exception as error:  # as in _read
+                raise _damaged(name, error) from error
+    if values.ndim == 3:
+        values = values[..., : 3 if values.shape[-1] > 2 else 1].max(-1)  # what is behind them is how opaque it is
+    return values
+
+
+def _read(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
     with warnings.catch_warnings():  # Pillow warns about odd metadata; the picture is either usable or refused
         warnings.simplefilter("ignore")
-        image = _open(path)
+        image = _open(name, file)
         with image:
-            _check_size(path, image.size)
+            _check_size(name, image.size)
             try:
                 image.load()
                 return as_rgb(to_srgb(_shallow(_upright(image))))
             except PictureError as error:
-                raise PictureError(f"{path}: {error}") from error
+                raise PictureError(f"{name}: {error}") from error
             except Exception as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, ...
-                raise PictureError(
-                    f"{path}: the picture is damaged or cut off ({_reason(error)}). "
-                    "Expected a complete picture file. Fetch or export it again."
-                ) from error
+                raise _damaged(name, error) from error
 
 
 def check_picture(path: str | os.PathLike[str]) -> int:
@@ -76,11 +112,11 @@ def check_picture(path: str | os.PathLike[str]) -> int:
     _check_file(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _open(path) as image:
+        with _open(path, path) as image:
             _check_size(path, image.size)
             frames = _frames(image)
         try:
-            with _open(path) as image:
+            with _open(path, path) as image:
                 image.verify()
         except PictureError:
             raise
@@ -169,34 +205,39 @@ def _check_file(path: Path) -> None:
         raise PictureError(f"{path}: the file is empty. {_EXPECTED} Fetch or export it again.")
 
 
-def _open(path: Path) -> Image.Image:
+def _check_data(data: bytes, name: str) -> None:
+    if not data:
+        raise PictureError(f"{name}: the picture is empty. {_EXPECTED} Fetch or export it again.")
+
+
+def _open(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
     """Read the header, and refuse what is not a picture."""
     Image.init()
     try:
-        return Image.open(path, formats=[name for name in _FORMATS if name in Image.OPEN])
+        return Image.open(file, formats=[kind for kind in _FORMATS if kind in Image.OPEN])
     except Image.DecompressionBombError as error:
-        raise _too_large(path, str(error)) from error
+        raise _too_large(name, str(error)) from error
     except UnidentifiedImageError as error:
         raise PictureError(
-            f"{path}: this is not a picture, or its header is damaged. {_EXPECTED} Convert it to one of these first."
+            f"{name}: this is not a picture, or its header is damaged. {_EXPECTED} Convert it to one of these first."
         ) from error
     except PermissionError as error:
         raise PictureError(
-            f"{path}: the file may not be read (permission denied). Expected a readable file. Change its permissions."
+            f"{name}: the file may not be read (permission denied). Expected a readable file. Change its permissions."
         ) from error
     except Exception as error:  # header parsers raise whatever they like
         raise PictureError(
-            f"{path}: the file could not be opened as a picture ({_reason(error)}). {_EXPECTED} "
+            f"{name}: the file could not be opened as a picture ({_reason(error)}). {_EXPECTED} "
             "Fetch or export it again."
         ) from error
 
 
-def _check_size(path: Path, size: tuple[int, int]) -> None:
+def _check_size(name: Path | str, size: tuple[int, int]) -> None:
     width, height = size
     if width * height > MAX_PIXELS:
-        raise _too_large(path, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
+        raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
     if width * height == 0:
-        raise PictureError(f"{path}: the picture has no pixels ({width} × {height}). {_EXPECTED} Export it again.")
+        raise PictureError(f"{name}: the picture has no pixels ({width} × {height}). {_EXPECTED} Export it again.")
 
 
 def _pictures_under(folder: Path) -> Iterator[Path]:
@@ -217,9 +258,16 @@ def _missing(path: Path) -> PictureError:
     return PictureError(f"{path}: there is no such file. {_EXPECTED} Check the path for a typing mistake.")
 
 
-def _too_large(path: Path, size: str) -> PictureError:
+def _damaged(name: Path | str, error: Exception) -> PictureError:
     return PictureError(
-        f"{path}: the picture is too large ({size}). Expected at most {MAX_PIXELS / 1e6:.0f} megapixels. "
+        f"{name}: the picture is damaged or cut off ({_reason(error)}). "
+        "Expected a complete picture file. Fetch or export it again."
+    )
+
+
+def _too_large(name: Path | str, size: str) -> PictureError:
+    return PictureError(
+        f"{name}: the picture is too large ({size}). Expected at most {MAX_PIXELS / 1e6:.0f} megapixels. "
         "Scale it down first."
     )
 

@@ -156,7 +156,7 @@ def main() -> int:
     """Measure, print, and write the tables into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=Path, help="parquet file with an image column; the samples by default")
-    parser.add_argument("--draws", type=int, default=200, help="draws for each figure (200)")
+    parser.add_argument("--draws", type=int, default=100, help="draws for each figure (100)")
     parser.add_argument("--docs", type=Path, default=DOCS, help="page to write the tables into (docs/detector.md)")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from vitrail.adapters import Found, find
 from vitrail.adapters.base import BlockAdapter, BlockCall
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
-from vitrail.surgery.appended import layout_of
+from vitrail.surgery.appended import MARK, layout_of
 from vitrail.surgery.forward import Carried
 from vitrail.tokens import Role, TokenLayout
 
@@ -170,8 +170,9 @@ class Watch:
             def after(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
                 self._see_tokens(layer, kwargs, output[0] if isinstance(output, tuple) else output)
 
-            # before tokens that were appended are taken away again
-            handles.append(block.register_forward_hook(after, with_kwargs=True, prepend=True))
+            # after whoever changes the tokens, but before those that were appended are taken away
+            first = hasattr(self.found.trunk, MARK) and layer == len(self.found.blocks) - 1
+            handles.append(block.register_forward_hook(after, with_kwargs=True, prepend=first))
         if "mlp" in what:
             state: list[MergeState | None] = [None]
 

@@ -1,0 +1,87 @@
+"""Surveys over checkpoints and models: planted artifacts are dated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from vitrail.analysis.survey import survey
+from vitrail.errors import InvalidOption, UnsupportedInput
+
+
+def checkpoint(strength: float) -> nn.Module:
+    """A small ViT, some of whose patch tokens are made so many times longer after its second block."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=4, embed_dim=32, num_heads=2, num_classes=3)
+
+    def grow(_: nn.Module, __: object, out: torch.Tensor) -> torch.Tensor:
+        out = out.clone()
+        out[:, 9::32] *= strength
+        return out
+
+    if strength != 1:
+        model.blocks[1].register_forward_hook(grow)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.randn(24, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+
+
+def test_artifacts_are_dated_over_checkpoints(images: torch.Tensor) -> None:
+    loaded: list[str] = []
+
+    def load(name: str, strength: float) -> nn.Module:
+        loaded.append(name)
+        return checkpoint(strength)
+
+    seen: list[tuple[str, int, int | None]] = []
+    found = survey(
+        {
+            "step 0": checkpoint(1),
+            "step 100": lambda: load("step 100", 1),
+            "step 200": lambda: load("step 200", 30),
+            "step 300": lambda: load("step 300", 60),
+        },
+        images,
+        batch_size=8,
+        progress=lambda *told: seen.append(told),
+    )
+    assert [row["verdict"] for row in found.table()] == ["none", "none", "artifacts", "artifacts"]
+    assert found.first == "step 200"
+    assert loaded == ["step 100", "step 200", "step 300"]
+    assert seen == [(f"step {100 * i}", i, 4) for i in range(4)]
+    assert found.entries[2].norms is not None
+    assert found.entries[2].norms.onset == 1
+    assert found.entries[0].depth == 4
+    json.dumps(found.to_dict())
+
+
+def test_batches_give_the_same(images: torch.Tensor) -> None:
+    whole = survey({"a": checkpoint(30)}, images)
+    parts = survey({"a": checkpoint(30)}, [(images[:10], None), (images[10:], None)])
+    assert parts.to_dict()["entries"][0]["norms"]["threshold"] == pytest.approx(
+        whole.to_dict()["entries"][0]["norms"]["threshold"], rel=0.02
+    )
+
+
+def test_a_model_that_cannot_be_looked_at_is_named(images: torch.Tensor) -> None:
+    def broken() -> nn.Module:
+        raise OSError("no such checkpoint")
+
+    found = survey({"linear": nn.Linear(3, 3), "gone": broken, "fine": checkpoint(30)}, images[:8])
+    assert found.entries[0].problem.startswith("UnsupportedModel")
+    assert found.entries[1].problem == "OSError: no such checkpoint"
+    assert found.entries[2].norms is not None
+    with pytest.raises(UnsupportedInput, match="none of 1 models"):
+        survey({"linear": nn.Linear(3, 3)}, images[:2])
+
+
+def test_models_have_names() -> None:
+    with pytest.raises(InvalidOption, match="given by name"):
+        survey([checkpoint(1)], torch.zeros(1, 3, 128, 128))  # type: ignore[arg-type]

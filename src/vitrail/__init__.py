@@ -3,6 +3,11 @@
 The public names are these; importing them loads torch and nothing optional.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from vitrail import errors
 from vitrail.adapters import load_model
 from vitrail.merging import Assignment
@@ -21,6 +26,11 @@ from vitrail.surgery import (
 )
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
+if TYPE_CHECKING:
+    from vitrail.report.compare import compare
+    from vitrail.report.inspect import inspect
+    from vitrail.report.report import Report
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -29,16 +39,32 @@ __all__ = [
     "Merging",
     "Recording",
     "RegisterNeurons",
+    "Report",
     "Role",
     "TestTimeRegisters",
     "TokenLayout",
     "TokenSpan",
     "Trace",
     "ablate",
+    "compare",
     "errors",
     "find_register_neurons",
+    "inspect",
     "load_model",
     "merge",
     "record",
     "test_time_registers",
 ]
+
+_LATER = dict.fromkeys(("Report", "compare", "inspect"), "vitrail.report")
+"""Names whose modules need more than torch, and are loaded when they are first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

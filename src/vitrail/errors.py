@@ -9,7 +9,8 @@
     ├── BrokenPass           tokens reached a block without the state of their forward pass
     ├── PictureError         a file is not a picture that can be used
     ├── ModelLoadError       a model name could not be turned into a model
-    └── ExportError          a model could not be exported, or its file does not do what the model does
+    ├── ExportError          a model could not be exported, or its file does not do what the model does
+    └── ReportError          a report could not be written or read
 
     VitrailWarning
     └── SaturatedWarning     fewer tokens merge than were asked for
@@ -59,6 +60,10 @@ class ModelLoadError(VitrailError):
 
 class ExportError(VitrailError):
     """A model could not be exported, or its file does not do what the model does."""
+
+
+class ReportError(VitrailError):
+    """A report could not be written or read."""
 
 
 class VitrailWarning(UserWarning):

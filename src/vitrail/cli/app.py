@@ -9,7 +9,9 @@ import typer
 
 from vitrail.cli import console, options
 from vitrail.cli.bench import EPILOG, bench
+from vitrail.cli.compare import COMPARE_EPILOG, compare
 from vitrail.cli.export import EXPORT_EPILOG, export
+from vitrail.cli.inspect import INSPECT_EPILOG, inspect
 
 HELP = "Vision Transformers with fewer tokens: merge what is alike, and see it as stained glass."
 
@@ -100,3 +102,5 @@ def demo(
 
 app.command(epilog=EPILOG)(bench)
 app.command(epilog=EXPORT_EPILOG)(export)
+app.command(epilog=INSPECT_EPILOG)(inspect)
+app.command(epilog=COMPARE_EPILOG)(compare)

@@ -18,10 +18,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.pictures.collection import Batch, Collection, Sample, open_collection
+    from vitrail.pictures.collection import Batch, Collection, open_collection
     from vitrail.pictures.glass import stained_glass
     from vitrail.pictures.preprocessing import Preprocessing, to_tensor
     from vitrail.pictures.reading import MAX_PIXELS, as_rgb, check_picture, find_pictures, read_picture
+    from vitrail.pictures.sample import Sample
     from vitrail.pictures.sheet import contact_sheet
     from vitrail.pictures.shipped import samples
 
@@ -47,7 +48,7 @@ _HOMES = {
     "Batch": "collection",
     "Collection": "collection",
     "Preprocessing": "preprocessing",
-    "Sample": "collection",
+    "Sample": "sample",
     "as_rgb": "reading",
     "check_picture": "reading",
     "contact_sheet": "sheet",

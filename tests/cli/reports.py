@@ -1,0 +1,90 @@
+"""A small stand-in for inspections: it reads the pictures as the real one does, and counts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vitrail.errors import VitrailError
+from vitrail.pictures import Collection, Preprocessing
+
+
+class Report:
+    """As much of a report as the commands look at."""
+
+    def __init__(self, name: str, pictures: int, skipped: list[tuple[str, str]], share: float = 0.02) -> None:
+        self.model = {"name": name}
+        self.data = {"pictures": pictures}
+        self.norms = {"threshold": 12.5, "outlier_share": share, "onset": 1, "confidence": 1.0, "per_layer": [{}, {}]}
+        listed = [{"name": name, "reason": reason} for name, reason in skipped]
+        self.problems = {"skipped": listed, "num_skipped": len(skipped), "num_not_finite_pictures": 0}
+        self.verdict = f"{name} has artifact tokens."
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self)) + "\n"
+
+    def save(self, path: Path) -> None:
+        path.write_text("<html>", encoding="utf-8")
+        path.with_suffix(".json").write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str) -> Report:
+        file = Path(path).with_suffix(".json")
+        if not file.is_file():
+            raise VitrailError(f"{file} could not be read")
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return cls(values["model"]["name"], values["data"]["pictures"], [], values["norms"]["outlier_share"])
+
+
+class Comparison:
+    """As much of a comparison."""
+
+    def __init__(self, a: Report, b: Report) -> None:
+        self.reports = a, b
+        self.verdict = f"{a.model['name']} against {b.model['name']}."
+        self.remarks = [] if a.data == b.data else ["The reports are about different pictures."]
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.verdict, encoding="utf-8")
+
+
+class FakeReports(ModuleType):
+    """Stands for ``vitrail.report``, and remembers how it was called."""
+
+    Report = Report
+    Comparison = Comparison
+
+    def __init__(self) -> None:
+        super().__init__("vitrail.report")
+        self.calls: list[dict[str, Any]] = []
+        self.sizes: list[tuple[int, ...]] = []
+        self.error: BaseException | None = None
+
+    def inspect(
+        self,
+        model: torch.nn.Module,
+        data: Collection,
+        *,
+        batch_size: int,
+        progress: Callable[[str, int, int | None], object],
+        name: str,
+        **options: Any,
+    ) -> Report:
+        self.calls.append({"batch_size": batch_size, "name": name, **options})
+        if self.error is not None:
+            raise self.error
+        seen = 0
+        for batch in data.batches(Preprocessing((32, 32)), batch_size):
+            self.sizes.append(tuple(batch.images.shape))
+            seen += len(batch.names)
+            progress("looking at pictures", seen, len(data))
+        progress("waiting", 1, None)
+        return Report(name, seen, data.skipped)
+
+    def compare(self, a: Report, b: Report) -> Comparison:
+        return Comparison(a, b)

@@ -1,0 +1,233 @@
+"""``vitrail inspect``: what it says and writes, how it answers mistakes, and that processes can share the work."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from tests.cli.reports import FakeReports
+from tests.cli.words import one_line
+from vitrail.cli import app, console
+from vitrail.cli.inspect import bars
+from vitrail.errors import UnsupportedInput
+
+MODEL = "timm:vit_tiny_patch16_224"
+TINY = ("--size", "32", "--random-weights", "--device", "cpu")
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["inspect", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> FakeReports:
+    fake = FakeReports()
+    monkeypatch.setitem(sys.modules, "vitrail.report", fake)
+    return fake
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(5):
+        Image.effect_noise((24, 24), 20 * number + 10).convert("RGB").save(folder / f"{number}.png")
+    return folder
+
+
+# ---------------------------------------------------------------- what it says and writes
+
+
+def test_the_verdict_the_table_and_the_files(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    result = run(MODEL, pictures, *TINY, "-o", out, "--batch", "2", "--seed", "3", "--no-probes")
+    assert result.exit_code == 0, result.output
+    assert reports.calls == [{"batch_size": 2, "name": MODEL, "probes": False, "seed": 3}]
+    assert reports.sizes == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
+    said = one_line(result.stdout)
+    assert said.startswith(f"{MODEL} has artifact tokens.")
+    for part in ("pictures 5", "norm 12.5", "outliers 2 % of patch tokens", "since layer 1 of 2", "confidence 99.9 %"):
+        assert part in said
+    assert said.endswith(f"Report: {out}, with its values in report.json")
+    assert "random weights" in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"pictures", "report.html", "report.json"}
+
+
+def test_values_as_json_instead_of_the_table(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+    result = run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+
+
+def test_samples_by_default_and_a_limit(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+    assert run(MODEL, *TINY, "-o", tmp_path / "a.html").exit_code == 0
+    assert reports.sizes == [(3, 3, 32, 32)]
+    for limit, count in ((2, 2), (0, 5)):
+        reports.sizes.clear()
+        assert run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html", "--limit", limit).exit_code == 0
+        assert reports.sizes == [(count, 3, 32, 32)]
+
+
+def test_skipped_pictures_are_named(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+    for number in range(7):
+        (pictures / f"broken{number}.png").touch()
+    result = run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html")
+    assert result.exit_code == 1
+    assert "skipped pictures 7" in one_line(result.stdout)
+    assert result.stderr.count("Skipped") == 5
+    assert "and 2 more that could not be read" in result.stderr
+    assert (tmp_path / "a.html").is_file()
+
+
+def test_progress_goes_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    usual = console.progress
+    monkeypatch.setattr(console, "progress", lambda: made.append(usual()) or made[-1])
+    with bars() as tell:
+        tell("looking at pictures", 1, 3)
+        tell("looking at pictures", 3, 3)
+        tell("analysing", 1, None)
+    tasks = [(task.description, task.completed, task.total) for task in made[0].tasks]
+    assert tasks == [("Looking at pictures", 3, 3), ("Analysing", 1, None)]
+
+
+def test_the_help_has_examples_and_says_how_to_use_several_devices() -> None:
+    text = one_line(CliRunner().invoke(app, ["inspect", "-h"]).stdout)
+    assert "torchrun --nproc-per-node 4 -m vitrail inspect" in text
+    assert "--random-weights" in text
+
+
+# ---------------------------------------------------------------- mistakes
+
+MISTAKES = {
+    "no such picture": ((MODEL, "missing.png"), "missing.png: there is no such file"),
+    "no such table": ((MODEL, "missing.parquet"), "missing.parquet: there is no such file"),
+    "no model": (("timm:no_such_model", "--random-weights"), "no_such_model"),
+    "not a ViT": (("timm:resnet18", "--random-weights"), "ResNet is not a supported model"),
+    "wrong size": ((MODEL, "--random-weights", "--size", "33"), "--size 33x33 is not a whole number of patches"),
+    "no size": ((MODEL, "--size", "large"), "'large' is not a size"),
+    "labels of files": ((MODEL, "--labels", "breed"), "names a column of a parquet file"),
+    "no page": ((MODEL, "-o", "report.pdf"), "-o report.pdf: expected the name of a page, like report.html"),
+    "no folder": ((MODEL, "-o", "nowhere/report.html"), "no file can be written there"),
+    "negative limit": ((MODEL, "--limit", "-1"), "'--limit'"),
+    "empty batch": ((MODEL, "--batch", "0"), "'--batch'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_answered_and_nothing_is_written(
+    name: str, reports: FakeReports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, answer = MISTAKES[name]
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert answer in one_line(result.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_readable_picture_is_found_before_the_model_is_loaded(
+    reports: FakeReports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.cli.model.load", lambda *args, **kwargs: pytest.fail("loaded"))
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_text("no picture")
+    result = run(MODEL, tmp_path, "-o", tmp_path / "report.html")
+    assert result.exit_code == 2
+    assert "None of the 2 pictures could be read" in result.stderr
+
+
+def test_a_size_that_the_model_does_not_take(reports: FakeReports, saved_vit: Path, tmp_path: Path) -> None:
+    result = run(f"hf:{saved_vit}", "--size", "64", "--device", "cpu", "-o", tmp_path / "a.html")
+    assert result.exit_code == 2
+    assert "does not take pictures of 64 × 64 pixels" in one_line(result.stderr)
+    assert reports.calls == []
+
+
+def test_what_is_read_is_not_written_over(reports: FakeReports, pictures: Path) -> None:
+    odd = (pictures / "0.png").rename(pictures / "0.html")
+    before = odd.read_bytes()
+    result = run(MODEL, odd, *TINY, "-o", odd)
+    assert result.exit_code == 2
+    assert "would be written over" in result.stderr
+    assert odd.read_bytes() == before
+
+
+STOPS = {
+    "Ctrl-C": (KeyboardInterrupt(), 130, "Stopped: no report was written"),
+    "error": (UnsupportedInput("the model is odd"), 2, "Error: the model is odd"),
+    "memory": (torch.OutOfMemoryError("CUDA out of memory"), 2, "Give a smaller --batch"),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_an_old_report_outlives_a_run_that_ends_early(
+    name: str, reports: FakeReports, pictures: Path, tmp_path: Path
+) -> None:
+    reports.error, code, answer = STOPS[name]
+    for ending in ("html", "json"):
+        (tmp_path / f"report.{ending}").write_text("old", encoding="utf-8")
+    result = run(MODEL, pictures, *TINY, "-o", tmp_path / "report.html")
+    assert result.exit_code == code
+    assert answer in one_line(result.stderr)
+    assert result.stdout == ""
+    files = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir() if path.is_file()}
+    assert files == {"report.html": "old", "report.json": "old"}
+
+
+# ---------------------------------------------------------------- the real thing
+
+
+ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_two_processes_give_the_report_of_one(pictures: Path, tmp_path: Path) -> None:
+    (pictures / "broken.png").touch()
+    one, two = tmp_path / "one.html", tmp_path / "two.html"
+    command = ["inspect", MODEL, str(pictures), *TINY, "--no-probes", "--batch", "1"]
+    alone = CliRunner().invoke(app, [*command, "-o", str(one)])
+    assert alone.exit_code == 1, alone.output  # a picture is broken
+
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vitrail"]
+    result = subprocess.run(
+        [*launch, *command, "-o", str(two)], env=os.environ | ALONE, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Report: ") == 1  # only one of them speaks
+    assert result.stderr.count("Skipped") == 1
+
+    values = [json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (one, two)]
+    assert values[0]["data"]["pictures"] == 5
+    for value in values:
+        del value["versions"]
+    assert values[0] == values[1]
+
+
+def test_a_mistake_in_two_processes_is_said_once(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    meeting = ALONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "vitrail", "inspect", MODEL, "missing.png", "--device", "cpu"],
+            cwd=tmp_path,
+            env=os.environ | meeting | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [2, 2], said
+    assert "Error: missing.png: there is no such file" in said[0][1]
+    assert said[1] == ("", "")

@@ -1,0 +1,245 @@
+"""``vitrail.inspect`` finds what was planted, says what it cannot know, and goes on."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import vitrail
+from tests.report.models import PLANTED, SINCE, pictures, plant, planted, small, write_pictures
+from vitrail.errors import InvalidOption, PictureError, UnsupportedInput, UnsupportedModel
+from vitrail.report import Report
+from vitrail.report.looking import Packed, chosen
+
+
+def look(model: nn.Module, data: Any, **options: Any) -> Report:
+    report = vitrail.inspect(model, data, **options)
+    assert report is not None
+    return report
+
+
+@pytest.fixture(scope="module")
+def found() -> Report:
+    return look(planted(), pictures(), labels=[number % 2 for number in range(24)])
+
+
+def test_planted_artifacts_are_found_where_and_since_when_they_were_planted(found: Report) -> None:
+    assert found.norms["verdict"] == "artifacts"
+    assert found.norms["onset"] == SINCE
+    assert found.norms["outlier_share"] == pytest.approx(len(PLANTED) / 64)
+    assert [layer["verdict"] for layer in found.norms["per_layer"]] == ["none", "none", "artifacts", "artifacts"]
+    assert found.pictures
+    assert all(one.outliers == list(PLANTED) for one in found.pictures)
+    assert found.verdict.startswith("This model has artifact tokens: 3.1")
+    assert "from layer 2 on" in found.verdict
+
+
+def test_values_have_their_documented_keys(found: Report) -> None:
+    values = found.to_dict()
+    documented = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    for name, section in values.items():
+        assert f"`{name}`" in documented
+        for key in section if isinstance(section, dict) and name not in ("versions", "settings") else ():
+            assert f"`{key}`" in documented, f"{name}.{key} is not documented"
+    assert {"threshold", "outlier_share", "verdict", "per_layer"} <= set(values["norms"])
+    assert len(values["norms"]["per_layer"]) == 4
+    assert {"threshold", "outlier_share", "verdict", "layer"} <= set(values["norms"]["per_layer"][0])
+    json.dumps(values, allow_nan=False)
+
+
+def test_sections_are_about_the_planted_tokens(found: Report) -> None:
+    assert found.redundancy["outliers"] == 24 * len(PLANTED)
+    assert found.attention["tokens"] == ["class"]
+    assert sum(found.attention["mass"]["mass"][0]) == pytest.approx(1, abs=1e-3)
+    assert set(found.attention["on_outliers"]["mass"]) == {"class", "patch"}
+    assert found.pca["left_out"] == 24 * len(PLANTED)
+    assert found.probes["position"]["chance_accuracy"] == pytest.approx(1 / 64)
+    assert 0 <= found.probes["position"]["kinds"]["normal"]["accuracy"]["mean"] <= 1
+    assert "at least" in found.probes["position"]["kinds"]["outlier"]["note"]
+    assert "at least 50" in found.probes["classes"]["kinds"]["class"]["note"]
+    assert found.discovery["lost"]["note"].startswith("no true boxes")
+    assert found.registers["note"] == "the model has no register tokens"
+
+
+def test_clean_model_has_none() -> None:
+    report = look(small(), pictures(), probes=False, discovery=False)
+    assert report.norms["verdict"] == "none"
+    assert report.norms["threshold"] is None
+    assert report.probes == {"note": "left out, as asked for"}
+    assert report.discovery == {"note": "left out, as asked for"}
+    assert report.verdict.startswith("No artifact tokens were found")
+    assert all(one.outliers == [] for one in report.pictures)
+
+
+def test_model_is_left_as_it_was() -> None:
+    model = small().train()
+    before = model(pictures(1)).detach()
+    hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
+    look(model, pictures(2), probes=False)
+    assert model.training
+    assert sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()) == hooks
+    assert torch.equal(model(pictures(1)), before)
+
+
+def test_numbers_that_are_not_finite_are_counted_and_named() -> None:
+    images = pictures()
+    images[3, 0, 0, 0] = torch.nan
+    report = look(planted(), images, batch_size=5)
+    problems = report.problems
+    assert problems["num_not_finite_pictures"] == 1
+    assert problems["num_not_finite_tokens"] > 0
+    assert {place["name"] for place in problems["not_finite"]} == {"picture 3"}
+    assert report.norms["verdict"] == "artifacts"
+    assert report.data["pictures"] == 24
+    assert report.data["kept"]["features"] == 23
+    assert "not finite" in report.to_html()
+
+
+def test_nothing_finite_is_a_report_as_well() -> None:
+    report = look(small(), torch.full((2, 3, 128, 128), torch.nan))
+    assert report.norms["verdict"] == "uncertain"
+    assert report.attention["note"] == "no picture has numbers that are all finite"
+    assert report.to_html()
+
+
+def test_one_picture() -> None:
+    report = look(small(), pictures(1))
+    assert report.data["pictures"] == 1
+    assert "pictures are needed" in report.probes["position"]["kinds"]["normal"]["note"]
+    assert "no labels" in report.probes["classes"]["note"]
+    assert "Only 1 picture" in report.to_html()
+
+
+def test_registers_without_a_class_token() -> None:
+    model = small("vit_medium_patch16_reg4_gap_256")
+    report = look(model, pictures(60), labels=[number % 2 for number in range(60)])
+    assert [one["name"] for one in report.registers["tokens"]] == [f"register {number}" for number in range(1, 5)]
+    assert all(one["norm"] > 0 and one["effective_patches"] >= 1 for one in report.registers["tokens"])
+    assert all(one["class_probe"]["accuracy"] for one in report.registers["tokens"])
+    assert report.attention["mass"]["queries"] == ["register", "patch"]
+    assert list(report.pictures[0].attention) == report.attention["tokens"]
+
+
+def test_model_without_special_tokens() -> None:
+    report = look(small(class_token=False, global_pool="avg"), pictures(4), probes=False)
+    assert "no class or register token" in report.attention["note"]
+    assert report.attention["mass"]["queries"] == ["patch"]
+    assert report.to_html()
+
+
+def test_transformers_model_with_registers() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_register_tokens": 2}
+    model = hf.Dinov2WithRegistersModel(hf.Dinov2WithRegistersConfig(**sizes, image_size=112, patch_size=14)).eval()
+    plant(model.layers[1] if hasattr(model, "layers") else model.encoder.layer[1], special=3)
+    report = look(model, pictures(24, 112), probes=False)
+    assert report.layout["grid"] == [1, 8, 8]
+    assert report.norms["onset"] == 1
+    assert report.pictures[0].outliers == list(PLANTED)
+    assert report.attention["tokens"] == ["class", "register 1", "register 2"]
+
+
+def test_folder_with_classes_and_a_broken_picture(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    folder = write_pictures(tmp_path, 60)
+    report = look(small(), folder, progress=lambda *step: told.append(step))
+    assert report.data["labelled"] == 60
+    assert report.data["classes"] == ["class-0", "class-1"]
+    assert report.problems["num_skipped"] == 1
+    assert "broken.png" in report.problems["skipped"][0]["name"]
+    assert report.probes["classes"]["kinds"]["class"]["accuracy"]["mean"] > 0.7
+    assert told[-1][1] == told[-1][2]
+    assert max(done for what, done, _ in told if what.startswith("looking")) == 60
+
+
+def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    with pytest.raises(PictureError):
+        vitrail.inspect(small(), tmp_path)
+
+
+@pytest.mark.parametrize("data", [[], iter(())])
+def test_no_pictures_is_an_error(data: Any) -> None:
+    with pytest.raises((UnsupportedInput, PictureError), match="no picture"):
+        vitrail.inspect(small(), data)
+
+
+def test_model_that_is_no_vit_is_an_error() -> None:
+    with pytest.raises(UnsupportedModel):
+        vitrail.inspect(nn.Linear(3, 3), pictures(2))
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        (pictures(2), {"batch_size": 0}),
+        (pictures(2), {"limit": 0}),
+        (pictures(2), {"labels": [1]}),
+        (pictures(2), {"labels": ["cat", "dog"]}),
+        (pictures(2)[0], {}),
+        ([torch.zeros(3)], {}),
+        (7, {}),
+    ],
+)
+def test_bad_arguments_are_clear_errors(data: Any, options: dict[str, Any]) -> None:
+    with pytest.raises((InvalidOption, UnsupportedInput)):
+        vitrail.inspect(small(), data, **options)
+
+
+def test_batches_give_the_same_as_a_tensor() -> None:
+    model, images = planted(), pictures()
+    labels = torch.arange(24) % 2
+    whole = look(model, images, labels=labels, batch_size=6, probes=False).to_dict()
+    parts = look(model, [(images[i : i + 6], labels[i : i + 6]) for i in range(0, 24, 6)], probes=False).to_dict()
+    for name in ("norms", "redundancy", "attention", "pca", "problems", "pictures"):
+        assert whole[name] == parts[name]
+    assert parts["data"]["labelled"] == 24
+
+
+def test_limit_and_batches_that_run_once() -> None:
+    report = look(small(), (images for images in pictures(12).split(5)), limit=7, probes=False)
+    assert report.data["pictures"] == 7
+
+
+def test_pictures_of_several_sizes() -> None:
+    model = small(dynamic_img_size=True)
+    report = look(model, [pictures(4), pictures(4, 96)], probes=False)
+    assert report.data["pictures"] == 8
+    assert report.data["kept"]["features"] == 4
+    assert "another grid" in report.problems["notes"][0]
+
+
+@pytest.mark.parametrize(("most", "total"), [(5, 17), (200, 200), (7, 8), (600, 3669), (3, None)])
+def test_kept_pictures_are_spread_evenly(most: int, total: int | None) -> None:
+    places = [index for index in range(total or 20) if chosen(index, most, total) is not None]
+    assert len(places) == most
+    assert [chosen(index, most, total) for index in places] == list(range(most))
+    gaps = [after - before for before, after in pairwise(places)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_half_precision_does_not_overflow() -> None:
+    values = torch.tensor([1e6, -3.0, 0.5])
+    packed = Packed.of(values)
+    assert packed.values.dtype == torch.float16
+    assert torch.allclose(packed.values.float() * packed.scale, values, rtol=1e-3, atol=0.05)
+    assert Packed.of(torch.ones(2)).scale == 1.0
+
+
+def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.report.looking.FEATURES", 6)
+    monkeypatch.setattr("vitrail.report.looking.OBJECTS", 3)
+    monkeypatch.setattr("vitrail.report.looking.PLACES", 10)
+    report = look(planted(), pictures(), probes=False)
+    assert report.data["kept"]["features"] == 6
+    assert report.data["kept"]["objects"] == 3
+    assert report.data["kept"]["places"] <= 16
+    assert report.norms["num_pictures"] == 24
+    assert len(report.pictures) == 3

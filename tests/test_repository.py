@@ -46,9 +46,9 @@ print(json.dumps({"added": added, "loaded": loaded, "cuda": torch.cuda.is_initia
 """
 
 
-def readme_blocks(language: str) -> list[tuple[int, str]]:
-    """Line number and text of README's code blocks in one language, less those after `<!-- no-test -->`."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def code_blocks(page: str, language: str) -> list[tuple[int, str]]:
+    """Line number and text of a page's code blocks in one language, less those after `<!-- no-test -->`."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     fence = re.compile(
         rf"^(?P<skip><!-- no-test -->\s*\n)?^```{language}\n(?P<code>.*?)^```\s*$", re.DOTALL | re.MULTILINE
     )
@@ -106,19 +106,21 @@ def test_public_names_are_listed_once() -> None:
 
 
 def test_readme_begins_with_the_two_commands() -> None:
-    code = "".join(text for _, text in readme_blocks("(?:sh|bash|console)"))
+    code = "".join(text for _, text in code_blocks("README.md", "(?:sh|bash|console)"))
     commands = [line.partition("#")[0].strip().removeprefix("$ ") for line in code.splitlines()]
     assert [command for command in commands if command][:2] == ["make demo", "make test"]
 
 
-def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore::vitrail.errors.VitrailWarning")
+@pytest.mark.parametrize("page", ["README.md", "docs/inspect.md"])
+def test_examples_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = readme_blocks("python")
-    assert blocks, "README.md has no Python example"
-    namespace: dict[str, Any] = {"__name__": "readme"}
+    blocks = code_blocks(page, "python")
+    assert blocks, f"{page} has no Python example"
+    namespace: dict[str, Any] = {"__name__": "page"}
     for line, code in blocks:
-        # The padding makes a traceback name README's own line.
-        exec(compile("\n" * (line - 1) + code, str(ROOT / "README.md"), "exec"), namespace)
+        # The padding makes a traceback name the page's own line.
+        exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), namespace)
 
 
 def test_no_file_names_one_machine() -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vitrail.report.inspect import inspect
     from vitrail.report.report import Report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Ablation",

@@ -16,8 +16,11 @@ from vitrail.adapters.base import BlockAdapter, TrunkAdapter
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
 
-ADAPTERS = {"timm": "timm", "hf": "transformers"}
+ADAPTERS = {"timm": "timm", "hf": "transformers", "vitrail": "own"}
 """Libraries by the prefix of their models' names; ``vitrail.adapters.LIBRARY`` is the adapter's module."""
+
+_LIBRARIES = {"own": "vitrail.models"}
+"""What is loaded where a library's models are, if it is not called as its adapter is."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def supported() -> list[str]:
 
 
 def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-    """Create a model by name, in eval mode: ``timm:NAME`` or ``hf:REPO-OR-FOLDER``.
+    """Create a model by name, in eval mode: ``timm:NAME``, ``hf:REPO-OR-FOLDER``, or ``vitrail:NAME-OR-FOLDER``.
 
     Options go to the library's own constructor.
     """
@@ -90,5 +93,5 @@ def preprocessing(model: nn.Module) -> Preprocessing:
 
 
 def _loaded() -> list[Any]:
-    names = [library for library in ADAPTERS.values() if library in sys.modules]
+    names = [library for library in ADAPTERS.values() if _LIBRARIES.get(library, library) in sys.modules]
     return [import_module(f"vitrail.adapters.{library}") for library in names]

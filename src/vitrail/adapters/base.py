@@ -133,6 +133,9 @@ class BlockAdapter(ABC):
     input_name = "x"
     """What the block calls its tokens, where they are passed by name."""
 
+    fused = True
+    """Whether attention is a softmax of the scores and nothing more, so that fused kernels serve."""
+
     @abstractmethod
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """Read what the block was called with beside its tokens."""
@@ -155,6 +158,10 @@ class BlockAdapter(ABC):
     def attention_scale(self, block: nn.Module) -> float | None:
         """Factor of the attention scores; None where the library leaves it to the attention function, 1/√d."""
         return None
+
+    def weigh(self, block: nn.Module, scores: Tensor, size: Tensor | None = None) -> Tensor:
+        """Turn scores (B, H, Q, N), scaled and masked, into weights; a key of size s counts as s keys."""
+        return (scores if size is None else scores + size.log()[:, None, None]).softmax(-1)
 
     @abstractmethod
     def attention_dropout(self, block: nn.Module) -> float:

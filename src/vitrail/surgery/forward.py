@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail import kernels
@@ -122,17 +123,18 @@ def merged_forward(
     if k.shape[1] != q.shape[1]:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    attended = kernels.attention(
-        q,
-        k,
-        v,
-        state.size if carried.plan.proportional else None,
-        state.log2_size,
-        mask=call.mask,
-        causal=call.causal,
-        scale=parts.attention_scale(block),
-        dropout=parts.attention_dropout(block),
-    )
+    size = state.size if carried.plan.proportional else None
+    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+    if parts.fused:
+        attended = kernels.attention(
+            q, k, v, size, state.log2_size, mask=call.mask, causal=call.causal, scale=scale, dropout=dropout
+        )
+    else:
+        scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+        if call.mask is not None:
+            scores = scores.masked_fill(~call.mask, -torch.inf)
+        weights = F.dropout(parts.weigh(block, scores, size), dropout).to(v.dtype)
+        attended = (weights @ v).transpose(1, 2).flatten(2)
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
     x, state = (x, state.skip()) if step is None else state.merge(x, step)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))

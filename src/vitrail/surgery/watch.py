@@ -271,9 +271,8 @@ def attention_rows(
     if call.mask is not None and not (carried is not None and carried.unmasked):
         mask = call.mask if call.mask.shape[-2] == 1 else call.mask[..., queries, :]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if carried is not None and carried.plan.proportional and carried.state.size is not None:
-        scores = scores + carried.state.size.to(work).log()[:, None, None]
-    return scores.softmax(-1)
+    weighted = carried is not None and carried.plan.proportional and carried.state.size is not None
+    return parts.weigh(block, scores, carried.state.size.to(work) if weighted else None)  # type: ignore[union-attr]
 
 
 def as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:

@@ -1,0 +1,201 @@
+"""Models of our own: ViT, DeiT and CaiT, with tokens of any roles.
+
+Blocks are those in which patches attend; the class-attention stage, where patches no longer change, comes after them
+and sees every patch again. Tokens may enter before the first block or at that stage, not between blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.adapters.base import (
+    BlockAdapter,
+    BlockCall,
+    DenseBlock,
+    Rotary,
+    TrunkAdapter,
+    at_work,
+    forward_class,
+    is_plain,
+)
+from vitrail.adapters.passes import open_pass
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
+from vitrail.models import ViT, create_model
+from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
+from vitrail.models.position import coordinates, rotary_frequencies, rotate
+from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.tokens import TokenLayout
+
+
+def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+    """Create a model by name, or read one from a folder that was saved."""
+    if Path(name).is_dir():
+        return ViT.from_pretrained(name)
+    if pretrained:
+        raise ModelLoadError(
+            f"there are no trained weights for {name!r} yet; give a folder that a model was saved to, or go on with "
+            "random weights (pretrained=False)"
+        )
+    try:
+        return create_model(name, **options).eval()
+    except InvalidOption as error:
+        raise ModelLoadError(str(error)) from error
+
+
+class OwnBlock(BlockAdapter):
+    """``Block``: pre-norm, with layer scale, and fused attention."""
+
+    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        given = {**dict(zip(("rope", "mask"), args, strict=False)), **kwargs}
+        return BlockCall(mask=given.get("mask"), rope=given.get("rope"))
+
+    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
+        return block.norm1(x)
+
+    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        attention = block.attn
+        packed = attention.qkv(h).unflatten(-1, (3, attention.num_heads, attention.head_dim))
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        return attention.q_norm(q), attention.k_norm(k), v
+
+    def rotate(self, block: Any, x: Tensor, table: Tensor) -> Tensor:
+        return rotate(x, table)
+
+    def attention_dropout(self, block: Any) -> float:
+        return block.attn.attn_drop.p if block.attn.training else 0.0
+
+    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
+        return block.attn.proj_drop(block.attn.proj(attended))
+
+    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path1(block.ls1(y))
+
+    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
+        return block.norm2(x)
+
+    def feed(self, block: Any, h: Tensor) -> Tensor:
+        return block.mlp(h)
+
+    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
+        return block.drop_path2(block.ls2(y))
+
+    def dense(self, block: Any) -> DenseBlock | None:
+        attention, mlp = block.attn, block.mlp
+        linears = (attention.qkv, attention.proj, mlp.fc1, mlp.fc2)
+        plain = (
+            is_plain(mlp, Mlp)
+            and all(is_plain(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
+            and all(is_plain(linear, nn.Linear) and linear.bias is not None for linear in linears)
+            and all(is_plain(norm, nn.Identity) for norm in (attention.q_norm, attention.k_norm))
+            and all(is_plain(scale, nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
+            and is_plain(attention, type(attention))
+            and not at_work(attention.attn_drop)
+        )
+        if not plain:
+            return None
+        gamma1, gamma2 = (getattr(scale, "gamma", None) for scale in (block.ls1, block.ls2))
+        after = at_work(attention.proj_drop, block.drop_path1)
+        return DenseBlock(
+            attention.num_heads, block.norm1, (attention.qkv,), attention.proj, block.norm2, mlp.fc1, mlp.fc2,
+            (gamma1, gamma2), None, "none", (after, at_work(mlp.drop1), at_work(mlp.drop2, block.drop_path2)),
+        )  # fmt: skip
+
+    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
+        return (block.attn,)
+
+    def feed_parts(self, block: Any) -> Sequence[nn.Module]:
+        return (block.mlp,)
+
+    def head_shape(self, block: Any) -> tuple[int, int]:
+        return block.attn.num_heads, block.attn.head_dim
+
+
+class TalkingHeadsBlock(OwnBlock):
+    """A block whose heads mix their scores before the softmax and their weights after it."""
+
+    fused = False
+
+    def weigh(self, block: Any, scores: Tensor, size: Tensor | None = None) -> Tensor:
+        """A key of size s is what s equal keys are together, also for the bias of the second map."""
+        attention = block.attn
+        mixed = attention.proj_l(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        mixed = mixed.masked_fill(scores == -torch.inf, -torch.inf)
+        weights = super().weigh(block, mixed, size)
+        bias = attention.proj_w.bias[:, None, None]
+        if size is not None:
+            bias = bias * size[:, None, None].to(weights.dtype)
+        out = F.linear(weights.permute(0, 2, 3, 1), attention.proj_w.weight).permute(0, 3, 1, 2) + bias
+        return out.masked_fill(scores == -torch.inf, 0)
+
+    def dense(self, block: Any) -> DenseBlock | None:
+        return None
+
+
+class OwnEntryPoint:
+    """The way into a model of ours; opens a pass with the layout of the input at hand."""
+
+    _vitrail_adapter: OwnTrunk
+
+    def forward_features(self: Any, x: Tensor) -> Tensor:
+        adapter = self._vitrail_adapter
+        layout = adapter.layout(self, tuple(x.shape[2:]))
+        with open_pass(self, layout, adapter.rotary(self, layout.grid)):
+            return super().forward_features(x)  # type: ignore[misc]
+
+
+class OwnTrunk(TrunkAdapter):
+    """``ViT``."""
+
+    def blocks(self, trunk: Any) -> Sequence[nn.Module]:
+        return list(trunk.blocks)
+
+    def block_adapter(self, block: Any) -> BlockAdapter:
+        if forward_class(block) is not Block:
+            raise UnsupportedModel(f"blocks of class {type(block).__name__} are not those of our models")
+        return TalkingHeadsBlock() if isinstance(block.attn, TalkingHeadsAttention) else OwnBlock()
+
+    def layout(self, trunk: Any, size: Any = None) -> TokenLayout:
+        return trunk.layout(size, layer=0)
+
+    def resizes(self, trunk: Any) -> bool:
+        return True
+
+    def preprocessing(self, trunk: Any) -> Preprocessing:
+        size = trunk.config.image_size
+        mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+        return Preprocessing((size, size) if isinstance(size, int) else tuple(size)[-2:], mean, std)
+
+    def entry_points(self) -> type:
+        return OwnEntryPoint
+
+    def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
+        return (trunk.patch_embed,)
+
+    def check(self, trunk: Any) -> None:
+        config = trunk.config
+        between = [spec.name for spec in config.tokens if 0 < config.entry(spec) < config.depth]
+        if between:
+            raise UnsupportedModel(
+                f"the tokens {', '.join(between)} of this model enter between its blocks, which is not supported; let "
+                "them enter before the first block (enters=0) or at the class-attention stage (enters=-1)"
+            )
+
+    def rotary(self, trunk: Any, grid: tuple[int, int, int]) -> Rotary | None:
+        config = trunk.config
+        if config.position != "rotary":
+            return None
+        weight = trunk.patch_embed.proj.weight
+        dtype, axes = torch.promote_types(weight.dtype, torch.float32), len(config.patch)
+        frequencies = rotary_frequencies(config.head_width, axes, weight.device, dtype)
+        return Rotary(coordinates(grid, axes, weight.device, dtype), frequencies[None, None], False)
+
+
+def trunks() -> dict[type, TrunkAdapter]:
+    """Give our model classes."""
+    return {ViT: OwnTrunk()}

@@ -13,12 +13,14 @@ from vitrail.adapters import load_model
 from vitrail.merging import Assignment
 from vitrail.surgery import (
     Ablation,
+    Count,
     Merging,
     Recording,
     RegisterNeurons,
     TestTimeRegisters,
     Trace,
     ablate,
+    count,
     find_register_neurons,
     merge,
     record,
@@ -36,6 +38,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Ablation",
     "Assignment",
+    "Count",
     "Merging",
     "Recording",
     "RegisterNeurons",
@@ -47,6 +50,7 @@ __all__ = [
     "Trace",
     "ablate",
     "compare",
+    "count",
     "errors",
     "find_register_neurons",
     "inspect",

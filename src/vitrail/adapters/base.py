@@ -214,6 +214,10 @@ class BlockAdapter(ABC):
             raise UnsupportedModel(f"the MLP of this {type(block).__name__} has no linear layer to be found")
         return found[-1][1]
 
+    def pair_weights(self, block: nn.Module) -> int:
+        """Count the weights that meet every pair of tokens while attending, beside queries and keys."""
+        return 0
+
     @abstractmethod
     def head_shape(self, block: nn.Module) -> tuple[int, int]:
         """Give the number of heads, and the channels of one."""

@@ -136,6 +136,12 @@ class TalkingHeadsBlock(OwnBlock):
     def dense(self, block: Any) -> DenseBlock | None:
         return None
 
+    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
+        return (block.attn.qkv, block.attn.proj)
+
+    def pair_weights(self, block: Any) -> int:
+        return block.attn.proj_l.weight.numel() + block.attn.proj_w.weight.numel()
+
 
 class OwnEntryPoint:
     """The way into a model of ours; opens a pass with the layout of the input at hand."""
@@ -175,7 +181,8 @@ class OwnTrunk(TrunkAdapter):
         return OwnEntryPoint
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
-        return (trunk.patch_embed,)
+        gathering = [part for block in trunk.blocks_token_only for part in (block.attn.k, block.attn.v)]
+        return (trunk.patch_embed, *gathering)
 
     def check(self, trunk: Any) -> None:
         config = trunk.config

@@ -1,6 +1,7 @@
 """Changes to existing models: checked before anything is touched, and all of them reversible."""
 
 from vitrail.surgery.ablation import Ablation, ablate
+from vitrail.surgery.count import Count, count
 from vitrail.surgery.merge import Merging, merge
 from vitrail.surgery.record import Recording, record
 from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
@@ -9,12 +10,14 @@ from vitrail.surgery.trace import Trace
 
 __all__ = [
     "Ablation",
+    "Count",
     "Merging",
     "Recording",
     "RegisterNeurons",
     "TestTimeRegisters",
     "Trace",
     "ablate",
+    "count",
     "find_register_neurons",
     "merge",
     "record",

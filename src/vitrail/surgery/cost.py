@@ -18,13 +18,13 @@ class BlockCost:
     Attributes:
         attend: weights that meet every token before the merge.
         feed: weights that meet every token after it.
-        width: channels of all heads together, met by every pair of tokens twice.
+        pair: weights that meet every pair of tokens: the channels of all heads, twice, and what heads talk with.
         feature: channels by which tokens are compared.
     """
 
     attend: int
     feed: int
-    width: int
+    pair: int
     feature: int
 
 
@@ -52,20 +52,23 @@ class CostModel:
             blocks=tuple(map(_block_cost, found.block_adapters, found.blocks)),
         )
 
+    def parts(self, special: int, patches: int, per_layer: Sequence[int]) -> dict[str, int]:
+        """Give the cost of one input by part, for these merges of each layer."""
+        length = special + patches
+        found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
+        found |= {"patches": self.per_patch * patches, "rest": self.fixed}
+        for block, r in zip(self.blocks, per_layer, strict=True):
+            found["projections"] += length * block.attend
+            found["attention"] += length * length * block.pair
+            if r:
+                found["matching"] += ((length + 1) // 2) * (length // 2) * block.feature
+            length -= r
+            found["feed"] += length * block.feed
+        return found
+
     def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
         """Give the cost of one input as a function of the merges of each layer."""
-
-        def cost(per_layer: Sequence[int]) -> int:
-            length, total = special + patches, self.fixed + self.per_patch * patches
-            for block, r in zip(self.blocks, per_layer, strict=True):
-                total += length * block.attend + 2 * length * length * block.width
-                if r:
-                    total += ((length + 1) // 2) * (length // 2) * block.feature
-                length -= r
-                total += length * block.feed
-            return total
-
-        return cost
+        return lambda per_layer: sum(self.parts(special, patches, per_layer).values())
 
 
 def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:
@@ -74,7 +77,7 @@ def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:
         _weights(part for root in roots for part in root.modules())
         for roots in (parts.attend_parts(block), parts.feed_parts(block))
     )
-    return BlockCost(attend, feed, heads * channels, channels)
+    return BlockCost(attend, feed, 2 * heads * channels + parts.pair_weights(block), channels)
 
 
 def _weights(parts: Iterable[nn.Module]) -> int:

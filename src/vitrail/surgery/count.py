@@ -1,0 +1,101 @@
+"""``vitrail.count``: parameters and multiply-adds of a model, by part, and what a token or a merge changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitrail.adapters import Found, find
+from vitrail.errors import InvalidOption
+from vitrail.surgery.appended import layout_of
+from vitrail.surgery.checks import merged_trunk
+from vitrail.surgery.cost import CostModel
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a model has and does for one input.
+
+    One multiply-add is one FLOP, as in the literature; norms, activations and softmax are left out, as there.
+
+    Attributes:
+        parameters: how many there are.
+        parameters_by_part: ``embedding``, ``attend`` and ``feed`` of all blocks, ``rest`` (tokens, positions, heads).
+        tokens: length of the sequence before any merge.
+        flops: multiply-adds as the model is now.
+        flops_by_part: ``patches`` (what meets patches outside of blocks), ``projections``, ``attention`` (pairs of
+            tokens), ``feed``, ``matching``, ``rest``.
+        flops_unmerged: multiply-adds without merging.
+        flops_per_token: what one more special token adds.
+    """
+
+    parameters: int
+    parameters_by_part: dict[str, int]
+    tokens: int
+    flops: int
+    flops_by_part: dict[str, int]
+    flops_unmerged: int
+    flops_per_token: int
+
+
+def count(model: nn.Module, size: Any = None) -> Count:
+    """Count a supported model, merged or not.
+
+    Args:
+        model: any supported model.
+        size: an input, or its size in pixels, as one number or (height, width); by default the model's own.
+    """
+    found = find(model)
+    layout = layout_of(found, _size(size))
+    cost = CostModel.of(model, found)
+    special, patches = layout.num_special, layout.num_patches
+    plan = getattr(merged_trunk(model), "_vitrail_plan", None)
+    nothing = (0,) * len(found.blocks)
+    merges = nothing if plan is None else plan.solve(patches).per_layer
+    by_part = cost.parts(special, patches, merges)
+    unmerged = cost.counter(special, patches)(nothing)
+    return Count(
+        sum(weight.numel() for weight in model.parameters()),
+        _parameters(model, found),
+        layout.num_tokens,
+        sum(by_part.values()),
+        by_part,
+        unmerged,
+        cost.counter(special + 1, patches)(nothing) - unmerged,
+    )
+
+
+def _size(size: Any) -> Any:
+    if size is None:
+        return None
+    if isinstance(size, Tensor):
+        if size.dim() < 4:
+            raise InvalidOption(f"an input is (B, C, H, W), or longer for video; got a tensor of {tuple(size.shape)}")
+        return tuple(size.shape[2:])
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if not sides or any(not isinstance(side, int) or side < 1 for side in sides):
+        raise InvalidOption(f"size is an input, a number of pixels, or (height, width); got {size!r}")
+    return sides
+
+
+def _parameters(model: nn.Module, found: Found) -> dict[str, int]:
+    """Count parameters by part, each once, however often it is shared."""
+    roots = {
+        "embedding": [found.adapter.patch_embedding(found.trunk)],
+        "feed": [part for parts, block in _blocks(found) for part in parts.feed_parts(block)],
+        "attend": list(found.blocks),
+    }
+    seen: set[int] = set()
+    counted = {}
+    for name, parts in roots.items():
+        new = {id(weight): weight.numel() for part in parts for weight in part.parameters() if id(weight) not in seen}
+        seen |= set(new)
+        counted[name] = sum(new.values())
+    counted["rest"] = sum(weight.numel() for weight in model.parameters() if id(weight) not in seen)
+    return {name: counted[name] for name in ("embedding", "attend", "feed", "rest")}
+
+
+def _blocks(found: Found) -> list[tuple[Any, nn.Module]]:
+    return list(zip(found.block_adapters, found.blocks, strict=True))

@@ -1,0 +1,77 @@
+"""Counts against PyTorch's own counter of operations, and against the papers."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import vitrail
+from tests.surgery.models import ALL
+from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.models import create_model
+
+
+def counted(model: torch.nn.Module, images: torch.Tensor) -> int:
+    """Multiply-adds that run, for one picture."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as mode:
+        model(images)
+    return mode.get_total_flops() // 2 // len(images)
+
+
+@pytest.mark.parametrize("name", ["timm-registers", "hf-deit-head", "hf-registers-head", "eva-dinov3"])
+def test_flops_are_those_that_run(name: str) -> None:
+    model, images = ALL[name].model(torch.float32), ALL[name].images(torch.float32)
+    assert vitrail.count(model, images).flops == pytest.approx(counted(model, images), rel=0.03)
+
+
+def test_flops_of_talking_heads_and_class_attention() -> None:
+    model = create_model("cait_xxs24", image_size=96, depth=4, num_classes=10).eval()
+    images = torch.randn(1, 3, 96, 96)
+    assert vitrail.count(model, images).flops == pytest.approx(counted(model, images), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "gflops"), [("vit_base_patch16_224", 86.6e6, 17.6), ("vit_small_patch16_224", 22.1e6, 4.6)]
+)
+def test_known_models(name: str, parameters: float, gflops: float) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    found = vitrail.count(model)
+    assert found.parameters == pytest.approx(parameters, rel=0.01)
+    assert found.flops / 1e9 == pytest.approx(gflops, rel=0.01)
+    assert sum(found.parameters_by_part.values()) == found.parameters
+    assert sum(found.flops_by_part.values()) == found.flops == found.flops_unmerged
+
+
+def test_published_cait() -> None:
+    with torch.device("meta"):
+        model = create_model("cait_xxs24")
+    found = vitrail.count(model)
+    assert found.parameters == pytest.approx(12.0e6, rel=0.01)
+    assert found.flops / 1e9 == pytest.approx(2.5, rel=0.02)
+
+
+def test_a_merge_and_a_token_change_what_they_should() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3).eval()
+    plain = vitrail.count(model)
+    with vitrail.merge(model, r=2) as merging:
+        merged = vitrail.count(model)
+        assert merged.flops == merging.flops()
+        assert merged.flops_unmerged == plain.flops
+        assert merged.flops_by_part["matching"] > 0
+    more = vitrail.count(timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, reg_tokens=1).eval())
+    assert more.flops - plain.flops == plain.flops_per_token
+    assert more.tokens == plain.tokens + 1
+
+
+def test_bad_sizes() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, dynamic_img_size=True)
+    assert vitrail.count(model, 128).tokens == vitrail.count(model, (128, 128)).tokens == 65
+    with pytest.raises(InvalidOption):
+        vitrail.count(model, torch.zeros(3, 64))
+    with pytest.raises(InvalidOption):
+        vitrail.count(model, "large")
+    with pytest.raises((InvalidOption, UnsupportedInput)):
+        vitrail.count(model, 0)

@@ -26,9 +26,10 @@ from vitrail.surgery import (
     record,
     test_time_registers,
 )
-from vitrail.tokens import Role, TokenLayout, TokenSpan
+from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 
 if TYPE_CHECKING:
+    from vitrail.models import ViT, ViTConfig, create_model, from_timm, list_models, to_timm
     from vitrail.report.compare import compare
     from vitrail.report.inspect import inspect
     from vitrail.report.report import Report
@@ -47,21 +48,31 @@ __all__ = [
     "TestTimeRegisters",
     "TokenLayout",
     "TokenSpan",
+    "TokenSpec",
     "Trace",
+    "ViT",
+    "ViTConfig",
     "ablate",
     "compare",
     "count",
+    "create_model",
     "errors",
     "find_register_neurons",
+    "from_timm",
     "inspect",
+    "list_models",
     "load_model",
     "merge",
     "record",
     "test_time_registers",
+    "to_timm",
 ]
 
-_LATER = dict.fromkeys(("Report", "compare", "inspect"), "vitrail.report")
-"""Names whose modules need more than torch, and are loaded when they are first used."""
+_LATER = {
+    **dict.fromkeys(("Report", "compare", "inspect"), "vitrail.report"),
+    **dict.fromkeys(("ViT", "ViTConfig", "create_model", "from_timm", "list_models", "to_timm"), "vitrail.models"),
+}
+"""Names whose modules are loaded when they are first used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """Roles of tokens, and where in the sequence they stand."""
 
 from vitrail.tokens.layout import Role, TokenLayout, TokenSpan
+from vitrail.tokens.spec import TokenSpec, check_specs
 
-__all__ = ["Role", "TokenLayout", "TokenSpan"]
+__all__ = ["Role", "TokenLayout", "TokenSpan", "TokenSpec", "check_specs"]

@@ -1,0 +1,299 @@
+"""Do the special tokens of a model differ? Redundancy and specialisation of class, distillation, register, task tokens.
+
+Tokens may become copies of each other. Four places show it: their parameters, the tokens in each layer, what heads make
+of them, and the patches they look at. Pairs that are as good as equal have collapsed. See ``docs/tokens.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.adapters import find
+from vitrail.analysis.attention import Overlap, Spread, overlap, spread, token_maps
+from vitrail.analysis.base import Result
+from vitrail.analysis.features import check_finite
+from vitrail.errors import UnsupportedInput
+from vitrail.heads import listen
+from vitrail.surgery.appended import layout_of
+from vitrail.surgery.record import stream
+from vitrail.surgery.watch import check_layers
+from vitrail.tokens import Role, TokenLayout, TokenSpan
+
+PARAMETERS = {
+    Role.CLASS: ("cls_token", "class_token", "class_embedding"),
+    Role.DISTILLATION: ("dist_token", "distillation_token"),
+    Role.REGISTER: ("reg_token", "register_tokens"),
+}
+"""What libraries call the parameters of their tokens; Vitrail's own are ``tokens.NAME``."""
+
+
+@dataclass(frozen=True)
+class Thresholds(Result):
+    """From where on two tokens count as one: two class tokens trained with one loss reached a cosine of 0.999 (DeiT).
+
+    Attributes:
+        parameters: cosine of token parameters, at least.
+        tokens: cosine of tokens in the last layer, at least; 0.93 is normal there (DeiT's class and distillation).
+        attention: cosine of attention maps, at least.
+        even: share of the patches from which on a map does not count, since all even maps are alike.
+        divergence: Jensen–Shannon divergence of heads in bits, at most; and then also
+        disagreement: share of pictures with another answer, at most.
+    """
+
+    parameters: float = 0.99
+    tokens: float = 0.99
+    attention: float = 0.99
+    even: float = 0.9
+    divergence: float = 0.001
+    disagreement: float = 0.01
+
+
+STATED = Thresholds()
+
+
+@dataclass(frozen=True, eq=False)
+class Cosines(Result):
+    """How alike tokens are in each layer.
+
+    Attributes:
+        tokens: what the rows and columns are: ``class``, ``register[0]``, ``task:colour``.
+        matrix: (L, S, S) mean over pictures of the cosine between two tokens.
+        centred: (L, S, S) the same after each token's mean over the pictures is taken away: whether two tokens say the
+            same *about pictures*, however their constant parts differ. None for a single picture.
+        within: by role, (L,) the mean over all pairs of its tokens; roles with two tokens or more.
+        between: by two roles, (L,) the mean over all pairs of a token of the one and a token of the other.
+    """
+
+    tokens: tuple[str, ...]
+    layers: tuple[int, ...]
+    matrix: Tensor
+    centred: Tensor | None
+    within: dict[str, Tensor]
+    between: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterCosines(Result):
+    """How alike the learned tokens are, without position: (S, S). Directions of tokens near zero mean nothing."""
+
+    tokens: tuple[str, ...]
+    matrix: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Disagreement(Result):
+    """How often ``heads``, which are the rows and columns, disagree: (H, H) each.
+
+    Attributes:
+        argmax: share of pictures for which two heads name different classes.
+        divergence: Jensen–Shannon of their softmaxes, in bits, as mean over pictures: 0 for the same, 1 at most.
+    """
+
+    heads: tuple[str, ...]
+    argmax: Tensor
+    divergence: Tensor
+
+
+@dataclass(frozen=True)
+class Looks(Result):
+    """Where tokens look in one layer: how alike their maps are, and how wide each is."""
+
+    tokens: tuple[str, ...]
+    overlap: Overlap
+    spread: Spread
+
+
+@dataclass(frozen=True)
+class Collapse(Result):
+    """Two tokens that are as good as one: in what, which, how alike, and from where on that counts."""
+
+    where: str
+    first: str
+    second: str
+    value: float
+    threshold: float
+
+
+@dataclass(frozen=True)
+class Roles(Result):
+    """All measures of one model on some pictures; what it does not have is None or empty."""
+
+    pictures: int
+    cosines: Cosines
+    parameters: ParameterCosines | None
+    heads: Disagreement | None
+    attention: dict[int, Looks]
+    thresholds: Thresholds
+    collapsed: tuple[Collapse, ...]
+
+
+def token_names(special: Iterable[TokenSpan]) -> tuple[str, ...]:
+    """Name each special token by its role, its name where it has one, and its number where they are several.
+
+    >>> token_names([TokenSpan(Role.CLASS), TokenSpan(Role.REGISTER, 2), TokenSpan(Role.TASK, 1, "colour")])
+    ('class', 'register[0]', 'register[1]', 'task:colour')
+    """
+    found: list[str] = []
+    for span in special:
+        label = span.role.value if span.name in ("", span.role.value) else f"{span.role.value}:{span.name}"
+        found += [label] if span.count == 1 else [f"{label}[{index}]" for index in range(span.count)]
+    return tuple(found)
+
+
+@torch.no_grad()
+def cosine_matrix(x: Tensor) -> Tensor:
+    """Give the cosines (..., S, S) between S vectors (..., S, D). Two vectors of zeros are the same: 1."""
+    unit = F.normalize(x.detach().double(), dim=-1)
+    zero = (unit == 0).all(-1)
+    cosine = (unit @ unit.transpose(-1, -2)).clamp(-1, 1)
+    return torch.where(zero.unsqueeze(-1) & zero.unsqueeze(-2), 1.0, cosine)
+
+
+@torch.no_grad()
+def token_cosines(tokens: Tensor, layout: TokenLayout, layers: Sequence[int] | None = None) -> Cosines:
+    """Compare special tokens (L, B, S, D), in the order of the layout, with each other in each layer."""
+    if tokens.ndim != 4 or tokens.shape[2] != layout.num_special or 0 in tokens.shape:
+        raise UnsupportedInput(
+            f"special tokens are (layers, pictures, {layout.num_special} tokens, channels) for {layout.special}; "
+            f"got {tuple(tokens.shape)}"
+        )
+    check_finite(tokens.transpose(0, 1), "special tokens")
+    matrix = torch.stack([cosine_matrix(x).mean(0) for x in tokens]).cpu()
+    varying = (x.double() - x.double().mean(0) for x in tokens)
+    centred = torch.stack([cosine_matrix(x).mean(0) for x in varying]).cpu() if tokens.shape[1] > 1 else None
+    roles = [span.role.value for span in layout.special for _ in range(span.count)]
+    groups: dict[tuple[str, ...], list[Tensor]] = {}
+    for one, other in combinations(range(len(roles)), 2):
+        pair = tuple(sorted((roles[one], roles[other]), key=roles.index))
+        groups.setdefault(pair, []).append(matrix[:, one, other])
+    means = {pair: torch.stack(found).mean(0) for pair, found in groups.items()}
+    within = {first: mean for (first, second), mean in means.items() if first == second}
+    between = {f"{first}, {second}": mean for (first, second), mean in means.items() if first != second}
+    numbers = tuple(range(len(tokens)) if layers is None else layers)
+    return Cosines(token_names(layout.special), numbers, matrix, centred, within, between)
+
+
+@torch.no_grad()
+def disagreement(logits: Mapping[str, Tensor]) -> Disagreement:
+    """Compare heads by their logits (or log-probabilities) (B, C) for the same pictures and the same classes."""
+    shapes = {name: tuple(value.shape) for name, value in logits.items()}
+    if len(set(shapes.values())) != 1 or any(len(shape) != 2 or 0 in shape for shape in shapes.values()):
+        raise UnsupportedInput(
+            f"heads are compared by logits (pictures, classes) of the same pictures and classes; got {shapes or 'none'}"
+        )
+    x = torch.stack([value.detach().double() for value in logits.values()])
+    check_finite(x.transpose(0, 1), "logits")
+    log_p = x.log_softmax(-1)
+    answer = x.argmax(-1)
+    differs = (answer.unsqueeze(0) != answer.unsqueeze(1)).double().mean(-1)
+    bits = torch.zeros_like(differs)
+    for one, other in combinations(range(len(x)), 2):
+        middle = torch.logaddexp(log_p[one], log_p[other]) - torch.log(x.new_tensor(2.0))
+        parts = [(log_p[head].exp() * (log_p[head] - middle)).sum(-1) for head in (one, other)]
+        bits[one, other] = bits[other, one] = ((parts[0] + parts[1]) / 2).mean() / torch.log(x.new_tensor(2.0))
+    return Disagreement(tuple(logits), differs.cpu(), bits.clamp(0, 1).cpu())
+
+
+@torch.no_grad()
+def looks(attention: Tensor, layout: TokenLayout) -> Looks:
+    """Compare where the special tokens look, by their attention rows (B, H, S, N) in one layer."""
+    maps = token_maps(attention, layout)
+    return Looks(token_names(layout.special), overlap(maps), spread(maps))
+
+
+def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]:
+    """Find the learned vectors (D,) of a model's special tokens by name, on the CPU; those not found are left out."""
+    named = dict(find(model).trunk.named_parameters())
+    found: dict[str, Tensor] = {}
+    for span in layout.special:
+        known = (f"tokens.{span.name}",) if span.name else PARAMETERS.get(span.role, ())
+        fits = [value for name, value in named.items() if name in known or name.rpartition(".")[2] in known]
+        if len(fits) == 1 and fits[0].numel() == span.count * fits[0].shape[-1]:
+            found.update(zip(token_names([span]), fits[0].detach().cpu().reshape(span.count, -1), strict=True))
+    return found
+
+
+def collapsed(
+    cosines: Cosines,
+    parameters: ParameterCosines | None = None,
+    heads: Disagreement | None = None,
+    attention: Mapping[int, Looks] | None = None,
+    thresholds: Thresholds = STATED,
+) -> tuple[Collapse, ...]:
+    """Name the pairs that are as good as one: of tokens and attention, in the last layer that was looked into."""
+    alike = cosines.matrix[-1]
+    found = _pairs("tokens", cosines.tokens, alike, alike >= thresholds.tokens, thresholds.tokens)
+    if parameters is not None:
+        alike = parameters.matrix
+        found += _pairs("parameters", parameters.tokens, alike, alike >= thresholds.parameters, thresholds.parameters)
+    if heads is not None:
+        same = (heads.divergence <= thresholds.divergence) & (heads.argmax <= thresholds.disagreement)
+        found += _pairs("heads", heads.heads, heads.divergence, same, thresholds.divergence)
+    if attention:
+        last = attention[max(attention)]
+        chosen = last.spread.effective <= thresholds.even * last.spread.patches
+        same = (last.overlap.cosine >= thresholds.attention) & chosen & chosen[:, None]
+        found += _pairs("attention", last.tokens, last.overlap.cosine, same, thresholds.attention)
+    return tuple(found)
+
+
+def measure_roles(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    attention_layers: Sequence[int] = (-1,),
+    batch_size: int | None = None,
+    call: Mapping[str, Any] | None = None,
+    thresholds: Thresholds = STATED,
+) -> Roles:
+    """Run any supported model on pictures and measure how far its special tokens differ.
+
+    Heads are compared where several answer for the same classes (see :func:`vitrail.heads.listen`).
+
+    Args:
+        model: the model; it may be merged, and is not changed.
+        images: prepared pictures (B, C, H, W), or batches of them, all of one size.
+        attention_layers: layers whose attention is compared, negative numbers counted from the end.
+        batch_size, call: as for :func:`vitrail.record`.
+        thresholds: what counts as collapsed.
+    """
+    found = find(model)
+    kept = check_layers(attention_layers, len(found.blocks))
+    if not layout_of(found).num_special:
+        raise UnsupportedInput(f"this {type(found.trunk).__name__} has patches alone; there are no roles to compare")
+    tokens: dict[int, list[Tensor]] = {}
+    rows: dict[int, list[Tensor]] = {layer: [] for layer in kept}
+    layouts = []
+    with listen(model) as answers:
+        for seen in stream(model, images, ("tokens", "attention"), batch_size=batch_size, call=call):
+            layouts.append(seen.layout)
+            for layer, x in seen.tokens.items():
+                if x.shape[1] == seen.layout.num_tokens:  # before, some have not entered yet
+                    tokens.setdefault(layer, []).append(x[:, : seen.layout.num_special].cpu())
+            for layer in kept:
+                rows[layer].append(seen.attention[layer].cpu())
+    if len(set(layouts)) != 1:
+        raise UnsupportedInput(f"pictures must be of one size, one or more of them; got {len(set(layouts))} grids")
+    layout = layouts[0]
+    cosines = token_cosines(torch.stack([torch.cat(parts) for parts in tokens.values()]), layout, tuple(tokens))
+    vectors = token_parameters(model, layout)
+    parameters = ParameterCosines(tuple(vectors), cosine_matrix(torch.stack([*vectors.values()]))) if vectors else None
+    heads = disagreement({name: torch.cat(parts) for name, parts in answers.items()}) if len(answers) > 1 else None
+    attention = {layer: looks(torch.cat(parts), layout) for layer, parts in rows.items()}
+    pairs = collapsed(cosines, parameters, heads, attention, thresholds)
+    return Roles(sum(map(len, rows[kept[0]])), cosines, parameters, heads, attention, thresholds, pairs)
+
+
+def _pairs(where: str, names: Sequence[str], values: Tensor, chosen: Tensor, limit: float) -> list[Collapse]:
+    return [
+        Collapse(where, names[one], names[other], values[one, other].item(), limit)
+        for one, other in combinations(range(len(names)), 2)
+        if chosen[one, other]
+    ]

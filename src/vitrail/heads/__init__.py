@@ -1,0 +1,8 @@
+"""What is read off the tokens after the last layer: pooling, one head per role, fusion, dense maps."""
+
+from vitrail.heads.by_role import Heads, Output
+from vitrail.heads.dense import DenseHead
+from vitrail.heads.listening import listen
+from vitrail.heads.pooling import AttentionPool
+
+__all__ = ["AttentionPool", "DenseHead", "Heads", "Output", "listen"]

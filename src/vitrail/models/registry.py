@@ -1,0 +1,91 @@
+"""Models by name, each with the numbers that its name stands for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import Any
+
+from vitrail.errors import InvalidOption
+from vitrail.models.config import CLASS_TOKEN, DISTILLATION_TOKEN, ViTConfig, check_options, depth_rule
+from vitrail.models.vit import ViT
+
+GATHERING_CLASS_TOKEN = replace(CLASS_TOKEN, enters=-1, position=False)
+"""CaiT's class token: it enters after the last block and has no position."""
+
+
+def _vit(width: int, depth: int, heads: int, **options: Any) -> ViTConfig:
+    return ViTConfig(width=width, depth=depth, heads=heads, **options)
+
+
+def _cait(width: int, depth: int, image_size: int, layer_scale: float | None = None) -> ViTConfig:
+    return ViTConfig(
+        image_size=image_size,
+        width=width,
+        depth=depth,
+        heads=width // 48,
+        tokens=(GATHERING_CLASS_TOKEN,),
+        layer_scale=depth_rule(depth) if layer_scale is None else layer_scale,
+        class_attention=2,
+        talking_heads=True,
+        drop_path_uniform=True,
+    )
+
+
+_SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
+_DISTILLED = (CLASS_TOKEN, DISTILLATION_TOKEN)
+
+MODELS: dict[str, ViTConfig] = {
+    **{f"vit_{size}_patch16": _vit(*numbers) for size, numbers in _SIZES.items()},
+    **{f"deit_{size}_patch16": _vit(*_SIZES[size]) for size in ("tiny", "small", "base")},
+    **{f"deit_{size}_patch16_distilled": _vit(*_SIZES[size], tokens=_DISTILLED) for size in ("tiny", "small", "base")},
+    "cait_xxs24": _cait(192, 24, 224),
+    "cait_xxs36": _cait(192, 36, 224, layer_scale=1e-5),  # as it was released; the rule says 1e-6
+    "cait_xs24": _cait(288, 24, 384),
+    "cait_s24": _cait(384, 24, 224),
+    "cait_s36": _cait(384, 36, 384),
+    "cait_m36": _cait(768, 36, 384),
+    "cait_m48": _cait(768, 48, 448),
+}
+"""What each name stands for; image sizes are those that the models were published with."""
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """Give the names of our models, those that match a pattern such as ``"cait_*"``."""
+    return sorted(name for name in MODELS if fnmatch(name, pattern))
+
+
+def model_config(name: str, **options: Any) -> ViTConfig:
+    """Give the config that a name stands for, with some options of `ViTConfig` changed.
+
+    Where a CaiT is given another depth, LayerScale begins as the rule for that depth says, unless it is given too.
+    """
+    if name not in MODELS:
+        raise InvalidOption(f"there is no model {name!r}; there are {', '.join(list_models())}")
+    check_options(options)
+    config = MODELS[name]
+    depth = options.get("depth", config.depth)
+    if config.layer_scale is not None and "layer_scale" not in options and depth != config.depth:
+        options = {**options, "layer_scale": depth_rule(depth)}
+    return replace(config, **options)
+
+
+def create_model(name: str, **options: Any) -> ViT:
+    """Build one of our models by name, or load one from files; its weights are random unless they come from files.
+
+    Options are those of `ViTConfig`. ``local-dir:FOLDER`` and ``hf-hub:OWNER/NAME`` read what ``save_pretrained``
+    wrote; then the only option is ``num_classes``.
+
+    >>> model = create_model("deit_tiny_patch16_distilled", num_classes=10, depth=2)
+    >>> model.num_prefix_tokens
+    2
+    """
+    if not name.startswith(("local-dir:", "hf-hub:")):
+        return ViT(model_config(name, **options))
+    wrong = sorted(set(options) - {"num_classes"})
+    if wrong:
+        raise InvalidOption(f"{name} brings its own options; only num_classes can be changed, got {', '.join(wrong)}")
+    model = ViT.from_pretrained(name)
+    if "num_classes" in options and options["num_classes"] != model.config.num_classes:
+        model.reset_classifier(options["num_classes"])
+    return model

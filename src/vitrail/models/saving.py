@@ -1,0 +1,118 @@
+"""Models as files: ``config.json`` and ``model.safetensors``, as the Hugging Face Hub expects them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitrail.errors import ModelLoadError
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ARCHITECTURE = "vitrail.ViT"
+
+
+def check_fit(kind: str, own: Mapping[str, Tensor], states: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Raise where a state_dict does not fit a model's own, and list all that does not.
+
+    Without ``strict``, names may be missing or unexpected; shapes must still agree.
+    """
+    missing = [name for name in own if name not in states]
+    unexpected = [name for name in states if name not in own]
+    misshapen = [
+        f"{name} is {tuple(states[name].shape)}, expected {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in states and states[name].shape != value.shape
+    ]
+    if misshapen or (strict and (missing or unexpected)):
+        wrong = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+        listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in wrong.items() if names)
+        hint = "" if misshapen else "; strict=False takes what is there"
+        raise ModelLoadError(
+            f"the weights do not fit this {kind}; {listed}. Build the model with the options of the weights{hint}"
+        )
+
+
+def load_states(model: nn.Module, states: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
+    """Load a state_dict, or say all that does not fit and load nothing."""
+    check_fit(type(model).__name__, model.state_dict(), states, strict)
+    model.load_state_dict(dict(states), strict=False, assign=assign)
+
+
+def write_folder(folder: Path, config: dict[str, Any], states: Mapping[str, Tensor]) -> None:
+    """Write a model's files, each out of sight first and then moved to its place."""
+    from safetensors.torch import save
+
+    tensors = {name: value.detach().to("cpu").contiguous().clone() for name, value in states.items()}
+    text = json.dumps({"architecture": ARCHITECTURE, **config}, indent=2) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The config last: a folder that has one is complete.
+        _write(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        _write(folder / CONFIG, text.encode())
+    except OSError as error:
+        raise ModelLoadError(
+            f"{folder} could not be written ({error.strerror or error}); expected a folder with space that may be "
+            "written to"
+        ) from error
+
+
+def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read config and weights from a folder, or from a repository of the Hugging Face Hub."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    files = {file: _find(name, file, hub) for file in (CONFIG, WEIGHTS)}
+    try:
+        values = json.loads(files[CONFIG].read_text(encoding="utf-8"))
+        states = load(files[WEIGHTS].read_bytes())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelLoadError(f"the files of {name} could not be read: {error}") from error
+    if not isinstance(values, dict) or values.pop("architecture", None) != ARCHITECTURE:
+        raise ModelLoadError(
+            f"{files[CONFIG]} is not the config of a model of ours; expected a JSON object with "
+            f'"architecture": "{ARCHITECTURE}", as save_pretrained writes it'
+        )
+    return values, states
+
+
+def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
+    text = str(name)
+    local = Path(text.removeprefix("local-dir:")).expanduser()
+    if local.is_dir():
+        path = local / file
+        if not path.is_file():
+            raise ModelLoadError(f"{local} has no {file}; expected a folder that save_pretrained wrote")
+        return path
+    repository = text.removeprefix("hf-hub:").removeprefix("hf:")
+    if text.startswith("local-dir:") or local.is_absolute() or repository.count("/") != 1:
+        raise ModelLoadError(f"{local} is no folder; expected one that save_pretrained wrote, or owner/name on the Hub")
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise ModelLoadError(
+            f"{local} is no folder here; to read it from the Hub install it with `pip install huggingface_hub`"
+        ) from error
+    try:
+        return Path(hf_hub_download(repository, file, **hub))
+    except Exception as error:
+        raise ModelLoadError(f"{text} is no folder here, and the Hub did not give its {file}: {error}") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(draft).chmod(0o644)
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise

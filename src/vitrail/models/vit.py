@@ -1,0 +1,252 @@
+"""The vision transformer. DeiT is one with a distillation token; CaiT is one with class attention at its end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.heads import AttentionPool, Heads, Output
+from vitrail.models.class_attention import ClassAttentionBlock
+from vitrail.models.config import ViTConfig
+from vitrail.models.layers import Block, PatchEmbed, layer_norm
+from vitrail.models.position import resample, rotary_table, sincos_table
+from vitrail.models.saving import load_states, read_folder, write_folder
+from vitrail.models.sequence import pick, reading_mask, weave
+from vitrail.tokens import Role, TokenLayout, TokenSpec
+from vitrail.tokens.spec import layout
+
+
+class ViT(nn.Module):
+    """A vision transformer with special tokens of any roles.
+
+    The sequence is the special tokens that have entered, in the order of ``config.tokens``, then the patches.
+
+    >>> config = ViTConfig(image_size=32, patch_size=8, width=32, depth=2, heads=2, num_classes=5)
+    >>> model = ViT(config)
+    >>> model(torch.zeros(1, 3, 32, 32)).shape, model.layout().num_tokens
+    (torch.Size([1, 5]), 17)
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.grad_checkpointing = False
+        self.patch_embed = PatchEmbed(config)
+        self.tokens = nn.ParameterDict(
+            {spec.name: nn.Parameter(torch.zeros(1, spec.count, config.width)) for spec in config.tokens}
+        )
+        learned = config.position == "learned"
+        positions = self._num_positioned + layout((), config.grid).num_patches
+        self.pos_embed = nn.Parameter(torch.zeros(1, positions, config.width)) if learned else None
+        self.pos_drop = nn.Dropout(config.dropout)
+        self.norm_pre = layer_norm(config) if config.pre_norm else nn.Identity()
+        self.blocks = nn.ModuleList(Block(config, rate) for rate in config.drop_paths)
+        self.blocks_token_only = nn.ModuleList(ClassAttentionBlock(config) for _ in range(config.class_attention))
+        self.norm = layer_norm(config) if config.final_norm == "tokens" else nn.Identity()
+        self._init_weights()
+        self.heads = _heads(config)
+
+    # What the model is.
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """How many tokens stand before the patches in the output of `forward_features`."""
+        return sum(spec.count for spec in self.config.tokens)
+
+    def layout(self, size: int | tuple[int, ...] | None = None, layer: int | None = None) -> TokenLayout:
+        """Say which index is which token, for inputs of a size (default: the model's own).
+
+        With ``layer``, as that layer sees the sequence: without the tokens that enter later. In a class-attention
+        layer the tokens that gather there are apart, in front; the layout names them with all others.
+        """
+        return layout(self.config.tokens if layer is None else self._entered(layer), self._grid(size))
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the parameters that weight decay should leave alone, beside norms and biases."""
+        tokens = {f"tokens.{spec.name}" for spec in self.config.tokens if not spec.decay}
+        return tokens | ({"pos_embed"} if self.pos_embed is not None else set())
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep less for the backward pass: each block runs again there."""
+        self.grad_checkpointing = enable
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Give the model new heads for ``num_classes``; heads with outputs of their own (tasks) stay as they are."""
+        config = replace(self.config, num_classes=num_classes)
+        reference = self.patch_embed.proj.weight
+        self.heads.reset(num_classes, device=reference.device, dtype=reference.dtype)
+        self.config = config
+
+    # What the model does.
+
+    def forward(self, x: Tensor) -> Tensor | Output:
+        """Give the logits (B, num_classes), or the whole `Output` where task tokens have heads of their own."""
+        return self._short(self.forward_output(x))
+
+    def forward_output(self, x: Tensor) -> Output:
+        """Give the logits, the answer of each head by name, and the features of all tokens."""
+        features = self.forward_features(x)
+        return self.heads(features, self.layout(tuple(x.shape[2:])))
+
+    def forward_head(self, features: Tensor) -> Tensor | Output:
+        """Give for features (B, N, D) what `forward` gives for inputs."""
+        patches = features.shape[1] - self.num_prefix_tokens
+        if patches < 1:
+            raise UnsupportedInput(
+                f"features of {features.shape[1]} tokens have no patches after the {self.num_prefix_tokens} special "
+                "tokens; expected all tokens, as forward_features gives them"
+            )
+        return self._short(self.heads(features, layout(self.config.tokens, (1, 1, patches))))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Give the features (B, N, D) of all tokens after the last norm, in the order of `layout`."""
+        config = self.config
+        self._check_input(x)
+        grid = self._grid(tuple(x.shape[2:]))
+        x, special = self._embed(x, grid)
+        patches = x.shape[1]
+        axes = len(config.patch)
+        rope = rotary_table(grid, config.head_width, axes, x) if config.position == "rotary" else None
+        here: tuple[TokenSpec, ...] = ()
+        mask = None
+        for layer, block in enumerate(self.blocks):
+            if (entered := self._entered(layer)) != here:
+                x, here = weave(entered, here, x, special), entered
+                mask = reading_mask(here, patches, x.shape[1], x.device)
+            x = self._run(block, x, rope=rope, mask=mask)
+        if config.class_attention:
+            x = weave(config.tokens, here, x, self._gather(x, here, special))
+        return self.norm(x)
+
+    def _gather(self, x: Tensor, here: tuple[TokenSpec, ...], special: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the class-attention stage: give the tokens that enter there, when they have read all others."""
+        queries, mask = x[:, :0], None
+        asking: tuple[TokenSpec, ...] = ()
+        for layer, block in enumerate(self.blocks_token_only, self.config.depth):
+            entered = tuple(spec for spec in self._entered(layer) if self.config.gathers(spec))
+            if entered != asking:
+                queries, asking = weave(entered, asking, queries, special), entered
+                patches = x.shape[1] - sum(spec.count for spec in here)
+                mask = reading_mask((*asking, *here), patches, queries.shape[1], x.device)
+            queries = self._run(block, queries, others=x, mask=mask)
+        return pick(asking, queries)
+
+    def _run(self, block: nn.Module, x: Tensor, **given: Tensor | None) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            again: Tensor = checkpoint(partial(block, **given), x, use_reentrant=False)
+            return again
+        return block(x, **given)
+
+    def _embed(self, x: Tensor, grid: tuple[int, int, int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Give the patches (B, P, D) and the special tokens by name, with their positions."""
+        config = self.config
+        x = self.patch_embed(x)
+        special = dict(self.tokens.items())
+        if self.pos_embed is not None:
+            front, positions = self.pos_embed.split(
+                [self._num_positioned, self.pos_embed.shape[1] - self._num_positioned], 1
+            )
+            own = pick([spec for spec in config.tokens if config.positioned(spec)], front)
+            special = {name: token + own[name] if name in own else token for name, token in special.items()}
+            x = x + resample(positions, config.grid, grid)
+        elif config.position == "sincos":
+            x = x + sincos_table(grid, config.width, len(config.patch), x)
+        batch = x.shape[0]
+        special = {
+            name: self.norm_pre(self.pos_drop(token.expand(batch, -1, -1))).to(x.dtype)
+            for name, token in special.items()
+        }
+        return self.norm_pre(self.pos_drop(x)), special
+
+    # Small things that the above are made of.
+
+    @property
+    def _num_positioned(self) -> int:
+        return sum(spec.count for spec in self.config.tokens if self.config.positioned(spec))
+
+    def _short(self, output: Output) -> Tensor | Output:
+        several = any(spec.role is Role.TASK for spec in self.config.tokens)
+        return output if several or output.logits is None else output.logits
+
+    def _entered(self, layer: int) -> tuple[TokenSpec, ...]:
+        return tuple(spec for spec in self.config.tokens if self.config.entry(spec) <= layer)
+
+    def _grid(self, size: int | tuple[int, ...] | None) -> tuple[int, int, int]:
+        patch = self.config.patch
+        if size is None:
+            return self.config.grid
+        sides = (size,) * len(patch) if isinstance(size, int) else size
+        steps = tuple(side // step for side, step in zip(sides, patch, strict=False))
+        if len(sides) != len(patch) or min(steps) < 1 or any(s % p for s, p in zip(sides, patch, strict=True)):
+            raise UnsupportedInput(
+                f"an input of size {tuple(sides)} cannot be cut into patches of {patch}; expected a multiple in each "
+                "direction. Resize or pad it"
+            )
+        return (1, *steps)[-3:]  # type: ignore[return-value]
+
+    def _check_input(self, x: Tensor) -> None:
+        axes = ("time", "height", "width")[3 - len(self.config.patch) :]
+        if x.dim() != 2 + len(axes) or x.shape[1] != self.config.in_chans:
+            raise UnsupportedInput(
+                f"expected an input of (batch, {self.config.in_chans} channels, {', '.join(axes)}); "
+                f"got {tuple(x.shape)}"
+            )
+
+    @torch.no_grad()
+    def _init_weights(self) -> None:
+        """Draw linear layers, positions and tokens from a narrow normal distribution; biases begin at zero."""
+        for part in self.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.trunc_normal_(part.weight, std=0.02)
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)
+        if self.pos_embed is not None:
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for spec in self.config.tokens:
+            nn.init.normal_(self.tokens[spec.name], std=spec.std)
+
+    # Files.
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``config.json`` and ``model.safetensors`` into a folder, whole or not at all."""
+        write_folder(Path(folder), self.config.to_dict(), self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, **hub: Any) -> Self:
+        """Read a folder that `save_pretrained` wrote, or such a repository of the Hugging Face Hub.
+
+        Options (``revision``, ``cache_dir``, ``token`` …) go to the Hub's download. The model has the precision of
+        its file, and is in evaluation mode.
+        """
+        values, states = read_folder(name, **hub)
+        try:
+            config = ViTConfig.from_dict(values)
+        except InvalidOption as error:
+            raise InvalidOption(f"{name} holds no config of a model of ours: {error}") from error
+        with torch.device("meta"):
+            model = cls(config)
+        load_states(model, states, assign=True)
+        return model.eval()
+
+
+def _heads(config: ViTConfig) -> Heads:
+    pool = None
+    if config.pool == "attention":
+        pool = AttentionPool(config.width, config.heads, mlp_ratio=config.mlp_ratio, norm_eps=config.norm_eps)
+    norm = config.norm_eps if config.final_norm == "pooled" else None
+    return Heads(
+        config.tokens,
+        config.width,
+        config.num_classes,
+        pool=config.pool,
+        fuse=config.fuse,
+        attention=pool,
+        norm_eps=norm,
+    )

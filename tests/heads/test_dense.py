@@ -1,0 +1,93 @@
+"""Maps from patches, in the places where the patches are."""
+
+import pytest
+import torch
+
+from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.heads import DenseHead
+from vitrail.tokens import Role, TokenLayout
+
+LAYOUT = TokenLayout.of(Role.CLASS, (Role.REGISTER, 2), grid=(1, 2, 3))
+
+
+def made(kind="segmentation", layout=LAYOUT, classes=2):
+    head = DenseHead(4, classes, kind).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    return head, torch.randn(2, layout.num_tokens, 4, dtype=torch.float64)
+
+
+def by_hand(head, x, layout=LAYOUT):
+    """The value of every patch (B, C, t, h, w)."""
+    time, height, width = layout.grid
+    found = torch.zeros(len(x), head.head.out_features, *layout.grid, dtype=torch.float64)
+    for t in range(time):
+        for row in range(height):
+            for column in range(width):
+                token = x[:, layout.num_special + (t * height + row) * width + column]
+                found[:, :, t, row, column] = token @ head.head.weight.T + head.head.bias
+    return found
+
+
+def test_one_value_a_patch():
+    head, x = made()
+    assert head(x, LAYOUT).shape == (2, 2, 2, 3)
+    assert torch.allclose(head(x, LAYOUT), by_hand(head, x)[:, :, 0], atol=1e-12)
+
+
+def test_pixels_lie_between_patches():
+    head, x = made("regression")
+    patches = by_hand(head, x)[:, :, 0]
+    pixels = head(x, LAYOUT, (4, 12))
+    assert pixels.shape == (2, 2, 4, 12)
+    assert torch.allclose(pixels[..., 0, 0], patches[..., 0, 0], atol=1e-12)  # beyond the centre of the first patch
+    # Pixel centres in units of patches, from the centre of the first: 1 is (1.5 / 2 - 0.5), 2 is (2.5 / 4 - 0.5).
+    down, right = 0.25, 0.125
+    top = patches[..., 0, 0] * (1 - right) + patches[..., 0, 1] * right
+    bottom = patches[..., 1, 0] * (1 - right) + patches[..., 1, 1] * right
+    assert torch.allclose(pixels[..., 1, 2], top * (1 - down) + bottom * down, atol=1e-12)
+    assert torch.equal(head(x, LAYOUT, (2, 3)), head(x, LAYOUT))
+
+
+def test_depth_is_positive():
+    head, x = made("depth", classes=1)
+    found = head(x, LAYOUT, (8, 12))
+    assert (found > 0).all()
+    assert torch.allclose(head(x, LAYOUT), (1 + by_hand(head, x)[:, :, 0].exp()).log(), atol=1e-12)
+
+
+def test_frames_are_interpolated_one_by_one():
+    layout = TokenLayout.of(Role.CLASS, grid=(3, 2, 2))
+    head, x = made(layout=layout)
+    patches = by_hand(head, x, layout)
+    assert torch.allclose(head(x, layout), patches, atol=1e-12)
+    found = head(x, layout, (4, 6))
+    assert found.shape == (2, 2, 3, 4, 6)
+    for t in range(3):
+        alone = torch.nn.functional.interpolate(patches[:, :, t], size=(4, 6), mode="bilinear")
+        assert torch.allclose(found[:, :, t], alone, atol=1e-12)
+
+
+def test_only_patches_learn():
+    head, x = made()
+    x.requires_grad_()
+    head(x, LAYOUT, (8, 12)).square().sum().backward()
+    reached = x.grad.abs().amax((0, 2)) > 0
+    assert reached.tolist() == [False] * 3 + [True] * 6
+    assert head.head.weight.grad is not None
+
+
+def test_compiles_as_one_graph():
+    head, x = made("depth")
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x, LAYOUT, (4, 6)), head(x, LAYOUT, (4, 6)), atol=1e-12)
+
+
+def test_wrong_use():
+    with pytest.raises(InvalidOption, match="segmentation, depth, regression"):
+        DenseHead(4, 2, "boxes")
+    with pytest.raises(InvalidOption, match="1 output or more"):
+        DenseHead(4, 0)
+    head, x = made()
+    with pytest.raises(UnsupportedInput, match="all 9 tokens"):
+        head(x[:, :-1], LAYOUT)

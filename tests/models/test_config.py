@@ -1,0 +1,114 @@
+"""Configs: JSON and back, and nonsense refused in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.mixes import MIXES, SMALL
+from vitrail.errors import InvalidOption
+from vitrail.models import MODELS, ViT, ViTConfig, create_model, list_models
+from vitrail.models.config import depth_rule
+from vitrail.tokens import Role, TokenSpec
+
+CLASS = TokenSpec("class", Role.CLASS)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *list(MIXES)[::7]])
+def test_json_and_back(name: str) -> None:
+    config = MODELS[name] if name in MODELS else MIXES[name]
+    assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_what_follows_from_a_config() -> None:
+    config = ViTConfig(
+        image_size=(32, 48), patch_size=(16, 8), width=24, heads=3, mlp_ratio=2.5, depth=3, drop_path=0.2
+    )
+    assert (config.grid, config.head_width, config.hidden) == ((1, 2, 6), 8, 60)
+    assert config.drop_paths == [0.0, 0.1, 0.2]
+    assert ViTConfig(depth=3, drop_path=0.2, drop_path_uniform=True).drop_paths == [0.2] * 3
+    assert ViTConfig(image_size=(8, 32, 32), patch_size=(2, 16, 16)).grid == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"width": 25}, "width=25; expected a multiple of heads=2"),
+        ({"depth": 0}, "depth=0; expected a whole number, 1 or more"),
+        ({"depth": True}, "depth=True"),
+        ({"num_classes": -1}, "num_classes=-1"),
+        ({"image_size": 17}, "not a whole number of patches"),
+        ({"image_size": (16, 16, 16)}, "image_size="),
+        ({"patch_size": (2, 4, 4)}, r"image_size=16; expected \(time, height, width\)"),
+        ({"patch_size": 0}, "patch_size=0"),
+        ({"patch_size": "4"}, "patch_size='4'"),
+        ({"position": "absolute"}, "one of learned, sincos, rotary, none"),
+        ({"pool": "max"}, "pool='max'"),
+        ({"mlp": "relu"}, "mlp='relu'"),
+        ({"mlp": "swiglu", "mlp_ratio": 1.375}, "even"),
+        ({"drop_path": 1.0}, "a rate"),
+        ({"norm_eps": 0}, "norm_eps=0"),
+        ({"layer_scale": 0.0}, "layer_scale=0.0; expected a number more than 0"),
+        ({"qk_norm": 1}, "qk_norm=1"),
+        ({"position": "rotary", "heads": 12}, "heads of an even width of 4 or more"),
+        ({"tokens": CLASS}, "a list of TokenSpec"),
+        ({"tokens": ["class"]}, "TokenSpec objects"),
+        ({"tokens": [CLASS, CLASS]}, "more than once"),
+        ({"tokens": [TokenSpec("class", Role.CLASS, enters=2)]}, "enters=2; expected 0 to 1"),
+        ({"tokens": [TokenSpec("class", Role.CLASS, enters=-1)]}, "-1 needs class_attention"),
+        ({"class_attention": 2}, "needs tokens that gather there"),
+        (
+            {"tokens": [CLASS, TokenSpec("r", Role.REGISTER, position=True)], "position": "rotary"},
+            "'r' asks for a position",
+        ),
+        ({"final_norm": "pooled"}, "patches alone answer"),
+        (
+            {"final_norm": "pooled", "pool": "mean", "tokens": [TokenSpec("t", Role.TASK, classes=2)]},
+            "got pool='mean' and t",
+        ),
+    ],
+)
+def test_nonsense_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidOption, match=words):
+        ViTConfig(**{**SMALL, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tokens": ()}, "pool='token' answers with class tokens"),
+        ({"fuse": "distillation"}, "there is none"),
+        ({"tokens": (CLASS, TokenSpec("d", Role.DISTILLATION, classes=3))}, "same number of outputs"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused_when_a_model_is_built(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidOption, match=words):
+        ViT(ViTConfig(**{**SMALL, **options}))
+
+
+def test_names() -> None:
+    assert list_models("cait_*") == [f"cait_{size}" for size in ("m36", "m48", "s24", "s36", "xs24", "xxs24", "xxs36")]
+    assert len(list_models()) == len(MODELS) == 17
+    with pytest.raises(InvalidOption, match="no model 'resnet50'; there are cait_m36"):
+        create_model("resnet50")
+    with pytest.raises(InvalidOption, match="no option classes"):
+        create_model("vit_tiny_patch16", classes=3)
+
+
+def test_depth_rule() -> None:
+    assert [depth_rule(depth) for depth in (12, 18, 19, 24, 25, 48)] == [0.1, 0.1, 1e-5, 1e-5, 1e-6, 1e-6]
+    with torch.device("meta"):
+        shallow = create_model("cait_xxs24", depth=12)
+        chosen = create_model("cait_xxs24", depth=12, layer_scale=0.5)
+    assert shallow.config.layer_scale == 0.1
+    assert chosen.config.layer_scale == 0.5
+
+
+def test_layer_scale_begins_as_told_on_every_branch() -> None:
+    model = create_model("cait_xxs24", depth=2, width=24, heads=2, image_size=16, patch_size=4, layer_scale=0.25)
+    gammas = [value for name, value in model.named_parameters() if name.endswith("gamma")]
+    assert len(gammas) == 2 * (2 + 2)
+    assert all((gamma == 0.25).all() for gamma in gammas)

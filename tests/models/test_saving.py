@@ -1,0 +1,117 @@
+"""Files of a model: whole or not at all, read back bit for bit, and never mistaken for others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.mixes import MIXES, SMALL, built
+from vitrail.errors import InvalidOption, ModelLoadError
+from vitrail.models import ViT, ViTConfig, create_model
+from vitrail.models.saving import load_states
+
+
+@pytest.fixture
+def model() -> ViT:
+    return built(MIXES["class+distillation+registers+tasks+mixed"], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_precision_is_kept(model: ViT, dtype: torch.dtype, tmp_path: Path) -> None:
+    model.to(dtype).save_pretrained(tmp_path / "new" / "folder")
+    again = ViT.from_pretrained(tmp_path / "new" / "folder")
+    assert not again.training
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    states = again.state_dict()
+    for name, value in model.state_dict().items():
+        assert states[name].dtype == dtype
+        assert torch.equal(states[name], value)
+
+
+def test_files_are_those_that_the_hub_expects(model: ViT, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["architecture"] == "vitrail.ViT"
+    assert values["tokens"][0]["name"] == "class"
+
+
+def test_a_failure_leaves_the_old_files(model: ViT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with torch.no_grad():
+        model.norm.weight.zero_()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ModelLoadError, match="No space left"):
+        model.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_other_folders_are_refused(model: ViT, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="is no folder"):
+        ViT.from_pretrained(tmp_path / "none")
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        ViT.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    whole = config.read_text()
+    config.write_text(whole.replace("vitrail.ViT", "ViTModel"))
+    with pytest.raises(ModelLoadError, match="not the config of a model of ours"):
+        ViT.from_pretrained(tmp_path)
+    config.write_text(whole.replace('"depth": 2', '"depth": 3'))
+    with pytest.raises(ModelLoadError, match=r"missing: blocks\.2\.norm1\.weight"):
+        ViT.from_pretrained(tmp_path)
+    config.write_text(whole.replace('"depth"', '"deep"'))
+    with pytest.raises(InvalidOption, match="no option deep"):
+        ViT.from_pretrained(tmp_path)
+    config.write_text(whole[:-20])
+    with pytest.raises(ModelLoadError, match="could not be read"):
+        ViT.from_pretrained(tmp_path)
+    config.write_text(whole)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ModelLoadError, match="could not be read"):
+        ViT.from_pretrained(tmp_path)
+
+
+def test_create_model_reads_folders(model: ViT, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    name = f"local-dir:{tmp_path}"
+    assert torch.equal(create_model(name).norm.weight, model.norm.weight)
+    assert create_model(name, num_classes=9).config.num_classes == 9
+    with pytest.raises(InvalidOption, match="brings its own options"):
+        create_model(name, depth=3)
+
+
+def test_the_hub_is_asked_where_there_is_no_folder(model: ViT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.save_pretrained(tmp_path / "stored")
+    asked = []
+
+    def download(repository: str, file: str, **options: Any) -> str:
+        asked.append((repository, file, options))
+        return str(shutil.copy(tmp_path / "stored" / file, tmp_path / file))
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    again = ViT.from_pretrained("hf-hub:owner/name", revision="v1")
+    assert torch.equal(again.norm.weight, model.norm.weight)
+    assert asked == [("owner/name", file, {"revision": "v1"}) for file in ("config.json", "model.safetensors")]
+
+
+def test_weights_that_do_not_fit_are_listed() -> None:
+    model = ViT(ViTConfig(**SMALL))
+    states = {**model.state_dict(), "norm.bias": torch.zeros(3), "stray": torch.zeros(1)}
+    del states["tokens.class"]
+    with pytest.raises(ModelLoadError) as caught:
+        load_states(model, states)
+    for words in ("missing: tokens.class", "unexpected: stray", "norm.bias is (3,), expected (24,)"):
+        assert words in str(caught.value)
+    del states["norm.bias"]
+    load_states(model, states, strict=False)

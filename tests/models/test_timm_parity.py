@@ -1,0 +1,283 @@
+"""Our models give timm's numbers from timm's weights, with every parameter redrawn so that each branch counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.layers import GluMlp, LayerNorm, RmsNorm, SwiGLUPacked
+from timm.models.cait import Cait
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from torch import Tensor, nn
+
+from tests.parity.models import redraw
+from vitrail.errors import ModelLoadError, UnsupportedModel
+from vitrail.models import (
+    MODELS,
+    ViT,
+    create_model,
+    from_timm,
+    load_timm_state_dict,
+    timm_state_dict,
+    to_timm,
+)
+from vitrail.models.registry import model_config
+from vitrail.tokens import Role, TokenSpec
+
+SMALL: dict[str, Any] = {
+    "img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5,
+}  # fmt: skip
+DINOV2: dict[str, Any] = {"init_values": 1e-5, "mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU, "mlp_ratio": 16 / 3}
+
+CAITS = {
+    "cait_xxs24": "cait_xxs24_224", "cait_xxs36": "cait_xxs36_224", "cait_xs24": "cait_xs24_384",
+    "cait_s24": "cait_s24_224", "cait_s36": "cait_s36_384", "cait_m36": "cait_m36_384", "cait_m48": "cait_m48_448",
+}  # fmt: skip
+
+
+def vit(kind: type[nn.Module] = VisionTransformer, **options: Any) -> nn.Module:
+    return kind(**{**SMALL, **options})
+
+
+def named(name: str, **options: Any) -> nn.Module:
+    return timm.create_model(name, **{**SMALL, **options})
+
+
+def small_cait(name: str) -> nn.Module:
+    """A published CaiT, with its own number of heads, made small."""
+    heads = MODELS[name].heads
+    return timm.create_model(CAITS[name], img_size=32, patch_size=8, embed_dim=4 * heads, depth=3, num_classes=5)
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "class": vit,
+    "base": partial(named, "vit_base_patch16_224"),
+    "rectangle": partial(vit, img_size=(24, 40), patch_size=(8, 4), in_chans=1),
+    "class-free": partial(vit, class_token=False, global_pool="avg"),
+    "mean-of-patches-beside-class": partial(vit, global_pool="avg"),
+    "mean-normed-before": partial(vit, global_pool="avg", fc_norm=False, class_token=False),
+    "reg4-gap": partial(named, "vit_medium_patch16_reg4_gap_256"),
+    "registers-and-class": partial(vit, reg_tokens=4),
+    "registers-not-embedded": partial(vit, reg_tokens=4, no_embed_class=True),
+    "distilled": partial(named, "deit_small_distilled_patch16_224"),
+    "deit": partial(named, "deit_tiny_patch16_224"),
+    "deit3": partial(named, "deit3_small_patch16_224"),
+    "dinov2": partial(named, "vit_small_patch14_reg4_dinov2", **DINOV2, num_classes=0),
+    "dinov2-classes": partial(vit, **DINOV2, reg_tokens=2, no_embed_class=True, qk_norm=True),
+    "dynamic": partial(vit, dynamic_img_size=True, reg_tokens=1),
+    "qk-norm": partial(vit, qk_norm=True, norm_layer=partial(LayerNorm, eps=1e-5)),
+    "no-biases": partial(vit, qkv_bias=False, proj_bias=False),
+    "pre-norm": partial(vit, pre_norm=True),
+    "no-final-norm": partial(vit, final_norm=False),
+    "no-position": partial(vit, pos_embed="none"),
+    "attention-pool": partial(vit, class_token=False, global_pool="map"),
+    "odd-ratio": partial(vit, mlp_ratio=2.7),
+    "head-free": partial(vit, num_classes=0),
+    "distilled-head-free": partial(vit, VisionTransformerDistilled, num_classes=0),
+    **{name: partial(small_cait, name) for name in CAITS},
+    "cait-mean": partial(vit, Cait, init_values=1.0, global_pool="avg", depth_token_only=3, qkv_bias=False),
+}
+
+
+def drawn(case: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = CASES[case]().double()
+    redraw(model, seed=sum(map(ord, case)))
+    return model.to(dtype).eval()
+
+
+def images(model: Any, dtype: torch.dtype = torch.float64, size: tuple[int, int] | None = None) -> Tensor:
+    embed = model.patch_embed
+    generator = torch.Generator().manual_seed(7)
+    shape = (2, embed.proj.in_channels, *(size or embed.img_size))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def off(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"])
+def test_from_timm_gives_the_same_numbers(case: str, dtype: torch.dtype, tolerance: float) -> None:
+    theirs = drawn(case, dtype)
+    ours = from_timm(theirs)
+    x = images(theirs, dtype)
+    assert next(ours.parameters()).dtype == dtype
+    assert not ours.training
+    with torch.no_grad():
+        assert off(ours.forward_features(x), theirs.forward_features(x)) < tolerance
+        assert off(ours(x), theirs(x)) < tolerance
+        assert off(ours.forward_head(ours.forward_features(x)), theirs(x)) < tolerance
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_keeps_every_weight_and_the_output(case: str) -> None:
+    theirs = drawn(case)
+    back = to_timm(from_timm(theirs))
+    assert type(back) is type(theirs)
+    before, after = theirs.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with torch.no_grad():
+        assert off(back(images(theirs)), theirs(images(theirs))) < 1e-12
+
+
+@pytest.mark.parametrize("case", ["class", "registers-and-class", "distilled", "dinov2-classes", "cait_xxs24"])
+def test_gradients_are_the_same(case: str) -> None:
+    theirs = drawn(case)
+    ours = from_timm(theirs)
+    x = images(theirs)
+    for model in (theirs, ours):
+        model(x).square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for parameter in ours.parameters():
+        parameter.data = parameter.grad  # so that the names can be translated
+    for name, gradient in timm_state_dict(ours).items():
+        assert off(gradient, wanted[name]) < 1e-9, name
+
+
+@pytest.mark.parametrize("size", [(32, 32), (24, 56), (64, 64), (8, 16)])
+@pytest.mark.parametrize("kind", [VisionTransformer, VisionTransformerDistilled])
+def test_other_sizes_are_those_of_dynamic_timm(kind: type[nn.Module], size: tuple[int, int]) -> None:
+    theirs = vit(kind, dynamic_img_size=True).double().eval()
+    redraw(theirs, seed=3)
+    ours = from_timm(theirs)
+    x = images(theirs, size=size)
+    with torch.no_grad():
+        assert off(ours(x), theirs(x)) < 1e-12
+        assert off(to_timm(ours)(x), theirs(x)) < 1e-12
+
+
+@pytest.mark.parametrize("name", CAITS)
+def test_published_caits_have_timms_weights(name: str) -> None:
+    with torch.device("meta"):
+        theirs, ours = timm.create_model(CAITS[name]), create_model(name)
+    shapes = {key: value.shape for key, value in theirs.state_dict().items()}
+    assert {key: value.shape for key, value in timm_state_dict(ours).items()} == shapes
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
+    assert counts[0] == counts[1]
+    assert ours.config.layer_scale == {"cait_xxs36": 1e-5}.get(name, 1e-5 if ours.config.depth == 24 else 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        *((f"vit_{size}_patch16", f"vit_{size}_patch16_224") for size in ("tiny", "small", "base", "large")),
+        *((f"deit_{size}_patch16", f"deit_{size}_patch16_224") for size in ("tiny", "small", "base")),
+        *((f"deit_{size}_patch16_distilled", f"deit_{size}_distilled_patch16_224") for size in ("tiny", "base")),
+    ],
+)
+def test_published_vits_have_timms_weights(ours: str, theirs: str) -> None:
+    with torch.device("meta"):
+        model, reference = create_model(ours), timm.create_model(theirs)
+    shapes = {key: value.shape for key, value in reference.state_dict().items()}
+    assert {key: value.shape for key, value in timm_state_dict(model).items()} == shapes
+
+
+def test_original_names_are_read() -> None:
+    """DeiT wraps its weights; CaiT prefixes them; DeiT III has gamma_1; DINOv2 has names of its own."""
+    for case in ("distilled", "cait_xxs24", "deit3", "dinov2"):
+        theirs = drawn(case)
+        states = dict(theirs.state_dict())
+        if case == "deit3":
+            states = {
+                name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): v for name, v in states.items()
+            }
+        if case == "dinov2":
+            renamed = (("mlp.fc1", "mlp.w12"), ("mlp.fc2", "mlp.w3"), ("reg_token", "register_tokens"))
+            for new, old in renamed:
+                states = {name.replace(new, old): value for name, value in states.items()}
+            states["mask_token"] = torch.zeros(1, 32)
+        ours = ViT(from_timm(theirs).config).double().eval()
+        load_timm_state_dict(ours, {"model": {f"module.{name}": value for name, value in states.items()}, "epoch": 3})
+        with torch.no_grad():
+            assert off(ours(images(theirs)), theirs(images(theirs))) < 1e-12
+
+
+def test_weights_that_do_not_fit_are_all_named_and_nothing_is_loaded() -> None:
+    theirs = drawn("class")
+    ours = from_timm(theirs)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    states = dict(drawn("class").state_dict())
+    states["norm.weight"] = torch.zeros(7)
+    states["extra"] = states.pop("cls_token")
+    states["blocks.0.attn.qkv.weight"] = states["blocks.0.attn.qkv.weight"] + 1
+    with pytest.raises(ModelLoadError) as caught:
+        load_timm_state_dict(ours, states)
+    for word in ("missing: cls_token", "unexpected: extra", "norm.weight is (7,), expected (32,)"):
+        assert word in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in ours.state_dict().items())
+    with pytest.raises(ModelLoadError, match=r"norm\.weight is"):
+        load_timm_state_dict(ours, states, strict=False)
+    with pytest.raises(ModelLoadError, match="a dict of tensors"):
+        load_timm_state_dict(ours, {"epoch": 3})
+
+
+def test_known_weights_start_a_model_with_further_tokens() -> None:
+    theirs = drawn("class")
+    config = from_timm(theirs).config
+    colour = TokenSpec("colour", Role.TASK, classes=3, visible=False, position=False)
+    model = create_model(
+        "vit_tiny_patch16", image_size=32, patch_size=8, width=32, depth=3, heads=2, num_classes=5,
+        tokens=(*config.tokens, colour),
+    ).double().eval()  # fmt: skip
+    with pytest.raises(ModelLoadError, match=r"tokens\.colour, heads\.colour\.weight, heads\.colour\.bias"):
+        load_timm_state_dict(model, theirs.state_dict())
+    load_timm_state_dict(model, theirs.state_dict(), strict=False)
+    with torch.no_grad():
+        assert off(model.forward_output(images(theirs)).logits, theirs(images(theirs))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (partial(vit, block_fn=ResPostBlock), "blocks of another class"),
+        (partial(vit, norm_layer=RmsNorm), "not all LayerNorm"),
+        (partial(vit, mlp_layer=GluMlp), "neither of GELU"),
+        (partial(vit, act_layer="quick_gelu"), "neither of GELU"),
+        (partial(vit, scale_attn_norm=True), "norm of its output"),
+        (partial(vit, global_pool="max", class_token=False), "pools by 'max'"),
+        (partial(vit, global_pool="avg", pool_include_prefix=True), "pools special tokens"),
+        (partial(vit, fc_norm=True), "after a token is picked"),
+        (partial(vit, patch_drop_rate=0.5), "dropped while training"),
+        (partial(vit, drop_rate=0.1), "before the head"),
+        (partial(vit, embed_norm_layer=LayerNorm), "patch embedding"),
+        (partial(vit, VisionTransformerDistilled, reg_tokens=4), "leaves them out"),
+        (partial(nn.Linear, 3, 3), "Linear cannot become"),
+    ],
+)
+def test_models_that_ours_cannot_equal_are_refused(build: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        from_timm(build())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tokens": (TokenSpec("class", Role.CLASS, count=2),)}, "several class tokens"),
+        ({"tokens": (TokenSpec("class", Role.CLASS), TokenSpec("c", Role.TASK, classes=2))}, "task tokens"),
+        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("class", Role.CLASS))}, "such order"),
+        ({"tokens": (TokenSpec("class", Role.CLASS), TokenSpec("r", Role.REGISTER))}, "positions for some"),
+        ({"tokens": (TokenSpec("class", Role.CLASS, enters=1),)}, "another layer"),
+        ({"tokens": (TokenSpec("class", Role.CLASS, visible=False),)}, "only read"),
+        (
+            {"tokens": tuple(TokenSpec(role.value, role, position=False) for role in (Role.CLASS, Role.DISTILLATION))},
+            "distillation token without position",
+        ),
+        ({"position": "rotary"}, "rotary"),
+        ({"talking_heads": True}, "talking heads"),
+        ({"class_attention": 1, "tokens": (TokenSpec("class", Role.CLASS, enters=-1),)}, "without talking heads"),
+        ({"image_size": (4, 32, 32), "patch_size": (2, 8, 8)}, "three dimensions"),
+    ],
+)
+def test_models_that_timm_cannot_equal_are_refused(options: dict[str, Any], reason: str) -> None:
+    small = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, **options}
+    with pytest.raises(UnsupportedModel, match=reason):
+        to_timm(ViT(model_config("vit_tiny_patch16", **small)))

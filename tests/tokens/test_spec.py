@@ -1,0 +1,113 @@
+"""Specs of tokens: what they default to, what they refuse, and the layout that they give."""
+
+import json
+from typing import Any
+
+import pytest
+
+from vitrail.errors import InvalidOption
+from vitrail.tokens import Role, TokenSpec, check_specs
+from vitrail.tokens.spec import layout
+
+
+def test_defaults_are_those_of_a_class_token() -> None:
+    spec = TokenSpec("class", Role.CLASS)
+    assert (spec.count, spec.std, spec.position, spec.enters, spec.visible) == (1, 0.02, None, 0, True)
+    assert (spec.classes, spec.kind, spec.decay) == (None, "classification", False)
+
+
+def test_role_may_be_written_as_a_word() -> None:
+    assert TokenSpec("colour", "task", classes=3).role is Role.TASK  # type: ignore[arg-type]
+
+
+def test_json_and_back() -> None:
+    spec = TokenSpec("r", Role.REGISTER, count=4, std=0.1, position=True, enters=-1, visible=False, decay=True)
+    assert TokenSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert TokenSpec.from_dict({"name": "c", "role": "class"}) == TokenSpec("c", Role.CLASS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "outputs"),
+    [
+        (TokenSpec("c", Role.CLASS), 10),
+        (TokenSpec("c", Role.CLASS, classes=0), 0),
+        (TokenSpec("d", Role.DISTILLATION, classes=7), 7),
+        (TokenSpec("r", Role.REGISTER), 0),
+        (TokenSpec("t", Role.TASK, classes=3), 3),
+    ],
+)
+def test_outputs_of_a_head(spec: TokenSpec, outputs: int) -> None:
+    assert spec.outputs(10) == outputs
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"role": "patch"}, "class, distillation, register or task; got the role 'patch'"),
+        ({"role": ["class"]}, "got the role"),
+        ({"name": "a.b"}, "one word"),
+        ({"name": ""}, "one word"),
+        ({"name": 3}, "one word"),
+        ({"name": "_hidden"}, "one word"),
+        ({"name": "keys"}, "try 'keys_token'"),
+        ({"name": "type"}, "try 'type_token'"),
+        ({"name": "patch"}, "cannot name a token"),
+        ({"count": 0}, "count=0; expected a whole number, 1 or more"),
+        ({"count": True}, "count=True"),
+        ({"std": -1}, "std=-1"),
+        ({"std": float("nan")}, "std=nan"),
+        ({"enters": -2}, "enters=-2; expected a whole number, -1 or more"),
+        ({"visible": 1}, "visible=1"),
+        ({"position": "yes"}, "position='yes'"),
+        ({"decay": None}, "decay=None"),
+        ({"kind": "dense"}, "kind='dense'"),
+        ({"classes": -1}, "classes=-1"),
+        ({"role": "register", "classes": 3}, "registers have no head"),
+        ({"role": "task"}, "the number of outputs of the task"),
+        ({"role": "task", "classes": 0}, "the number of outputs of the task"),
+    ],
+)
+def test_nonsense_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidOption, match=words):
+        TokenSpec(**{"name": "a", "role": Role.CLASS, **values})
+
+
+def test_unknown_and_missing_values_are_named() -> None:
+    with pytest.raises(InvalidOption, match="missing here: role; not known: colour"):
+        TokenSpec.from_dict({"name": "a", "colour": 3})
+    with pytest.raises(InvalidOption, match="written as a dict"):
+        TokenSpec.from_dict("class")  # type: ignore[arg-type]
+
+
+def test_names_differ() -> None:
+    with pytest.raises(InvalidOption, match="more than once: colour"):
+        check_specs([TokenSpec("colour", Role.TASK, classes=3), TokenSpec("colour", Role.CLASS)])
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        [TokenSpec("d", Role.DISTILLATION, count=2)],
+        [TokenSpec("d", Role.DISTILLATION), TokenSpec("e", Role.DISTILLATION)],
+    ],
+)
+def test_one_distillation_token_at_most(specs: list[TokenSpec]) -> None:
+    with pytest.raises(InvalidOption, match="at most one distillation token; got 2"):
+        check_specs(specs)
+
+
+def test_specs_are_specs() -> None:
+    with pytest.raises(InvalidOption, match="TokenSpec objects; got 'class'"):
+        check_specs(["class"])  # type: ignore[list-item]
+
+
+def test_layout_has_the_order_of_the_specs_and_their_names() -> None:
+    specs = check_specs(
+        [TokenSpec("r", Role.REGISTER, count=2), TokenSpec("c", Role.CLASS), TokenSpec("t", Role.TASK, classes=2)]
+    )
+    found = layout(specs, (1, 2, 3))
+    assert [(span.role, span.count, span.name) for span in found.special] == [
+        (Role.REGISTER, 2, "r"), (Role.CLASS, 1, "c"), (Role.TASK, 1, "t"),
+    ]  # fmt: skip
+    assert found.indices(Role.TASK, "t") == range(3, 4)
+    assert found.patches == slice(4, 10)

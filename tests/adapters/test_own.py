@@ -70,10 +70,10 @@ def test_nothing_merged_is_nothing_changed(name: str) -> None:
 
 
 MIXES = {
-    "registers": (TokenSpec("class", Role.CLASS), TokenSpec("reg", Role.REGISTER, 2)),
-    "tasks": (TokenSpec("class", Role.CLASS), TokenSpec("breed", Role.TASK, classes=3)),
-    "several": (TokenSpec("class", Role.CLASS, 2), TokenSpec("dist", Role.DISTILLATION)),
-    "gathering": (TokenSpec("class", Role.CLASS, enters=-1, position=False), TokenSpec("reg", Role.REGISTER, 2)),
+    "registers": (TokenSpec("cls", Role.CLASS), TokenSpec("reg", Role.REGISTER, 2)),
+    "tasks": (TokenSpec("cls", Role.CLASS), TokenSpec("breed", Role.TASK, classes=3)),
+    "several": (TokenSpec("cls", Role.CLASS, 2), TokenSpec("dist", Role.DISTILLATION)),
+    "gathering": (TokenSpec("cls", Role.CLASS, enters=-1, position=False), TokenSpec("reg", Role.REGISTER, 2)),
 }
 
 
@@ -160,9 +160,20 @@ def test_loading_by_name() -> None:
 
 
 def test_what_cannot_merge_says_so() -> None:
-    late = ViT(replace(TINY, tokens=(TokenSpec("class", Role.CLASS, enters=2),)))
+    late = ViT(replace(TINY, tokens=(TokenSpec("cls", Role.CLASS, enters=2),)))
     with pytest.raises(UnsupportedModel, match="between its blocks"):
         vitrail.merge(late, r=1)
-    reader = ViT(replace(TINY, tokens=(TokenSpec("class", Role.CLASS), TokenSpec("r", Role.REGISTER, visible=False))))
+    reader = ViT(replace(TINY, tokens=(TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER, visible=False))))
     with vitrail.merge(reader, r=1), pytest.raises(UnsupportedInput, match="mask"):
         reader(pictures().float())
+
+
+def test_exported_with_its_tokens() -> None:
+    """Names of tokens become code when a model is traced."""
+    model = lively(ViT(replace(TINY, tokens=MIXES["registers"]))).float()
+    images = pictures().float()
+    with vitrail.merge(model, r=2):
+        expected = model(images)
+        program = torch.export.export(model, (images,))
+        assert torch.allclose(program.module()(images), expected, atol=1e-5)
+        program.run_decompositions({})

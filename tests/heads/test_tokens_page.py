@@ -70,14 +70,14 @@ def test_timm_ignores_registers_of_a_distilled_model():
 
 @pytest.mark.parametrize(("std", "equal"), [(0.0, True), (0.02, False)])
 def test_equal_tokens_with_one_loss_stay_equal(std, equal):
-    spec = TokenSpec("class", Role.CLASS, count=2, std=std, position=False)
+    spec = TokenSpec("cls", Role.CLASS, count=2, std=std, position=False)
     model = ViT(ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, num_classes=4, tokens=(spec,)))
-    start = model.tokens["class"].detach().clone()
+    start = model.tokens["cls"].detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(5):
         optimizer.zero_grad()
         F.cross_entropy(model(torch.randn(8, 3, 16, 16)), torch.randint(0, 4, (8,))).backward()
         optimizer.step()
-    one, other = model.tokens["class"][0]
+    one, other = model.tokens["cls"][0]
     assert torch.equal(one, other) == equal
-    assert not torch.equal(model.tokens["class"], start)
+    assert not torch.equal(model.tokens["cls"], start)

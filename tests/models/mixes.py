@@ -17,8 +17,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 ROLES = {
-    "class": [TokenSpec("class", Role.CLASS)],
-    "classes": [TokenSpec("class", Role.CLASS, count=3)],
+    "class": [TokenSpec("cls", Role.CLASS)],
+    "classes": [TokenSpec("cls", Role.CLASS, count=3)],
     "distillation": [TokenSpec("teacher", Role.DISTILLATION)],
     "registers": [TokenSpec("registers", Role.REGISTER, count=2)],
     "tasks": [TokenSpec("colour", Role.TASK, classes=3), TokenSpec("weight", Role.TASK, classes=1, kind="regression")],

@@ -14,7 +14,7 @@ from vitrail.models import MODELS, ViT, ViTConfig, create_model, list_models
 from vitrail.models.config import depth_rule
 from vitrail.tokens import Role, TokenSpec
 
-CLASS = TokenSpec("class", Role.CLASS)
+CLASS = TokenSpec("cls", Role.CLASS)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *list(MIXES)[::7]])
@@ -57,8 +57,8 @@ def test_what_follows_from_a_config() -> None:
         ({"tokens": CLASS}, "a list of TokenSpec"),
         ({"tokens": ["class"]}, "TokenSpec objects"),
         ({"tokens": [CLASS, CLASS]}, "more than once"),
-        ({"tokens": [TokenSpec("class", Role.CLASS, enters=2)]}, "enters=2; expected 0 to 1"),
-        ({"tokens": [TokenSpec("class", Role.CLASS, enters=-1)]}, "-1 needs class_attention"),
+        ({"tokens": [TokenSpec("cls", Role.CLASS, enters=2)]}, "enters=2; expected 0 to 1"),
+        ({"tokens": [TokenSpec("cls", Role.CLASS, enters=-1)]}, "-1 needs class_attention"),
         ({"class_attention": 2}, "needs tokens that gather there"),
         (
             {"tokens": [CLASS, TokenSpec("r", Role.REGISTER, position=True)], "position": "rotary"},

@@ -120,7 +120,7 @@ READERS = {
 def test_a_token_that_only_reads_changes_nothing_else(reader: str, talking: bool) -> None:
     spec = READERS[reader]
     others = (
-        TokenSpec("class", Role.CLASS),
+        TokenSpec("cls", Role.CLASS),
         TokenSpec("registers", Role.REGISTER, count=2, enters=1),
         TokenSpec("late", Role.TASK, classes=2, enters=-1),
     )
@@ -148,7 +148,7 @@ def test_a_token_that_only_reads_changes_nothing_else(reader: str, talking: bool
 @pytest.mark.parametrize(("std", "apart"), [(0.0, False), (0.02, True)])
 def test_equal_tokens_stay_equal_and_others_part(std: float, apart: bool) -> None:
     """Tokens with equal values, positions and losses cannot part; a spread of 0.02 suffices."""
-    tokens = (TokenSpec("class", Role.CLASS, count=2, std=std, position=False),)
+    tokens = (TokenSpec("cls", Role.CLASS, count=2, std=std, position=False),)
     config = ViTConfig(image_size=16, patch_size=4, width=24, depth=2, heads=2, num_classes=5, tokens=tokens)
     model = ViT(config).double()
     x, labels = pictures(config, batch=8), torch.arange(8) % 5
@@ -157,7 +157,7 @@ def test_equal_tokens_stay_equal_and_others_part(std: float, apart: bool) -> Non
         optimiser.zero_grad()
         torch.nn.functional.cross_entropy(model(x), labels).backward()
         optimiser.step()
-    one, other = model.tokens["class"][0].detach()
+    one, other = model.tokens["cls"][0].detach()
     assert one.norm() > 1e-2  # it has learned
     if apart:
         assert torch.cosine_similarity(one, other, 0) < 0.9

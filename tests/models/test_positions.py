@@ -80,7 +80,7 @@ def test_sincos_models_have_no_position_to_learn() -> None:
     config = ViTConfig(image_size=16, patch_size=4, width=16, depth=1, heads=2, num_classes=3, position="sincos")
     model = built(config)
     assert model.pos_embed is None
-    assert model.no_weight_decay() == {"tokens.class"}
+    assert model.no_weight_decay() == {"tokens.cls"}
     with torch.no_grad():
         x = pictures(config)
         assert not torch.allclose(model(x), model(torch.roll(x, (4, 8), (2, 3))))

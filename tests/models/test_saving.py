@@ -38,7 +38,7 @@ def test_files_are_those_that_the_hub_expects(model: ViT, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["architecture"] == "vitrail.ViT"
-    assert values["tokens"][0]["name"] == "class"
+    assert values["tokens"][0]["name"] == "cls"
 
 
 def test_a_failure_leaves_the_old_files(model: ViT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +108,10 @@ def test_the_hub_is_asked_where_there_is_no_folder(model: ViT, tmp_path: Path, m
 def test_weights_that_do_not_fit_are_listed() -> None:
     model = ViT(ViTConfig(**SMALL))
     states = {**model.state_dict(), "norm.bias": torch.zeros(3), "stray": torch.zeros(1)}
-    del states["tokens.class"]
+    del states["tokens.cls"]
     with pytest.raises(ModelLoadError) as caught:
         load_states(model, states)
-    for words in ("missing: tokens.class", "unexpected: stray", "norm.bias is (3,), expected (24,)"):
+    for words in ("missing: tokens.cls", "unexpected: stray", "norm.bias is (3,), expected (24,)"):
         assert words in str(caught.value)
     del states["norm.bias"]
     load_states(model, states, strict=False)

@@ -261,19 +261,23 @@ def test_models_that_ours_cannot_equal_are_refused(build: Callable[[], nn.Module
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tokens": (TokenSpec("class", Role.CLASS, count=2),)}, "several class tokens"),
-        ({"tokens": (TokenSpec("class", Role.CLASS), TokenSpec("c", Role.TASK, classes=2))}, "task tokens"),
-        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("class", Role.CLASS))}, "such order"),
-        ({"tokens": (TokenSpec("class", Role.CLASS), TokenSpec("r", Role.REGISTER))}, "positions for some"),
-        ({"tokens": (TokenSpec("class", Role.CLASS, enters=1),)}, "another layer"),
-        ({"tokens": (TokenSpec("class", Role.CLASS, visible=False),)}, "only read"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS, count=2),)}, "several class tokens"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("c", Role.TASK, classes=2))}, "task tokens"),
+        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("cls", Role.CLASS))}, "such order"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER))}, "positions for some"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS, enters=1),)}, "another layer"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS, visible=False),)}, "only read"),
         (
-            {"tokens": tuple(TokenSpec(role.value, role, position=False) for role in (Role.CLASS, Role.DISTILLATION))},
+            {
+                "tokens": tuple(
+                    TokenSpec(f"{role.value}_token", role, position=False) for role in (Role.CLASS, Role.DISTILLATION)
+                )
+            },
             "distillation token without position",
         ),
         ({"position": "rotary"}, "rotary"),
         ({"talking_heads": True}, "talking heads"),
-        ({"class_attention": 1, "tokens": (TokenSpec("class", Role.CLASS, enters=-1),)}, "without talking heads"),
+        ({"class_attention": 1, "tokens": (TokenSpec("cls", Role.CLASS, enters=-1),)}, "without talking heads"),
         ({"image_size": (4, 32, 32), "patch_size": (2, 8, 8)}, "three dimensions"),
     ],
 )

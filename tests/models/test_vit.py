@@ -15,7 +15,7 @@ from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig, create_model
 from vitrail.tokens import Role, TokenSpec
 
-CLASS = TokenSpec("class", Role.CLASS)
+CLASS = TokenSpec("cls", Role.CLASS)
 COLOUR = TokenSpec("colour", Role.TASK, classes=3)
 
 
@@ -78,7 +78,7 @@ def test_forward_gives_a_tensor_or_with_tasks_everything() -> None:
     output = tasked(x)
     assert isinstance(output, Output)
     assert output.logits is not None
-    assert {name: tuple(value.shape) for name, value in output.by_role.items()} == {"class": (2, 5), "colour": (2, 3)}
+    assert {name: tuple(value.shape) for name, value in output.by_role.items()} == {"cls": (2, 5), "colour": (2, 3)}
     again = tasked.forward_head(tasked.forward_features(x))
     assert isinstance(again, Output)
     torch.testing.assert_close(again.by_role, output.by_role)
@@ -93,7 +93,7 @@ def test_layout_of_a_layer_has_those_that_entered() -> None:
     tokens = (TokenSpec("late", Role.REGISTER, enters=1), CLASS, TokenSpec("last", Role.TASK, classes=2, enters=-1))
     model = ViT(ViTConfig(**SMALL, tokens=tokens, class_attention=1))
     names = [[span.name for span in model.layout(layer=layer).special] for layer in range(3)]
-    assert names == [["class"], ["late", "class"], ["late", "class", "last"]]
+    assert names == [["cls"], ["late", "cls"], ["late", "cls", "last"]]
     seen: list[int] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
@@ -115,7 +115,7 @@ def test_class_attention_leaves_patches_alone_and_teaches_them() -> None:
 
 
 def test_any_vit_can_end_in_class_attention() -> None:
-    tokens = (TokenSpec("class", Role.CLASS, enters=-1), TokenSpec("r", Role.REGISTER, count=2))
+    tokens = (TokenSpec("cls", Role.CLASS, enters=-1), TokenSpec("r", Role.REGISTER, count=2))
     model = create_model("deit_tiny_patch16", **SMALL, tokens=tokens, class_attention=2, mlp="swiglu", qk_norm=True)
     assert model.pos_embed is not None
     assert model.pos_embed.shape[1] == 16  # the class token has no position there, nor have registers
@@ -127,7 +127,7 @@ def test_reset_classifier_keeps_tasks() -> None:
     task = model.heads.colour.weight.clone()
     model.reset_classifier(7)
     output = model.forward_output(pictures(model.config))
-    assert {name: value.shape[1] for name, value in output.by_role.items()} == {"class": 7, "teacher": 7, "colour": 3}
+    assert {name: value.shape[1] for name, value in output.by_role.items()} == {"cls": 7, "teacher": 7, "colour": 3}
     assert output.logits is not None
     assert output.logits.dtype == torch.float64
     assert torch.equal(model.heads.colour.weight, task)
@@ -143,18 +143,18 @@ def test_reset_classifier_keeps_tasks() -> None:
 def test_weight_decay_leaves_tokens_and_positions_alone() -> None:
     tokens = (CLASS, TokenSpec("r", Role.REGISTER, decay=True))
     model = ViT(ViTConfig(**SMALL, tokens=tokens))
-    assert model.no_weight_decay() == {"tokens.class", "pos_embed"}
+    assert model.no_weight_decay() == {"tokens.cls", "pos_embed"}
     assert model.no_weight_decay() < {name for name, _ in model.named_parameters()}
 
 
 def test_tokens_start_with_their_spread() -> None:
     tokens = (
-        TokenSpec("class", Role.CLASS, count=200),
+        TokenSpec("cls", Role.CLASS, count=200),
         TokenSpec("zero", Role.REGISTER, count=3, std=0.0),
         TokenSpec("wide", Role.REGISTER, count=200, std=0.5),
     )
     model = ViT(ViTConfig(**SMALL, tokens=tokens))
-    assert model.tokens["class"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.tokens["cls"].std().item() == pytest.approx(0.02, rel=0.05)
     assert model.tokens["wide"].std().item() == pytest.approx(0.5, rel=0.05)
     assert not model.tokens["zero"].any()
 
@@ -174,7 +174,7 @@ def test_checkpointing_changes_no_gradient() -> None:
 
 def test_drop_path_acts_in_training_alone_and_never_in_class_attention() -> None:
     config = ViTConfig(
-        **SMALL, tokens=(TokenSpec("class", Role.CLASS, enters=-1),), class_attention=2, drop_path=0.5,
+        **SMALL, tokens=(TokenSpec("cls", Role.CLASS, enters=-1),), class_attention=2, drop_path=0.5,
         drop_path_uniform=True, dropout=0.3, attention_dropout=0.2,
     )  # fmt: skip
     model = built(config)

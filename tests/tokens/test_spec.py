@@ -11,7 +11,7 @@ from vitrail.tokens.spec import layout
 
 
 def test_defaults_are_those_of_a_class_token() -> None:
-    spec = TokenSpec("class", Role.CLASS)
+    spec = TokenSpec("cls", Role.CLASS)
     assert (spec.count, spec.std, spec.position, spec.enters, spec.visible) == (1, 0.02, None, 0, True)
     assert (spec.classes, spec.kind, spec.decay) == (None, "classification", False)
 
@@ -45,10 +45,11 @@ def test_outputs_of_a_head(spec: TokenSpec, outputs: int) -> None:
     [
         ({"role": "patch"}, "class, distillation, register or task; got the role 'patch'"),
         ({"role": ["class"]}, "got the role"),
-        ({"name": "a.b"}, "one word"),
-        ({"name": ""}, "one word"),
-        ({"name": 3}, "one word"),
-        ({"name": "_hidden"}, "one word"),
+        ({"name": "class", "role": Role.CLASS}, "a Python name"),
+        ({"name": "a.b"}, "a Python name"),
+        ({"name": ""}, "a Python name"),
+        ({"name": 3}, "a Python name"),
+        ({"name": "_hidden"}, "a Python name"),
         ({"name": "keys"}, "try 'keys_token'"),
         ({"name": "type"}, "try 'type_token'"),
         ({"name": "patch"}, "cannot name a token"),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from vitrail.errors import InvalidOption
 from vitrail.tokens import Role, TokenSpec, check_specs
 
-CLASS_TOKEN = TokenSpec("class", Role.CLASS)
+CLASS_TOKEN = TokenSpec("cls", Role.CLASS)
 DISTILLATION_TOKEN = TokenSpec("distillation", Role.DISTILLATION)
 
 Position = Literal["learned", "sincos", "rotary", "none"]

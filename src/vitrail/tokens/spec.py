@@ -136,10 +136,10 @@ def _role(role: Any) -> Role:
 
 
 def _check_name(name: Any) -> None:
-    legal = isinstance(name, str) and (name.isidentifier() or keyword.iskeyword(name)) and not name.startswith("_")
+    legal = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")
     if not legal:
         raise InvalidOption(
-            f"a token's name is one word of letters, digits and underscores, for it becomes part of its parameters' "
+            f"a token's name is a Python name and no keyword, such as cls, for it becomes part of its parameters' "
             f"names; got {name!r}"
         )
     if name in _TAKEN:

@@ -297,3 +297,9 @@ def test_options_out_of_range_are_refused():
         tokencut(seeded(6, 2), (2, 3), eps=0)
     with pytest.raises(InvalidOption, match="2 patches"):
         discovery.suggest_biases(seeded(2, 1, 3))
+    with pytest.raises(InvalidOption, match="threshold of the IoU"):
+        discovery.corloc([(0, 0, 1, 1)], [torch.ones(1, 4)], threshold=5)
+
+
+def test_true_boxes_may_be_plain_numbers():
+    assert discovery.corloc([(48, 32, 96, 80)], [[(48, 32, 96, 80), (0, 0, 9, 9)]]).share == 1

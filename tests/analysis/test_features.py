@@ -130,7 +130,7 @@ def test_nonsense_is_refused():
     with pytest.raises(UnsupportedInput, match="booleans"):
         fit_pca(x, leave_out=torch.ones(3, 20))
     x[1, 3, 2] = torch.nan
-    with pytest.raises(UnsupportedInput, match=r"not finite in 1 of 3 pictures \(number 1\)"):
+    with pytest.raises(UnsupportedInput, match=r"not finite, in 1 of 3 pictures \(number 1\)"):
         pca_maps(x, (4, 5))
     with pytest.raises(InvalidOption, match="grid"):
         pca_maps(x, (0, 5))

@@ -152,7 +152,7 @@ class TestPositions:
         broken = tokens.clone()
         broken[3, 4, 0] = math.nan
         broken[5, 6, 1] = math.inf
-        with pytest.raises(UnsupportedInput, match="2 of 480 vectors in tokens hold NaN or infinity"):
+        with pytest.raises(UnsupportedInput, match="2 of 480 vectors in tokens are not finite"):
             probe_positions(broken, outliers, GRID)
         with pytest.raises(UnsupportedInput, match="does not hold 12 patches"):
             probe_positions(tokens, outliers, (3, 5))

@@ -78,6 +78,13 @@ def test_a_model_that_cannot_be_looked_at_is_named(images: torch.Tensor) -> None
     assert found.entries[0].problem.startswith("UnsupportedModel")
     assert found.entries[1].problem == "OSError: no such checkpoint"
     assert found.entries[2].norms is not None
+    other = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, embed_dim=32, num_heads=2)
+    sizes = survey({"fine": checkpoint(1), "other size": other}, images[:2])
+    assert "doesn't match model (64)" in sizes.entries[1].problem
+    with pytest.raises(InvalidOption, match="got 5 as number"):
+        survey({"fine": checkpoint(1), "number": 5}, images[:2])  # type: ignore[dict-item]
+    with pytest.raises(UnsupportedInput, match="got NoneType"):
+        survey({"fine": checkpoint(1)}, None)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedInput, match="none of 1 models"):
         survey({"linear": nn.Linear(3, 3)}, images[:2])
 

@@ -134,6 +134,23 @@ def test_model_without_special_tokens() -> None:
     assert report.to_html()
 
 
+def test_registers_that_were_appended_are_looked_at() -> None:
+    model = small(img_size=256)  # so many patches that not every one's attention is kept
+    with vitrail.test_time_registers(model, neurons={1: [3, 5]}, registers=2):
+        report = look(model, pictures(2, 256), probes=False)
+    assert [token["name"] for token in report.registers["tokens"]] == ["register test-time 1", "register test-time 2"]
+    assert report.attention["tokens"] == ["class", "register test-time 1", "register test-time 2"]
+    assert report.layout["num_tokens"] == 1 + 2 + 256
+
+
+def test_merged_model_can_be_looked_at() -> None:
+    model = small()
+    with vitrail.merge(model, r=8):
+        report = look(model, pictures(4), probes=False)
+    assert report.norms["num_tokens"] == 4 * 64
+    assert report.attention["patch_rows"] == 16
+
+
 def test_transformers_model_with_registers() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "num_register_tokens": 2}
@@ -181,6 +198,8 @@ def test_model_that_is_no_vit_is_an_error() -> None:
     [
         (pictures(2), {"batch_size": 0}),
         (pictures(2), {"limit": 0}),
+        (pictures(2), {"seed": "a"}),
+        (pictures(2).byte(), {}),
         (pictures(2), {"labels": [1]}),
         (pictures(2), {"labels": ["cat", "dog"]}),
         (pictures(2)[0], {}),

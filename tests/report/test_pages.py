@@ -133,7 +133,7 @@ def test_failing_write_leaves_the_old_files(report: Report, tmp_path: Path, monk
 def test_bad_places_and_files_are_clear_errors(report: Report, tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"report\.html"):
         report.save(tmp_path / "report.pdf")
-    with pytest.raises(ReportError, match="could not be written"):
+    with pytest.raises(ReportError, match=r"missing/report\.json could not be written"):
         report.save(tmp_path / "missing" / "report.html")
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(ReportError, match="folder"):

@@ -85,8 +85,14 @@ def test_bad_options_are_refused() -> None:
         ablate(model, "mean")
     with pytest.raises(InvalidOption, match="special ones"):
         ablate(model, "zero", tokens="patch")
-    with pytest.raises(InvalidOption, match="no token"):
+    with pytest.raises(InvalidOption, match="no such token"):
         ablate(ALL["hf-deit-head"].model(), "zero")
+    with pytest.raises(InvalidOption, match="queries are roles"):
+        ablate(model, "zero", tokens=2.5)
+    with pytest.raises(InvalidOption, match="seed"):
+        ablate(model, "noise", images, seed="a")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedInput, match="not finite"):
+        ablate(model, "mean", images * torch.nan)
     with pytest.raises(UnsupportedInput, match="no pictures"):
         ablate(model, "mean", [])
     with vitrail.merge(model, r=1), pytest.raises(AlreadyMerged):

@@ -153,6 +153,23 @@ def test_merged_model_shows_every_position_its_token(name: str, proportional: bo
             assert torch.equal(members, members[:1].expand_as(members))
 
 
+@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
+def test_row_of_a_patch_is_that_of_the_token_it_went_into(name: str) -> None:
+    case = ALL[name]
+    model, images = case.model(), case.images()
+    with vitrail.merge(model, r=2):
+        found = vitrail.record(model, images, "attention", queries="patch")
+        calls = witnessed(model, images)
+    last, special = found.layers[-1], found.layout.num_special
+    rows, before = found.attention[last], calls[last][3]
+    assert rows.shape[2] == found.layout.num_patches > before.shape[2] - special
+    for picture in range(len(images)):
+        every = before[picture, :, special:, :special]  # what merged tokens give to special ones, which never merge
+        for place in range(found.layout.num_patches):
+            apart = (every - rows[picture, :, place, :special].unsqueeze(1)).abs().amax((0, 2))
+            assert float(apart.min()) < 1e-9
+
+
 def test_nothing_of_the_model_changes(toy: ToyViT) -> None:
     toy.train()
     toy.blocks[1].eval()
@@ -201,7 +218,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no layers": ({"layers": []}, InvalidOption, "layers are numbers"),
     "role": ({"what": "attention", "queries": "king"}, InvalidOption, "queries are roles"),
     "position": ({"what": "attention", "queries": 17}, InvalidOption, "positions below 17"),
-    "empty role": ({"what": "attention", "queries": "register"}, InvalidOption, "no token to record"),
+    "empty role": ({"what": "attention", "queries": "register"}, InvalidOption, "no such token"),
+    "no what": ({"what": None}, InvalidOption, "what to record is one or more of"),
+    "half a layer": ({"layers": 1.5}, InvalidOption, "layers are numbers"),
+    "yes as a layer": ({"layers": True}, InvalidOption, "layers are numbers"),
+    "half a position": ({"what": "attention", "queries": 3.5}, InvalidOption, "queries are roles"),
+    "batch size in words": ({"batch_size": "2"}, InvalidOption, "batch_size is 1 or more"),
+    "dtype in words": ({"dtype": "half"}, InvalidOption, "floating point"),
+    "whole numbers": ({"dtype": torch.int8}, InvalidOption, "floating point"),
     "batch size": ({"batch_size": 0}, InvalidOption, "batch_size is 1 or more"),
 }
 
@@ -220,6 +244,12 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(toy, [])
     with pytest.raises(UnsupportedInput, match="got str"):
         vitrail.record(toy, ["cat.jpg"])
+    with pytest.raises(UnsupportedInput, match=r"got str\. Files are opened by"):
+        vitrail.record(toy, "photos")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedInput, match="got NoneType"):
+        vitrail.record(toy, None)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedInput, match="expected floating point"):
+        vitrail.record(toy, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     with pytest.raises(UnsupportedInput, match="several sizes"):
         vitrail.record(toy, [torch.randn(1, 3, 16, 16), torch.randn(1, 3, 32, 16)])
     with pytest.raises(UnsupportedModel):

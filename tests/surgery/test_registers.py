@@ -179,8 +179,25 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "neuron": ({"neurons": {0: (1, 5000)}}, InvalidOption, r"neurons 0 to 127.*got \[5000\]"),
     "twice": ({"neurons": {0: (1, 1)}}, InvalidOption, "each to be given once"),
     "none": ({"data": torch.zeros(2, 3, 64, 64), "threshold": 1e9}, UnsupportedInput, "no artifacts"),
+    "layers": ({"data": torch.zeros(2, 3, 64, 64), "layers": [99]}, InvalidOption, "layers are numbers from -4 to 3"),
+    "threshold": ({"data": torch.zeros(2, 3, 64, 64), "threshold": "high"}, InvalidOption, "a finite number"),
+    "half a register": ({"neurons": {0: (1,)}, "registers": 1.5}, InvalidOption, "number of registers"),
+    "control": ({"neurons": {0: (1,)}, "control": "yes"}, InvalidOption, "control is a seed"),
+    "half a neuron": ({"neurons": {0: (1.5,)}}, InvalidOption, "numbers by layer"),
+    "layer in words": ({"neurons": {"0": (1,)}}, InvalidOption, "numbers by layer"),
+    "one neuron": ({"neurons": {0: 5}}, InvalidOption, "numbers by layer"),
+    "words": ({"neurons": "many"}, InvalidOption, "numbers by layer"),
     "count": ({"data": torch.zeros(2, 3, 64, 64), "neurons": 0}, InvalidOption, "1 or more"),
 }
+
+
+def test_clean_models_have_no_register_neurons() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=3, embed_dim=32, num_heads=2).eval()
+    images = torch.randn(24, 3, 128, 128, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(UnsupportedInput, match="one group"):
+        find_register_neurons(model, images)
+    assert find_register_neurons(model, images, 3, threshold=float(norms(model, images)[-1].quantile(0.99))).count == 3
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vitrail.analysis.base import Result
-from vitrail.analysis.features import check_finite, steps, working
+from vitrail.analysis.features import steps, working
+from vitrail.analysis.probe_inputs import check_finite
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 

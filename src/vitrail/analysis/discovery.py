@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from vitrail.analysis.base import Result
-from vitrail.analysis.features import Grid, check_patches, steps, working
+from vitrail.analysis.features import check_patches, steps, working
+from vitrail.analysis.probe_inputs import Grid
 from vitrail.analysis.resampling import wilson
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 Box = tuple[float, float, float, float]
+Boxes = Tensor | Sequence[Box]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +144,7 @@ def _discoveries(method: str, masks: Tensor, seeds: Tensor, scores: Tensor) -> l
     """Keep the part around each seed, and draw boxes."""
     height, width = masks.shape[1:]
     found = []
-    parts = connected(masks, seeds)
-    for part, seed, score in zip(parts, seeds.tolist(), scores, strict=True):
+    for part, seed, score in zip(connected(masks, seeds), seeds.tolist(), scores, strict=True):
         rows, columns = part.any(1).nonzero().flatten().tolist(), part.any(0).nonzero().flatten().tolist()
         box = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
         found.append(Discovery(method, (height, width), box, seed, part, score))
@@ -166,9 +167,9 @@ def connected(masks: Tensor, seeds: Tensor) -> Tensor:
         part = grown
 
 
-def iou(box: Box | Tensor, boxes: Tensor) -> Tensor:
+def iou(box: Box | Tensor, boxes: Boxes) -> Tensor:
     """Give the intersection over union of one box and several (n, 4): (n,). A box without area has none."""
-    one, many = torch.as_tensor(box, dtype=torch.float64), boxes.detach().cpu().double()
+    one, many = (torch.as_tensor(each, dtype=torch.float64).detach().cpu() for each in (box, boxes))
     if one.shape != (4,) or many.ndim != 2 or many.shape[1] != 4:
         raise UnsupportedInput(f"iou takes a box (4,) and boxes (n, 4); got {tuple(one.shape)}, {tuple(many.shape)}")
     overlap = (torch.minimum(one[2:], many[:, 2:]) - torch.maximum(one[:2], many[:, :2])).clamp(min=0).prod(1)
@@ -196,12 +197,13 @@ class CorLoc(Result):
     def of(cls, hits: Sequence[bool], without_truth: int, threshold: float = 0.5) -> CorLoc:
         """Sum up which pictures were right."""
         low, high = wilson(sum(hits), len(hits)) or (None, None)
-        share = sum(hits) / len(hits) if hits else None
-        return cls(share, low, high, sum(hits), len(hits), without_truth, threshold)
+        return cls(sum(hits) / len(hits) if hits else None, low, high, sum(hits), len(hits), without_truth, threshold)
 
 
-def corloc(found: Sequence[Box | None], truth: Sequence[Tensor | None], *, threshold: float = 0.5) -> CorLoc:
+def corloc(found: Sequence[Box | None], truth: Sequence[Boxes | None], *, threshold: float = 0.5) -> CorLoc:
     """Compare one box a picture (None: nothing found, a miss) with true boxes (n, 4); None or n = 0 for no truth."""
+    if not 0 < threshold <= 1:
+        raise InvalidOption(f"the threshold of the IoU is above 0 and at most 1; got {threshold}")
     if len(found) != len(truth):
         raise UnsupportedInput(f"each picture needs its true boxes; got {len(found)} found, {len(truth)} true")
     pairs = [(box, boxes) for box, boxes in zip(found, truth, strict=True) if boxes is not None and len(boxes)]

@@ -19,25 +19,12 @@ import torch
 from torch import Tensor
 
 from vitrail.analysis.base import Result
+from vitrail.analysis.probe_inputs import Grid, check_finite, whole_grid
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenLayout
 
-Grid = tuple[int, int] | tuple[int, int, int]
-
 WORK = 2**25
 """How many numbers one step over pictures may hold at once (128 MiB in float32)."""
-
-
-def whole_grid(grid: Grid) -> tuple[int, int, int]:
-    """Give a grid as (time, height, width); a grid of two numbers is one frame.
-
-    >>> whole_grid((3, 4)), whole_grid((2, 3, 4))
-    ((1, 3, 4), (2, 3, 4))
-    """
-    if len(grid) not in (2, 3) or min(grid) < 1:
-        raise InvalidOption(f"the grid is (height, width) or (time, height, width), each 1 or more; got {grid}")
-    time, height, width = (1, *grid) if len(grid) == 2 else grid
-    return int(time), int(height), int(width)
 
 
 def steps(pictures: int, each: int) -> Iterator[slice]:
@@ -50,18 +37,6 @@ def steps(pictures: int, each: int) -> Iterator[slice]:
 def working(x: Tensor) -> Tensor:
     """Give a tensor without gradients and in float32 at least."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
-
-
-def check_finite(x: Tensor, name: str) -> None:
-    """Refuse tensors (B, ...) with numbers that are not finite, naming the pictures that have them."""
-    bad = ~torch.isfinite(x.detach()).flatten(1).all(1)
-    if bad.any():
-        pictures = bad.nonzero().flatten().tolist()
-        shown = ", ".join(map(str, pictures[:5])) + (", ..." if len(pictures) > 5 else "")
-        raise UnsupportedInput(
-            f"the {name} have values that are not finite in {len(pictures)} of {len(bad)} pictures (number {shown}); "
-            "leave those out, or run the model in float32"
-        )
 
 
 def check_patches(x: Tensor, grid: Grid, name: str = "features") -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from vitrail.errors import InvalidOption, UnsupportedInput
 
 Array = Tensor | NDArray[Any]
 """What evaluations take: a tensor on any device, or a NumPy array."""
+
+Grid = tuple[int, int] | tuple[int, int, int]
 
 CHUNK = 2**24
 """Numbers that one intermediate result may hold; larger work is cut into pieces."""
@@ -36,18 +39,27 @@ def as_features(value: Array, name: str, shape: str) -> Tensor:
     tensor = as_tensor(value, name, shape)
     if not tensor.is_floating_point():
         raise UnsupportedInput(f"{name} is of type {tensor.dtype}; expected floating point: convert it with .float()")
-    check_finite(tensor, name)
+    check_finite(tensor, name, "pictures" if tensor.ndim > 2 else "rows")
     return tensor
 
 
-def check_finite(values: Tensor, name: str) -> None:
-    """Refuse vectors (along the last axis) that hold a number that is not finite, and say how many there are."""
-    step = max(1, CHUNK // max(1, values[0].numel()))
-    bad = sum(int((~torch.isfinite(part)).any(-1).sum()) for part in values.split(step))
+def check_finite(values: Tensor, name: str, each: str = "pictures") -> None:
+    """Refuse vectors (along the last axis) that hold a number that is not finite.
+
+    The error says how many there are, and which rows of the first axis have them; ``each`` is what these rows are.
+    """
+    step = max(1, CHUNK // max(1, values[0].numel())) if len(values) else 1
+    bad, rows = 0, []
+    for number, part in enumerate(values.detach().split(step)):
+        wrong = ~torch.isfinite(part).all(-1).reshape(len(part), -1)
+        bad += int(wrong.sum())
+        rows += [number * step + row for row in wrong.any(1).nonzero().flatten().tolist()]
     if bad:
         total = values.numel() // values.shape[-1]
+        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
         raise UnsupportedInput(
-            f"{bad} of {total} vectors in {name} hold NaN or infinity; leave them out, or record them in float32"
+            f"{bad} of {total} vectors in {name} are not finite, in {len(rows)} of {len(values)} {each} (number "
+            f"{shown}); leave them out, or record them in float32"
         )
 
 
@@ -87,14 +99,26 @@ def as_outliers(value: Array, tokens: Tensor) -> Tensor:
     return outliers.to(tokens.device)
 
 
+def whole_grid(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    """Give a grid as (time, height, width); a grid of two numbers is one frame.
+
+    >>> whole_grid((3, 4)), whole_grid((2, 3, 4))
+    ((1, 3, 4), (2, 3, 4))
+    """
+    if len(grid) not in (2, 3) or min(grid) < 1:
+        raise InvalidOption(f"the grid is (height, width) or (time, height, width), each 1 or more; got {grid}")
+    time, height, width = (1, *grid) if len(grid) == 2 else grid
+    return int(time), int(height), int(width)
+
+
 def as_grid(grid: tuple[int, ...], patches: int) -> tuple[int, int, int]:
     """Take a grid (h, w) or (t, h, w) that holds that many patches."""
-    full = (1, *grid) if len(grid) == 2 else tuple(grid)
-    if len(full) != 3 or min(full) < 1 or full[0] * full[1] * full[2] != patches:
+    whole = whole_grid(grid)
+    if prod(whole) != patches:
         raise UnsupportedInput(
             f"a grid of {tuple(grid)} does not hold {patches} patches; expected (h, w) or (t, h, w) of that product"
         )
-    return full[0], full[1], full[2]
+    return whole
 
 
 def check_count(value: int, name: str, least: int = 1) -> int:

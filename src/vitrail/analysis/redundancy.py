@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.analysis.base import Result
-from vitrail.analysis.features import Grid, check_finite, check_patches, steps, whole_grid, working
+from vitrail.analysis.features import check_patches, steps, working
+from vitrail.analysis.probe_inputs import Grid, check_finite, whole_grid
 from vitrail.analysis.resampling import bootstrap, ratio
 from vitrail.errors import InvalidOption, UnsupportedInput
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.analysis.attention import Overlap, Spread, overlap, spread, token_maps
 from vitrail.analysis.base import Result
-from vitrail.analysis.features import check_finite
+from vitrail.analysis.probe_inputs import check_finite
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import listen
 from vitrail.surgery.appended import layout_of
+from vitrail.surgery.asked import check_layers
 from vitrail.surgery.record import stream
-from vitrail.surgery.watch import check_layers
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 PARAMETERS = {

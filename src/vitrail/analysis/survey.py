@@ -80,7 +80,10 @@ def survey(
     """
     if not isinstance(models, Mapping) or not models:
         raise InvalidOption("models are given by name: {'step 1000': model, 'step 2000': lambda: load(...)}")
-    if not isinstance(data, Tensor):
+    wrong = [name for name, given in models.items() if not callable(given)]
+    if wrong:
+        raise InvalidOption(f"a model is one, or a function that loads it; got {models[wrong[0]]!r:.100} as {wrong[0]}")
+    if not isinstance(data, Tensor) and isinstance(data, Iterable):
         data = list(data)
     entries = []
     for done, (name, given) in enumerate(models.items()):
@@ -109,7 +112,7 @@ def _look(name: str, given: nn.Module | Callable[[], nn.Module], data: Any, batc
         if norms is None:
             raise UnsupportedInput("there were no pictures")
         return Entry(name, parameters, depth, norms.result())
-    except (VitrailError, RuntimeError, ValueError, OSError) as error:
+    except (VitrailError, AssertionError, RuntimeError, ValueError, OSError) as error:  # timm asserts the size
         return Entry(name, parameters, depth, None, f"{type(error).__name__}: {error}")
 
 

@@ -30,9 +30,10 @@ def write_whole(files: Mapping[Path, bytes]) -> None:
         for path, draft in drafts.items():
             draft.replace(path)
     except OSError as error:
-        where = next(iter(files))
+        named = {str(draft): path for path, draft in drafts.items()}
+        where = named.get(str(error.filename), error.filename or next(iter(files)))
         raise ReportError(
-            f"{Path(error.filename or where)} could not be written ({error.strerror or error}); expected a folder that "
+            f"{where} could not be written ({error.strerror or error}); expected a folder that "
             "exists, with space, that may be written to. What was there before is unchanged"
         ) from error
     finally:

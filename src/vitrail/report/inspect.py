@@ -84,6 +84,8 @@ def inspect(
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise InvalidOption(f"batch_size is the number of pictures to run at once, 1 or more; got {batch_size!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidOption(f"the seed is a whole number; got {seed!r}")
     tell = progress or (lambda what, done, total: None)
     found = find(model)
     source = open_source(data, limit=limit, labels=labels)

@@ -29,7 +29,8 @@ from vitrail.analysis.norms import NormAccumulator
 from vitrail.analysis.redundancy import neighbour_similarity, pool_mask
 from vitrail.errors import BrokenPass, VitrailError
 from vitrail.pictures.preprocessing import Preprocessing
-from vitrail.surgery.record import evaluating
+from vitrail.surgery.appended import layout_of
+from vitrail.surgery.record import evaluating, to_model
 from vitrail.surgery.watch import watch
 from vitrail.tokens import TokenLayout
 
@@ -150,7 +151,7 @@ class Looker:
         self.model, self.preprocessing, self.total, self.objects = model, preprocessing, total, objects
         self.depth = len(found.blocks)
         self.last = self.depth - 1
-        self.layout_for: Callable[[tuple[int, int]], TokenLayout] = lambda size: found.adapter.layout(found.trunk, size)
+        self.layout_for: Callable[[tuple[int, int]], TokenLayout] = lambda size: layout_of(found, size)
         self.norms = watch(model, ("norms",))
         self.evidence = Evidence(NormAccumulator(self.depth))
 
@@ -162,7 +163,7 @@ class Looker:
         # Tokens, keys and attention are those of the last block, norms those of all: two watches, one forward run.
         last = watch(self.model, ("embedding", "tokens", "k", "attention"), [-1], queries)
         with self.norms.hooked(), last.hooked(), evaluating(self.model):
-            self.model(_to_model(self.model, piece.images))
+            self.model(to_model(self.model, piece.images))
         norms, seen = self.norms.take(), last.take()
         if len(norms) != 1 or len(seen) != 1:
             raise BrokenPass(f"one call of the model ran its blocks {len(seen)} times; inspect the trunk by itself")
@@ -260,9 +261,3 @@ def _boxes(boxes: Sequence[Any] | None) -> Tensor | None:
 
 def _finite(x: Tensor) -> Tensor:
     return torch.isfinite(x.detach()).flatten(1).all(1).cpu()
-
-
-def _to_model(model: nn.Module, batch: Tensor) -> Tensor:
-    """Bring a batch to where the model is, in its dtype."""
-    weight = next((value for value in model.parameters() if value.is_floating_point()), None)
-    return batch if weight is None else batch.to(weight.device, weight.dtype)

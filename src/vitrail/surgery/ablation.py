@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.surgery.appended import layout_of
+from vitrail.surgery.asked import check_layers, describe, find_queries, is_whole
 from vitrail.surgery.checks import refuse_merged
 from vitrail.surgery.record import stream
-from vitrail.surgery.watch import check_layers, describe, find_queries
 from vitrail.tokens import Role
 
 How = Literal["zero", "mean", "noise", "shuffle"]
@@ -103,6 +103,8 @@ def ablate(
     refuse_merged(model)
     if how not in get_args(How):
         raise InvalidOption(f"tokens are replaced by {', '.join(get_args(How))}; got {how!r}")
+    if not is_whole(seed):
+        raise InvalidOption(f"the seed is a whole number; got {seed!r}")
     chosen = check_layers(layers, len(found.blocks))
     layout = layout_of(found)
     places = find_queries(tokens, layout) if tokens is not None else ()
@@ -132,6 +134,8 @@ def _moments(
             sums[layer] = one + some.sum(0), two + some.square().sum(0)
     if not count:
         raise UnsupportedInput("there were no pictures to take the mean of")
+    if not all(bool(two.isfinite().all()) for _, two in sums.values()):
+        raise UnsupportedInput("some of the tokens are not finite on these pictures, so they have no mean")
     return {
         layer: (one / count, (two / count - (one / count).square()).clamp_min(0).sqrt())
         for layer, (one, two) in sums.items()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.surgery.watch import BY_LAYER, Seen, watch
+from vitrail.surgery.asked import BY_LAYER, is_whole
+from vitrail.surgery.watch import Seen, watch
 from vitrail.tokens import TokenLayout
 
 Layers = dict[int, Tensor]
@@ -103,11 +104,12 @@ def stream(
     def keep(tensor: Tensor) -> Tensor:
         return tensor.detach().to(device=device, dtype=dtype) if dtype or device else tensor.detach().clone()
 
-    names = (what,) if isinstance(what, str) else tuple(what)
-    watching = watch(model, names, layers, queries, keep)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidOption(f"dtype is one of torch's floating point ones, such as torch.float16; got {dtype!r}")
+    watching = watch(model, what, layers, queries, keep)
     for batch in _batches(images, batch_size):
         with watching.hooked(), evaluating(model), torch.no_grad():
-            model(_to_model(model, batch), **(call or {}))
+            model(to_model(model, batch), **(call or {}))
         yield from (_recording(seen, watching.wanted.layers) for seen in watching.take())
 
 
@@ -149,10 +151,15 @@ def _batches(images: Tensor | Iterable[Any], batch_size: int | None) -> Iterator
     if isinstance(images, Tensor):
         if images.dim() != 4 or not len(images):
             raise UnsupportedInput(f"pictures are one or more of (B, C, H, W); got a tensor of {tuple(images.shape)}")
-        if batch_size is not None and batch_size < 1:
-            raise InvalidOption(f"batch_size is 1 or more; got {batch_size}")
+        if batch_size is not None and (not is_whole(batch_size) or batch_size < 1):
+            raise InvalidOption(f"batch_size is 1 or more; got {batch_size!r}")
         yield from images.split(batch_size or len(images))
         return
+    if isinstance(images, str) or not isinstance(images, Iterable):
+        raise UnsupportedInput(
+            f"pictures are a tensor (B, C, H, W), or batches of them; got {type(images).__name__}. Files are opened by "
+            "vitrail.pictures.open_collection"
+        )
     for batch in images:
         found = batch[0] if isinstance(batch, tuple | list) else batch
         if not isinstance(found, Tensor) or found.dim() != 4:
@@ -162,7 +169,11 @@ def _batches(images: Tensor | Iterable[Any], batch_size: int | None) -> Iterator
         yield found
 
 
-def _to_model(model: nn.Module, batch: Tensor) -> Tensor:
-    """Bring a batch to where the model is, in its dtype."""
+def to_model(model: nn.Module, batch: Tensor) -> Tensor:
+    """Bring a batch of prepared pictures to where the model is, in its dtype."""
+    if not batch.is_floating_point():
+        raise UnsupportedInput(
+            f"pictures are {batch.dtype}; expected floating point, scaled and normalised as the model was trained"
+        )
     weight = next((value for value in model.parameters() if value.is_floating_point()), None)
     return batch if weight is None else batch.to(weight.device, weight.dtype)

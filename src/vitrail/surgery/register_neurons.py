@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.adapters import find
 from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.surgery.asked import check_layers, is_whole
 from vitrail.surgery.record import stream
 from vitrail.tokens import TokenLayout
 
@@ -56,17 +59,21 @@ def find_register_neurons(
         data: prepared pictures, or batches that can be walked over twice.
         count: how many neurons to take, over all layers looked at.
         layers: blocks to look at; by default those up to the one where artifacts appear.
-        threshold: norm of an artifact in the last layer; by default the mean plus three standard deviations.
+        threshold: norm of an artifact in the last layer; by default the mean plus three standard deviations, where
+            the detector does not say that there are none.
         batch_size: pictures at once, where ``data`` is one tensor.
     """
-    if count < 1:
-        raise InvalidOption(f"the number of register neurons is 1 or more; got {count}")
-    data = data if isinstance(data, Tensor) else list(data)
+    if not is_whole(count) or count < 1:
+        raise InvalidOption(f"the number of register neurons is 1 or more; got {count!r}")
+    if threshold is not None and not (isinstance(threshold, int | float) and math.isfinite(threshold)):
+        raise InvalidOption(f"the threshold is a norm, a finite number; got {threshold!r}")
+    wanted = None if layers is None else check_layers(layers, len(find(model).blocks))
+    data = data if isinstance(data, Tensor) or not isinstance(data, Iterable) else list(data)
     norms, layout = _norms(model, data, batch_size)
-    depth, special = len(norms), layout.num_special
+    special = layout.num_special
     patches = norms[:, :, special:]
     if threshold is None:
-        threshold = float(patches[-1].mean() + 3 * patches[-1].std())
+        threshold = _usual_threshold(patches[-1])
     outliers = patches[-1] > threshold
     if not outliers.any() or outliers.all():
         raise UnsupportedInput(
@@ -75,7 +82,7 @@ def find_register_neurons(
             "or another threshold"
         )
     onset = _onset(patches, outliers)
-    chosen = range(onset + 1) if layers is None else [layer % depth for layer in _listed(layers)]
+    chosen = range(onset + 1) if wanted is None else wanted
     sums: dict[int, Tensor] = {}
     start = 0
     for recording in stream(model, data, "mlp", list(chosen), batch_size=batch_size):
@@ -88,8 +95,18 @@ def find_register_neurons(
     return _strongest(means, count, threshold, float(outliers.double().mean()), onset, patches.shape[1])
 
 
-def _listed(layers: int | Sequence[int]) -> Sequence[int]:
-    return (layers,) if isinstance(layers, int) else layers
+def _usual_threshold(last: Tensor) -> float:
+    """Give the mean plus three standard deviations of norms (B, P); where these are sure to be clean, refuse."""
+    from vitrail.analysis.threshold import find_threshold
+
+    found = find_threshold(last)
+    if found.verdict == "none":
+        raise UnsupportedInput(
+            f"the norms of {last.numel()} patches form one group, and none stands far above it ({found.reason}), so "
+            "there are no artifacts to find neurons of; to look for what fires at the longest tokens all the same, "
+            "give a threshold"
+        )
+    return float(last.mean() + 3 * last.std())
 
 
 def _norms(model: nn.Module, data: Any, batch_size: int | None) -> tuple[Tensor, TokenLayout]:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from vitrail.adapters import Found, find
 from vitrail.errors import AlreadyMerged, InvalidOption
 from vitrail.surgery.appended import MARK
+from vitrail.surgery.asked import is_whole
 from vitrail.surgery.checks import refuse_merged
 from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
 
@@ -125,15 +126,14 @@ def test_time_registers(
         batch_size: likewise.
     """
     found = find(model)
-    _check(model, found, registers)
+    _check(model, found, registers, control)
     known = neurons if isinstance(neurons, RegisterNeurons) else None
-    if isinstance(neurons, int):
+    if is_whole(neurons):
         if data is None:
             raise InvalidOption("give pictures to find register neurons with, or the neurons themselves")
         options = {"layers": layers, "threshold": threshold, "batch_size": batch_size}
         known = find_register_neurons(model, data, neurons, **options)  # type: ignore[arg-type]
-    by_layer = known.by_layer if known is not None else neurons
-    assert isinstance(by_layer, Mapping)
+    by_layer = _checked(known.by_layer if known is not None else neurons)
     widths = _widths(found, by_layer)
     if control is not None:
         draw = torch.Generator().manual_seed(control)
@@ -149,12 +149,23 @@ def test_time_registers(
 test_time_registers.__test__ = False  # type: ignore[attr-defined]
 
 
-def _check(model: nn.Module, found: Found, registers: int) -> None:
-    if registers < 1:
-        raise InvalidOption(f"the number of registers is 1 or more; got {registers}")
+def _check(model: nn.Module, found: Found, registers: int, control: int | None) -> None:
+    if not is_whole(registers) or registers < 1:
+        raise InvalidOption(f"the number of registers is 1 or more; got {registers!r}")
+    if control is not None and not is_whole(control):
+        raise InvalidOption(f"control is a seed, a whole number; got {control!r}")
     if hasattr(found.trunk, MARK):
         raise AlreadyMerged("this model has test-time registers already; remove those first")
     refuse_merged(model)
+
+
+def _checked(neurons: Any) -> Mapping[int, Sequence[int]]:
+    """Take neurons by layer: whole numbers."""
+    several = isinstance(neurons, Mapping) and all(isinstance(some, Sequence) for some in neurons.values())
+    if not several or not all(is_whole(one) for layer, some in neurons.items() for one in (layer, *some)):
+        raise InvalidOption(f"neurons are a number, or numbers by layer such as {{5: [17, 301]}}; got {neurons!r:.200}")
+    found: Mapping[int, Sequence[int]] = neurons
+    return found
 
 
 def _widths(found: Found, by_layer: Mapping[int, Sequence[int]]) -> dict[int, int]:

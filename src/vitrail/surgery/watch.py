@@ -20,13 +20,9 @@ from vitrail.adapters.base import BlockAdapter, BlockCall
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
 from vitrail.surgery.appended import MARK, layout_of
+from vitrail.surgery.asked import BY_LAYER, check_layers, check_what, find_queries, listed
 from vitrail.surgery.forward import Carried
 from vitrail.tokens import Role, TokenLayout
-
-BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
-"""What there is to see in each layer."""
-
-WHAT = ("embedding", *BY_LAYER)
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Wanted:
     """What to look at.
 
     Attributes:
-        what: some of :data:`WHAT`.
+        what: some of :data:`vitrail.surgery.asked.WHAT`.
         layers: blocks to look into.
         queries: roles and positions of the tokens whose attention rows are computed; None for all but patches.
         keep: what is done to each tensor before it is kept: another dtype, another device.
@@ -54,57 +50,6 @@ class Seen:
     queries: tuple[int, ...] = ()
     embedding: Tensor | None = None
     by_layer: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {name: {} for name in BY_LAYER})
-
-
-def check_what(what: Sequence[str]) -> frozenset[str]:
-    """Check the names of what to look at."""
-    what = (what,) if isinstance(what, str) else tuple(what)
-    wrong = [name for name in what if name not in WHAT]
-    if wrong or not what:
-        raise InvalidOption(
-            f"what to record is one or more of {', '.join(WHAT)}; got {', '.join(map(str, wrong)) or what}"
-        )
-    return frozenset(what)
-
-
-def check_layers(layers: int | Sequence[int] | None, depth: int) -> tuple[int, ...]:
-    """Check the numbers of layers, negative ones counted from the end; None for all of them."""
-    if layers is None:
-        return tuple(range(depth))
-    given = (layers,) if isinstance(layers, int) else tuple(layers)
-    wrong = [layer for layer in given if not isinstance(layer, int) or not -depth <= layer < depth]
-    if wrong or not given:
-        raise InvalidOption(f"layers are numbers from {-depth} to {depth - 1} for this model; got {wrong or given}")
-    return tuple(sorted({layer % depth for layer in given}))
-
-
-def find_queries(queries: Any, layout: TokenLayout) -> tuple[int, ...]:
-    """Turn roles and positions into positions; None for all tokens that are not patches."""
-    if queries is None:
-        queries = range(layout.num_special)
-    given = (queries,) if isinstance(queries, int | str | Role) else tuple(queries)
-    found: list[int] = []
-    for query in given:
-        if isinstance(query, int) and not isinstance(query, bool) and -layout.num_tokens <= query < layout.num_tokens:
-            found.append(query % layout.num_tokens)
-        elif isinstance(query, str) and query in [role.value for role in Role]:
-            found += layout.indices(query)
-        else:
-            raise InvalidOption(
-                f"queries are roles ({', '.join(role.value for role in Role)}) or positions below {layout.num_tokens}; "
-                f"got {query!r}"
-            )
-    if not found:
-        raise InvalidOption(
-            f"there is no token to record the attention of: this model has {describe(layout)}, and queries are "
-            f"{'all but patches' if queries == range(layout.num_special) else queries}. Give roles or positions"
-        )
-    return tuple(dict.fromkeys(found))
-
-
-def describe(layout: TokenLayout) -> str:
-    """Say which tokens a model has: "1 class, 4 register, 196 patch"."""
-    return ", ".join(f"{span.count} {span.role.value}" for span, _ in layout.spans())
 
 
 class Watch:
@@ -242,8 +187,8 @@ def watch(
     """Prepare to look into a model; nothing is hooked yet."""
     found = find(model)
     names = check_what(what)
-    if "attention" in names and queries is not None and not isinstance(queries, int | str | Role):
-        queries = tuple(queries)
+    if "attention" in names and queries is not None:
+        queries = listed(queries, str | Role)  # what can be walked over once is needed for every batch
     return Watch(found, Wanted(names, check_layers(layers, len(found.blocks)), queries, keep))
 
 
@@ -256,7 +201,10 @@ def attention_rows(
     carried: Carried | None,
     queries: list[int],
 ) -> Tensor:
-    """Give the attention (B, H, Q, N) of some tokens, as the block attends: rotated, scaled, masked, by size."""
+    """Give the attention (B, H, Q, N) of some tokens, as the block attends: rotated, scaled, masked, by size.
+
+    Queries are counted as at the start: where tokens have merged, a query is the token that it went into.
+    """
     if call.rope is not None:
         table = call.rope
         if carried is not None and carried.state.size is not None and carried.rotary is not None:
@@ -267,6 +215,8 @@ def attention_rows(
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
     work = torch.promote_types(q.dtype, torch.float32)
+    if carried is not None:
+        q = _unmerge_heads(carried.state, q)
     scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
     if call.mask is not None and not (carried is not None and carried.unmasked):
         mask = call.mask if call.mask.shape[-2] == 1 else call.mask[..., queries, :]

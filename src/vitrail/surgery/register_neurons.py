@@ -16,6 +16,9 @@ from vitrail.surgery.asked import check_layers, is_whole
 from vitrail.surgery.record import stream
 from vitrail.tokens import TokenLayout
 
+LEAST_FACTOR = 2.0
+"""How many times as long as usual artifacts are, at least."""
+
 
 @dataclass(frozen=True)
 class RegisterNeurons:
@@ -60,7 +63,7 @@ def find_register_neurons(
         count: how many neurons to take, over all layers looked at.
         layers: blocks to look at; by default those up to the one where artifacts appear.
         threshold: norm of an artifact in the last layer; by default the mean plus three standard deviations, where
-            the detector does not say that there are none.
+            what is above that is twice as long as usual.
         batch_size: pictures at once, where ``data`` is one tensor.
     """
     if not is_whole(count) or count < 1:
@@ -96,17 +99,16 @@ def find_register_neurons(
 
 
 def _usual_threshold(last: Tensor) -> float:
-    """Give the mean plus three standard deviations of norms (B, P); where these are sure to be clean, refuse."""
-    from vitrail.analysis.threshold import find_threshold
-
-    found = find_threshold(last)
-    if found.verdict == "none":
+    """Give the mean plus three standard deviations of norms (B, P); where nothing stands far above, refuse."""
+    threshold = float(last.mean() + 3 * last.std())
+    above = last[last > threshold]
+    if len(above) and float(above.median()) < LEAST_FACTOR * float(last.median()):
         raise UnsupportedInput(
-            f"the norms of {last.numel()} patches form one group, and none stands far above it ({found.reason}), so "
-            "there are no artifacts to find neurons of; to look for what fires at the longest tokens all the same, "
-            "give a threshold"
+            f"the norms of {last.numel()} patches form one group: the longest are not {LEAST_FACTOR:g} times as long "
+            "as usual, so there are no artifacts to find neurons of; to look for what fires at the longest tokens all the "
+            "same, give a threshold"
         )
-    return float(last.mean() + 3 * last.std())
+    return threshold
 
 
 def _norms(model: nn.Module, data: Any, batch_size: int | None) -> tuple[Tensor, TokenLayout]:

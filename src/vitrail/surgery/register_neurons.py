@@ -105,8 +105,8 @@ def _usual_threshold(last: Tensor) -> float:
     if len(above) and float(above.median()) < LEAST_FACTOR * float(last.median()):
         raise UnsupportedInput(
             f"the norms of {last.numel()} patches form one group: the longest are not {LEAST_FACTOR:g} times as long "
-            "as usual, so there are no artifacts to find neurons of; to look for what fires at the longest tokens all the "
-            "same, give a threshold"
+            "as usual, so there are no artifacts to find neurons of; to look for what fires at the longest tokens all "
+            "the same, give a threshold"
         )
     return threshold
 

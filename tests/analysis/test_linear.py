@@ -135,7 +135,7 @@ class TestClassifier:
         [
             (
                 lambda x, y: (x.index_fill(0, torch.tensor([3, 5]), math.nan), y),
-                r"2 of 120 vectors in features hold NaN",
+                r"2 of 120 vectors in features are not finite",
             ),
             (lambda x, y: (x, torch.zeros_like(y)), r"all 120 labels are 0"),
             (lambda x, y: (x, y[:-1]), r"119 labels for 120 rows"),

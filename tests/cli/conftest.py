@@ -1,11 +1,13 @@
 """Commands speak plainly in tests, also where the environment asks for colours (as many build machines do)."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from tests.cli.reports import FakeReports
 from vitrail.cli import console
 
 
@@ -29,3 +31,11 @@ def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vit")
     ViTForImageClassification(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> FakeReports:
+    """Reports that are made at once, in the place of the real ones."""
+    fake = FakeReports()
+    monkeypatch.setitem(sys.modules, "vitrail.report", fake)
+    return fake

@@ -1,6 +1,5 @@
 """``vitrail compare``: reports are read, models are inspected on the same pictures, mistakes are answered."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ TINY = ("--size", "32", "--random-weights", "--device", "cpu")
 
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["compare", *(str(argument) for argument in arguments)])
-
-
-@pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> FakeReports:
-    fake = FakeReports()
-    monkeypatch.setitem(sys.modules, "vitrail.report", fake)
-    return fake
 
 
 @pytest.fixture

@@ -28,13 +28,6 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> FakeReports:
-    fake = FakeReports()
-    monkeypatch.setitem(sys.modules, "vitrail.report", fake)
-    return fake
-
-
-@pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     folder = tmp_path / "pictures"
     folder.mkdir()

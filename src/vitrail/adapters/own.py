@@ -25,6 +25,7 @@ from vitrail.adapters.base import (
     is_plain,
 )
 from vitrail.adapters.passes import open_pass
+from vitrail.adapters.pre_norm import PreNormBlock
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
@@ -48,42 +49,18 @@ def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         raise ModelLoadError(str(error)) from error
 
 
-class OwnBlock(BlockAdapter):
+class OwnBlock(PreNormBlock):
     """``Block``: pre-norm, with layer scale, and fused attention."""
 
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         given = {**dict(zip(("rope", "mask"), args, strict=False)), **kwargs}
         return BlockCall(mask=given.get("mask"), rope=given.get("rope"))
 
-    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm1(x)
-
-    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = block.attn
-        packed = attention.qkv(h).unflatten(-1, (3, attention.num_heads, attention.head_dim))
-        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        return attention.q_norm(q), attention.k_norm(k), v
-
     def rotate(self, block: Any, x: Tensor, table: Tensor) -> Tensor:
         return rotate(x, table)
 
-    def attention_dropout(self, block: Any) -> float:
-        return block.attn.attn_drop.p if block.attn.training else 0.0
-
     def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
         return block.attn.proj_drop(block.attn.proj(attended))
-
-    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path1(block.ls1(y))
-
-    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm2(x)
-
-    def feed(self, block: Any, h: Tensor) -> Tensor:
-        return block.mlp(h)
-
-    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path2(block.ls2(y))
 
     def dense(self, block: Any) -> DenseBlock | None:
         attention, mlp = block.attn, block.mlp
@@ -105,15 +82,6 @@ class OwnBlock(BlockAdapter):
             attention.num_heads, block.norm1, (attention.qkv,), attention.proj, block.norm2, mlp.fc1, mlp.fc2,
             (gamma1, gamma2), None, "none", (after, at_work(mlp.drop1), at_work(mlp.drop2, block.drop_path2)),
         )  # fmt: skip
-
-    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.attn,)
-
-    def feed_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.mlp,)
-
-    def head_shape(self, block: Any) -> tuple[int, int]:
-        return block.attn.num_heads, block.attn.head_dim
 
 
 class TalkingHeadsBlock(OwnBlock):

@@ -21,6 +21,7 @@ from vitrail.adapters.base import (
     is_plain,
 )
 from vitrail.adapters.passes import open_pass
+from vitrail.adapters.pre_norm import PreNormBlock
 from vitrail.adapters.timm_rotary import ROTARY
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
@@ -42,7 +43,7 @@ def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         raise ModelLoadError(f"timm could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
 
 
-class TimmBlock(BlockAdapter):
+class TimmBlock(PreNormBlock):
     """``Block``: pre-norm, with ``LayerScale`` modules."""
 
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
@@ -50,37 +51,12 @@ class TimmBlock(BlockAdapter):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         return BlockCall(given.get("attn_mask"), bool(given.get("is_causal", False)))
 
-    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm1(x)
-
-    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = block.attn
-        batch, length, _ = h.shape
-        packed = attention.qkv(h).reshape(batch, length, 3, attention.num_heads, attention.head_dim)
-        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        return attention.q_norm(q), attention.k_norm(k), v
-
-    def attention_dropout(self, block: Any) -> float:
-        return block.attn.attn_drop.p if block.attn.training else 0.0
-
     def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
         attention = block.attn
         y = attention.norm(attended)
         if attention.gate is not None:
             y = y * attention.gate(h).sigmoid()
         return attention.proj_drop(attention.proj(y))
-
-    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path1(block.ls1(y))
-
-    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm2(x)
-
-    def feed(self, block: Any, h: Tensor) -> Tensor:
-        return block.mlp(h)
-
-    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path2(block.ls2(y))
 
     def dense(self, block: Any) -> DenseBlock | None:
         from timm.layers import LayerNorm, LayerScale, Mlp
@@ -110,15 +86,6 @@ class TimmBlock(BlockAdapter):
             attention.num_heads, norms[0], (attention.qkv,), attention.proj, norms[1], mlp.fc1, mlp.fc2,
             gammas, None, mlp.act.approximate, drops,  # type: ignore[arg-type]
         )  # fmt: skip
-
-    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.attn,)
-
-    def feed_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.mlp,)
-
-    def head_shape(self, block: Any) -> tuple[int, int]:
-        return block.attn.num_heads, block.attn.head_dim
 
 
 class TimmPostNormBlock(TimmBlock):

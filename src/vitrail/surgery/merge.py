@@ -27,6 +27,7 @@ from vitrail.surgery.cost import CostModel
 from vitrail.surgery.forward import MergedBlock
 from vitrail.surgery.patches import PatchProduct, patch_convolutions
 from vitrail.surgery.plan import BlockPlan, Plan, parse_protect
+from vitrail.surgery.record import evaluating
 from vitrail.surgery.swap import original_class, swap
 from vitrail.surgery.trace import Trace, tracking
 from vitrail.tokens import TokenLayout
@@ -209,14 +210,8 @@ class Merging:
         refuse_other_channels(self.found)
         batch = to_tensor(pictures, self.found.adapter.preprocessing(self.found.trunk))
         weight = next(self.found.trunk.parameters())
-        training = {part: part.training for part in self.model.modules()}
-        self.model.eval()
-        try:
-            with self.track() as trace:
-                self.found.trunk(batch.to(weight.device, weight.dtype))
-        finally:
-            for part, mode in training.items():
-                part.training = mode
+        with evaluating(self.model), self.track() as trace:
+            self.found.trunk(batch.to(weight.device, weight.dtype))
         grid = trace.layout.grid[1:]
         groups = trace.groups.cpu()
         return [

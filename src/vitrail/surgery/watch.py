@@ -119,16 +119,11 @@ class Watch:
             first = hasattr(self.found.trunk, MARK) and layer == len(self.found.blocks) - 1
             handles.append(block.register_forward_hook(after, with_kwargs=True, prepend=first))
         if "mlp" in what:
-            state: list[MergeState | None] = [None]
-
-            def remember(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-                carried = kwargs.get("vitrail_carried")
-                state[0] = carried.state if carried is not None else None
 
             def neurons(_: nn.Module, args: tuple[Any, ...]) -> None:
-                self._see_neurons(layer, state[0], args[0])
+                self._now(layer).by_layer["mlp"][layer] = self.wanted.keep(args[0])
 
-            handles.append(block.register_forward_pre_hook(remember, with_kwargs=True))
+            handles.append(block.register_forward_pre_hook(_refuse_merged, with_kwargs=True))
             handles.append(parts.feed_last(block).register_forward_pre_hook(neurons))
         return handles
 
@@ -141,13 +136,6 @@ class Watch:
             seen.by_layer["tokens"][layer] = self.wanted.keep(output)
         if "norms" in self.wanted.what:
             seen.by_layer["norms"][layer] = self.wanted.keep(output.float().norm(dim=-1))
-
-    def _see_neurons(self, layer: int, state: MergeState | None, h: Tensor) -> None:
-        seen = self._now(layer)
-        h = h.reshape(-1, h.shape[-2], h.shape[-1])
-        if state is not None and any(state.per_layer):
-            raise InvalidOption("neurons of a merged model belong to merged tokens; remove the merging to record them")
-        seen.by_layer["mlp"][layer] = self.wanted.keep(h)
 
     def _see_attention(
         self, layer: int, block: nn.Module, parts: BlockAdapter, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -223,6 +211,12 @@ def attention_rows(
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weighted = carried is not None and carried.plan.proportional and carried.state.size is not None
     return parts.weigh(block, scores, carried.state.size.to(work) if weighted else None)  # type: ignore[union-attr]
+
+
+def _refuse_merged(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+    carried: Carried | None = kwargs.get("vitrail_carried")
+    if carried is not None and any(carried.state.per_layer):
+        raise InvalidOption("neurons of a merged model belong to merged tokens; remove the merging to record them")
 
 
 def as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:

@@ -13,6 +13,7 @@ from vitrail.adapters import load_model
 from vitrail.merging import Assignment
 from vitrail.surgery import (
     Ablation,
+    AddedTokens,
     Count,
     Merging,
     Recording,
@@ -20,6 +21,7 @@ from vitrail.surgery import (
     TestTimeRegisters,
     Trace,
     ablate,
+    add_tokens,
     count,
     find_register_neurons,
     merge,
@@ -38,6 +40,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Ablation",
+    "AddedTokens",
     "Assignment",
     "Count",
     "Merging",
@@ -53,6 +56,7 @@ __all__ = [
     "ViT",
     "ViTConfig",
     "ablate",
+    "add_tokens",
     "compare",
     "count",
     "create_model",

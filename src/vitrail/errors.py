@@ -9,6 +9,7 @@
     ├── BrokenPass           tokens reached a block without the state of their forward pass
     ├── PictureError         a file is not a picture that can be used
     ├── ModelLoadError       a model name could not be turned into a model
+    ├── TrainingError        training cannot go on, or what it wrote cannot be read
     ├── ExportError          a model could not be exported, or its file does not do what the model does
     └── ReportError          a report could not be written or read
 
@@ -56,6 +57,10 @@ class PictureError(VitrailError):
 
 class ModelLoadError(VitrailError):
     """A model name could not be turned into a model."""
+
+
+class TrainingError(VitrailError):
+    """Training cannot go on as asked, or what it wrote cannot be read."""
 
 
 class ExportError(VitrailError):

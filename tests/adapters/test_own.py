@@ -13,7 +13,7 @@ import vitrail
 from tests.surgery.models import distance
 from vitrail.adapters import find
 from vitrail.adapters.own import TalkingHeadsBlock
-from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
+from vitrail.errors import ModelLoadError
 from vitrail.models import ViT, ViTConfig, create_model, from_timm
 from vitrail.tokens import Role, TokenSpec
 
@@ -117,7 +117,7 @@ def test_talking_heads_count_a_merged_key_as_its_copies() -> None:
     copies = size[0].repeat_interleave(size[0]).numel()
     index = torch.arange(5).repeat_interleave(size[0])
     apart = parts.weigh(block, scores[..., index])
-    together = parts.weigh(block, scores, size.double())
+    together = parts.weigh(block, scores, size.double().log()[:, None, None])
     summed = torch.zeros_like(together).index_add_(-1, index, apart)
     assert copies == 8
     assert distance(together, summed) < 1e-12
@@ -157,15 +157,6 @@ def test_loading_by_name() -> None:
         vitrail.load_model("vitrail:vit_tiny_patch16")
     with pytest.raises(ModelLoadError):
         vitrail.load_model("vitrail:resnet50", pretrained=False)
-
-
-def test_what_cannot_merge_says_so() -> None:
-    late = ViT(replace(TINY, tokens=(TokenSpec("cls", Role.CLASS, enters=2),)))
-    with pytest.raises(UnsupportedModel, match="between its blocks"):
-        vitrail.merge(late, r=1)
-    reader = ViT(replace(TINY, tokens=(TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER, visible=False))))
-    with vitrail.merge(reader, r=1), pytest.raises(UnsupportedInput, match="mask"):
-        reader(pictures().float())
 
 
 def test_exported_with_its_tokens() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import nn
 
 from vitrail.analysis.survey import survey
@@ -68,6 +70,17 @@ def test_batches_give_the_same(images: torch.Tensor) -> None:
     assert parts.to_dict()["entries"][0]["norms"]["threshold"] == pytest.approx(
         whole.to_dict()["entries"][0]["norms"]["threshold"], rel=0.02
     )
+
+
+def test_an_iterator_is_held_and_files_are_prepared_for_each_model(images: torch.Tensor, tmp_path: Path) -> None:
+    both = {"a": checkpoint(1), "b": checkpoint(30)}
+    once, again = survey(both, iter(images.split(8))), survey(both, images.split(8))
+    assert once.to_dict() == again.to_dict()
+    for number in range(4):
+        Image.effect_noise((40, 40), 60 + number).convert("RGB").save(tmp_path / f"{number}.png")
+    small = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, embed_dim=32, num_heads=2).eval()
+    found = survey({"large": checkpoint(1), "small": small}, tmp_path)
+    assert [entry.norms.num_tokens for entry in found.entries if entry.norms] == [4 * 64, 4 * 16]
 
 
 def test_a_model_that_cannot_be_looked_at_is_named(images: torch.Tensor) -> None:

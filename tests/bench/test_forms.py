@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from tests.bench.models import quick, tiny
 from vitrail.bench.forms import RecordedGraph, prepare, values_of
 from vitrail.bench.models import Variant, build, copy_model, random_batches
+from vitrail.bench.sliced import slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.models import create_model
 from vitrail.surgery import Merging
 
 CPU = torch.device("cpu")
@@ -192,3 +194,13 @@ def test_outputs_without_a_tensor_are_refused() -> None:
     assert values_of(Output()).tolist() == [1.0, 1.0]
     with pytest.raises(UnsupportedInput, match="the model gave a dict"):
         values_of({})
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16", "cait_xxs24"])
+def test_our_models_can_be_sliced(name):
+    """Heads read however many patches are left; heads of attention that talk do so in the limit, too."""
+    model = create_model(name, image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=4).eval()
+    slice_tokens(model, [12, 9])
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 32, 32)).shape == (2, 4)
+        assert model.forward_features(torch.randn(2, 3, 32, 32)).shape[1] == 9 + (name == "cait_xxs24")

@@ -23,6 +23,7 @@ class Report:
         self.norms = {"threshold": 12.5, "outlier_share": share, "onset": 1, "confidence": 1.0, "per_layer": [{}, {}]}
         listed = [{"name": name, "reason": reason} for name, reason in skipped]
         self.problems = {"skipped": listed, "num_skipped": len(skipped), "num_not_finite_pictures": 0}
+        self.cure = {"effect": "gone", "after": {"outlier_share": 0.001}, "control": {"outlier_share": share}}
         self.verdict = f"{name} has artifact tokens."
 
     def to_json(self) -> str:

@@ -43,15 +43,21 @@ def test_the_verdict_the_table_and_the_files(reports: FakeReports, pictures: Pat
     out = tmp_path / "report.html"
     result = run(MODEL, pictures, *TINY, "-o", out, "--batch", "2", "--seed", "3", "--no-probes")
     assert result.exit_code == 0, result.output
-    assert reports.calls == [{"batch_size": 2, "name": MODEL, "probes": False, "seed": 3}]
+    assert reports.calls == [{"batch_size": 2, "name": MODEL, "probes": False, "cure": True, "seed": 3}]
     assert reports.sizes == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
     said = one_line(result.stdout)
     assert said.startswith(f"{MODEL} has artifact tokens.")
+    assert "with test-time registers 0.1 % of patch tokens; 2 % with random neurons" in said
     for part in ("pictures 5", "norm 12.5", "outliers 2 % of patch tokens", "since layer 1 of 2", "confidence 99.9 %"):
         assert part in said
     assert said.endswith(f"Report: {out}, with its values in report.json")
     assert "random weights" in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"pictures", "report.html", "report.json"}
+
+
+def test_no_cure_is_tried_where_none_is_wanted(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+    assert run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html", "--no-cure").exit_code == 0
+    assert [call["cure"] for call in reports.calls] == [False]
 
 
 def test_values_as_json_instead_of_the_table(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:

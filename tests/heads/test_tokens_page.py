@@ -16,14 +16,19 @@ from vitrail.tokens import Role, TokenLayout, TokenSpec
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tokens.md").read_text(encoding="utf-8")
 
 
-def test_examples_run():
+def test_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names = {}
-    for block in blocks:
+    for block in blocks[:2]:
         exec(compile(block, "docs/tokens.md", "exec"), names)
     assert names["output"].by_role["colour"].shape == (1, 8)
     assert names["model"].layout().indices("register") == range(2, 6)
+    exec(compile(blocks[2], "docs/tokens.md", "exec"), names)
+    assert names["output"].by_role["breed"].shape == (2, 37)
+    assert names["added"].layout.indices("task", "species") == range(6, 7)
+    assert names["added"].is_open
 
 
 @pytest.mark.parametrize(

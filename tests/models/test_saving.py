@@ -115,3 +115,38 @@ def test_weights_that_do_not_fit_are_listed() -> None:
         assert words in str(caught.value)
     del states["norm.bias"]
     load_states(model, states, strict=False)
+
+
+class FakeHub:
+    """A Hub that remembers what it was given."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token
+
+    def create_repo(self, name: str, private: bool | None, exist_ok: bool) -> str:
+        taken.update(name=name, private=private, token=self.token, exist_ok=exist_ok)
+        return f"https://hub/{name}"
+
+    def upload_folder(self, repo_id: str, folder_path: Path, **options: str) -> None:
+        if options.get("commit_message") == "fail":
+            raise OSError("no network")
+        shutil.copytree(folder_path, taken["to"])
+        taken.update(uploaded=repo_id, options=options)
+
+
+taken: dict[str, Any] = {}
+
+
+def test_pushes_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    taken["to"] = tmp_path / "there"
+    model = create_model("vit_tiny_patch16", depth=1, num_classes=3)
+    assert model.push_to_hub("me/mine", private=True, token="secret", commit_message="first") == "https://hub/me/mine"
+    assert taken["uploaded"] == taken["name"] == "me/mine"
+    assert (taken["private"], taken["token"], taken["options"]) == (True, "secret", {"commit_message": "first"})
+    again = ViT.from_pretrained(tmp_path / "there")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    with pytest.raises(ModelLoadError, match="owner/name"):
+        model.push_to_hub("mine")
+    with pytest.raises(ModelLoadError, match="no network"):
+        model.push_to_hub("me/mine", commit_message="fail")

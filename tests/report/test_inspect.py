@@ -48,6 +48,9 @@ def test_values_have_their_documented_keys(found: Report) -> None:
         assert f"`{name}`" in documented
         for key in section if isinstance(section, dict) and name not in ("versions", "settings") else ():
             assert f"`{key}`" in documented, f"{name}.{key} is not documented"
+    inside = [values["attention"]["closer"], *(values["cure"][when] for when in ("before", "after", "control"))]
+    for key in {key for section in inside for key in section}:
+        assert f"`{key}`" in documented, f"{key} is not documented"
     assert {"threshold", "outlier_share", "verdict", "per_layer"} <= set(values["norms"])
     assert len(values["norms"]["per_layer"]) == 4
     assert {"threshold", "outlier_share", "verdict", "layer"} <= set(values["norms"]["per_layer"][0])
@@ -64,7 +67,8 @@ def test_sections_are_about_the_planted_tokens(found: Report) -> None:
     assert 0 <= found.probes["position"]["kinds"]["normal"]["accuracy"]["mean"] <= 1
     assert "at least" in found.probes["position"]["kinds"]["outlier"]["note"]
     assert "at least 50" in found.probes["classes"]["kinds"]["class"]["note"]
-    assert found.discovery["lost"]["note"].startswith("no true boxes")
+    for feature in ("keys", "values"):
+        assert found.discovery[feature]["lost"]["note"].startswith("no true boxes")
     assert found.registers["note"] == "the model has no register tokens"
 
 
@@ -225,6 +229,8 @@ def test_batches_give_the_same_as_a_tensor() -> None:
 def test_limit_and_batches_that_run_once() -> None:
     report = look(small(), (images for images in pictures(12).split(5)), limit=7, probes=False)
     assert report.data["pictures"] == 7
+    assert "runs once" in report.attention["closer"]["note"]
+    assert "Layer by layer" in report.to_html()
 
 
 def test_pictures_of_several_sizes() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import vitrail
 from tests.surgery.models import ALL, distance
 from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedInput
+from vitrail.pictures import open_collection
 from vitrail.surgery.ablation import How, ablate
 
 NAMES = ["timm-registers", "eva-dinov3", "hf-registers-head"]
@@ -74,6 +78,21 @@ def test_batches_give_the_same_mean() -> None:
     for layer, (mean, deviation) in whole.moments.items():
         assert torch.allclose(parts.moments[layer][0], mean)
         assert torch.allclose(parts.moments[layer][1], deviation, atol=1e-7)
+
+
+def test_mean_over_a_folder(tmp_path: Path) -> None:
+    case = ALL["timm-registers"]
+    model = case.model()
+    for number in range(3):
+        Image.effect_noise((40, 30), 30 + 20 * number).convert("RGB").save(tmp_path / f"{number}.png")
+    found = vitrail.adapters.find(model)
+    batch = next(open_collection(tmp_path).batches(found.adapter.preprocessing(found.trunk), 3)).images
+    with ablate(model, "mean", batch.double()) as whole:
+        pass
+    with ablate(model, "mean", tmp_path, batch_size=2) as parts:
+        pass
+    for layer, (mean, _) in whole.moments.items():
+        assert torch.allclose(parts.moments[layer][0], mean)
 
 
 def test_bad_options_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,13 +11,22 @@ import timm
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
 from tests.fakes import ToyViT
 from tests.surgery.models import ALL, distance, run, trunk_blocks
 from vitrail.adapters import find
-from vitrail.errors import BrokenPass, InvalidOption, UnsupportedInput, UnsupportedModel
+from vitrail.errors import (
+    BrokenPass,
+    InvalidOption,
+    PictureError,
+    UnsupportedInput,
+    UnsupportedModel,
+    VitrailWarning,
+)
+from vitrail.pictures import open_collection, read_picture, to_tensor
 from vitrail.surgery.record import stream
 
 
@@ -199,6 +209,19 @@ def test_large_sets_come_in_batches(toy: ToyViT) -> None:
     assert [len(one) for one in stream(toy, images, "norms", batch_size=3)] == [3, 3, 1]
 
 
+def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) -> None:
+    for number in range(3):
+        Image.effect_noise((20, 24), 40 + number).convert("RGB").save(tmp_path / f"{number}.png")
+    expects = find(toy).adapter.preprocessing(toy)
+    prepared = to_tensor([read_picture(path) for path in sorted(tmp_path.iterdir())], expects)
+    expected = vitrail.record(toy, prepared, "norms").norms[2]
+    for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_collection(tmp_path)):
+        assert torch.allclose(vitrail.record(toy, given, "norms", batch_size=2).norms[2], expected)
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    with pytest.warns(VitrailWarning, match=r"could not be read, 1 of the pictures.*broken\.png"):
+        assert len(vitrail.record(toy, tmp_path, "norms")) == 3
+
+
 def test_kept_in_another_dtype(toy: ToyViT) -> None:
     found = vitrail.record(toy, torch.randn(2, 3, 16, 16), ("tokens", "q"), dtype=torch.float16, device="cpu")
     assert found.tokens[0].dtype == found.q[2].dtype == torch.float16
@@ -242,12 +265,12 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(toy, torch.randn(3, 16, 16))
     with pytest.raises(UnsupportedInput, match="no pictures"):
         vitrail.record(toy, [])
-    with pytest.raises(UnsupportedInput, match="got str"):
+    with pytest.raises(PictureError, match=r"cat\.jpg: there is no such file"):
         vitrail.record(toy, ["cat.jpg"])
-    with pytest.raises(UnsupportedInput, match=r"got str\. Files are opened by"):
-        vitrail.record(toy, "photos")  # type: ignore[arg-type]
+    with pytest.raises(PictureError, match="photos: there is no such file"):
+        vitrail.record(toy, "photos")
     with pytest.raises(UnsupportedInput, match="got NoneType"):
-        vitrail.record(toy, None)  # type: ignore[arg-type]
+        vitrail.record(toy, None)
     with pytest.raises(UnsupportedInput, match="expected floating point"):
         vitrail.record(toy, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     with pytest.raises(UnsupportedInput, match="several sizes"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
@@ -72,6 +76,68 @@ def test_planted_neurons_are_found() -> None:
     assert batches.onset == found.onset
 
 
+class Shuffled:
+    """Batches in another order at every walk, as loaders give them; counts the walks and the batches alive at once."""
+
+    def __init__(self, images: Tensor) -> None:
+        self.images, self.walks, self.most = images, 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.walks += 1
+        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        for index in torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.walks)).split(2):
+            batch = self.images[index]
+            alive.add(batch)
+            self.most = max(self.most, len(alive))
+            yield batch
+            del batch
+
+
+def test_order_does_not_matter_and_batches_are_not_held() -> None:
+    model, images = planted()
+    expected = find_register_neurons(model, images, 2)
+    loader = Shuffled(images)
+    found = find_register_neurons(model, loader, 2)
+    assert loader.walks == 3
+    assert loader.most <= 2  # the next one is made while the last one is let go
+    assert found.by_layer == expected.by_layer
+    assert found.threshold == pytest.approx(expected.threshold)
+    assert found.scores[LAYER] == pytest.approx(expected.scores[LAYER])
+    find_register_neurons(model, loader, 2, threshold=found.threshold)
+    assert loader.walks == 5
+    assert find_register_neurons(model, iter(images.split(4)), 2).by_layer == expected.by_layer
+
+
+def test_threshold_is_three_deviations_above_the_mean() -> None:
+    model, images = planted()
+    last = norms(model, images)[-1]
+    found = find_register_neurons(model, images.split(4), 2)
+    assert found.threshold == pytest.approx(float(last.mean() + 3 * last.std(correction=0)))
+    assert found.outlier_share == float((last > found.threshold).double().mean())
+
+
+def test_neurons_are_found_in_a_folder(tmp_path: Path) -> None:
+    model, images = planted()
+    for number, image in enumerate(images):
+        pixels = (255 * (image * 0.5 + 0.5)).clamp(0, 255).byte().permute(1, 2, 0).numpy()
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    found = find_register_neurons(model, tmp_path, 2)
+    assert {layer: set(some) for layer, some in found.by_layer.items()} == {LAYER: set(NEURONS)}
+    with test_time_registers(model, str(tmp_path), neurons=2) as handle:
+        assert {layer: set(some) for layer, some in handle.by_layer.items()} == {LAYER: set(NEURONS)}
+
+
+def test_the_strongest_of_those_found() -> None:
+    model, images = planted()
+    found = find_register_neurons(model, images, 30)
+    for count in (1, 2, 7, 30):
+        few, expected = found.strongest(count), find_register_neurons(model, images, count)
+        assert {layer: set(some) for layer, some in few.by_layer.items()} == {
+            layer: set(some) for layer, some in expected.by_layer.items()
+        }
+        assert few.count == count
+
+
 @pytest.mark.parametrize("registers", [1, 2, 3])
 def test_artifacts_move_to_the_registers(registers: int) -> None:
     model, images = planted()
@@ -124,10 +190,19 @@ def test_random_neurons_cure_nothing() -> None:
     before = artifacts(model, images)
     for seed in range(5):
         with test_time_registers(model, neurons={LAYER: NEURONS}, control=seed) as handle:
-            drawn = handle.by_layer[LAYER]
-            assert len(drawn) == 2
-            if not set(drawn) & set(NEURONS):
-                assert torch.equal(artifacts(model, images), before)
+            assert len(handle.by_layer[LAYER]) == 2
+            assert torch.equal(artifacts(model, images), before)
+
+
+def test_random_neurons_are_none_of_those_given() -> None:
+    model, _ = planted()
+    given = tuple(range(0, 128, 2))  # half of the layer: the control can only be the other half
+    for seed in range(3):
+        with test_time_registers(model, neurons={LAYER: given}, control=seed) as handle:
+            assert sorted(handle.by_layer[LAYER]) == list(range(1, 128, 2))
+    with pytest.raises(InvalidOption, match="layer 1 has 128, of which 65 are given"):
+        test_time_registers(model, neurons={LAYER: (*given, 1)}, control=0)
+    assert TestTimeRegisters.of(model) is None
 
 
 def test_found_and_moved_in_one_call() -> None:

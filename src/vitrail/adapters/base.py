@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
-from vitrail.tokens import TokenLayout
+from vitrail.tokens import Role, TokenLayout
 
 
 def forward_class(module: nn.Module) -> type:
@@ -33,11 +33,20 @@ def forward_class(module: nn.Module) -> type:
 
 
 class BlockCall(NamedTuple):
-    """What a block was called with beside its tokens."""
+    """What a block was called with beside its tokens.
+
+    Attributes:
+        mask: who reads whom.
+        causal: whether each token reads only those before it.
+        rope: table of the rotary position.
+        among_special: whether the mask, (N, N), hides special tokens alone and treats all patches alike, so that its
+            corner is the mask of fewer patches.
+    """
 
     mask: Tensor | None = None
     causal: bool = False
     rope: Tensor | None = None
+    among_special: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,9 +168,9 @@ class BlockAdapter(ABC):
         """Factor of the attention scores; None where the library leaves it to the attention function, 1/√d."""
         return None
 
-    def weigh(self, block: nn.Module, scores: Tensor, size: Tensor | None = None) -> Tensor:
-        """Turn scores (B, H, Q, N), scaled and masked, into weights; a key of size s counts as s keys."""
-        return (scores if size is None else scores + size.log()[:, None, None]).softmax(-1)
+    def weigh(self, block: nn.Module, scores: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Turn scores (B, H, Q, N), scaled, into weights; a key with bias b counts as exp b keys, with −inf as none."""
+        return (scores if bias is None else scores + bias).softmax(-1)
 
     @abstractmethod
     def attention_dropout(self, block: nn.Module) -> float:
@@ -236,7 +245,11 @@ class TrunkAdapter(ABC):
 
     @abstractmethod
     def layout(self, trunk: nn.Module, size: tuple[int, int] | None = None) -> TokenLayout:
-        """Give the token layout for inputs of a size in pixels, or of the model's own size."""
+        """Give the token layout before the first block, for inputs of a size in pixels or of the model's own."""
+
+    def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, int] | None = None) -> TokenLayout:
+        """Give the token layout as a block sees it, where tokens enter between blocks; −1 is the last block."""
+        return self.layout(trunk, size)
 
     @abstractmethod
     def resizes(self, trunk: nn.Module) -> bool:
@@ -267,3 +280,11 @@ class TrunkAdapter(ABC):
     def rotary(self, trunk: nn.Module, grid: tuple[int, int, int]) -> Rotary | None:
         """Give the model's rotary position for a patch grid, where it has one."""
         return None
+
+    def token_parameters(self, trunk: nn.Module) -> dict[tuple[Role, str], Tensor]:
+        """Give the learned values (1, count, D) of special tokens, by role and name as the layout has them."""
+        return {}
+
+    def num_classes(self, model: nn.Module, trunk: nn.Module) -> int:
+        """Say how many classes a model around this trunk, or the trunk itself, tells apart; 0 where it does not."""
+        return 0

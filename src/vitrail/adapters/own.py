@@ -1,7 +1,7 @@
 """Models of our own: ViT, DeiT and CaiT, with tokens of any roles.
 
 Blocks are those in which patches attend; the class-attention stage, where patches no longer change, comes after them
-and sees every patch again. Tokens may enter before the first block or at that stage, not between blocks.
+and sees every patch again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from vitrail.adapters.base import (
     forward_class,
     is_plain,
 )
-from vitrail.adapters.passes import open_pass
+from vitrail.adapters.passes import hand_over, open_pass
 from vitrail.adapters.pre_norm import PreNormBlock
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
 from vitrail.models.position import coordinates, rotary_frequencies, rotate
 from vitrail.pictures.preprocessing import Preprocessing
-from vitrail.tokens import TokenLayout
+from vitrail.tokens import Role, TokenLayout, TokenSpec
+from vitrail.tokens.spec import layout
 
 
 def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
@@ -54,7 +55,7 @@ class OwnBlock(PreNormBlock):
 
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         given = {**dict(zip(("rope", "mask"), args, strict=False)), **kwargs}
-        return BlockCall(mask=given.get("mask"), rope=given.get("rope"))
+        return BlockCall(mask=given.get("mask"), rope=given.get("rope"), among_special=True)
 
     def rotate(self, block: Any, x: Tensor, table: Tensor) -> Tensor:
         return rotate(x, table)
@@ -89,17 +90,15 @@ class TalkingHeadsBlock(OwnBlock):
 
     fused = False
 
-    def weigh(self, block: Any, scores: Tensor, size: Tensor | None = None) -> Tensor:
-        """A key of size s is what s equal keys are together, also for the bias of the second map."""
+    def weigh(self, block: Any, scores: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A key that counts s times is what s equal keys are together, also for the bias of the second map."""
         attention = block.attn
         mixed = attention.proj_l(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        mixed = mixed.masked_fill(scores == -torch.inf, -torch.inf)
-        weights = super().weigh(block, mixed, size)
-        bias = attention.proj_w.bias[:, None, None]
-        if size is not None:
-            bias = bias * size[:, None, None].to(weights.dtype)
-        out = F.linear(weights.permute(0, 2, 3, 1), attention.proj_w.weight).permute(0, 3, 1, 2) + bias
-        return out.masked_fill(scores == -torch.inf, 0)
+        weights = super().weigh(block, mixed, bias)
+        floor = attention.proj_w.bias[:, None, None]
+        if bias is not None:
+            floor = floor * bias.exp().to(weights.dtype)
+        return F.linear(weights.permute(0, 2, 3, 1), attention.proj_w.weight).permute(0, 3, 1, 2) + floor
 
     def dense(self, block: Any) -> DenseBlock | None:
         return None
@@ -122,6 +121,15 @@ class OwnEntryPoint:
         with open_pass(self, layout, adapter.rotary(self, layout.grid)):
             return super().forward_features(x)  # type: ignore[misc]
 
+    def _enter(self: Any, x: Tensor, entered: Sequence[TokenSpec], here: Sequence[TokenSpec], special: Any) -> Tensor:
+        woven: Tensor = super()._enter(x, entered, here, special)  # type: ignore[misc]
+        spans = layout(entered, (1, 1, 1)).spans()
+        places = [
+            place for spec, (_, where) in zip(entered, spans, strict=False) if spec not in here for place in where
+        ]
+        hand_over(x, woven, places, layout(entered, (1, 1, 1)).special)
+        return woven
+
 
 class OwnTrunk(TrunkAdapter):
     """``ViT``."""
@@ -136,6 +144,9 @@ class OwnTrunk(TrunkAdapter):
 
     def layout(self, trunk: Any, size: Any = None) -> TokenLayout:
         return trunk.layout(size, layer=0)
+
+    def layout_in(self, trunk: Any, layer: int, size: Any = None) -> TokenLayout:
+        return trunk.layout(size, layer=layer % trunk.config.depth)
 
     def resizes(self, trunk: Any) -> bool:
         return True
@@ -152,14 +163,11 @@ class OwnTrunk(TrunkAdapter):
         gathering = [part for block in trunk.blocks_token_only for part in (block.attn.k, block.attn.v)]
         return (trunk.patch_embed, *gathering)
 
-    def check(self, trunk: Any) -> None:
-        config = trunk.config
-        between = [spec.name for spec in config.tokens if 0 < config.entry(spec) < config.depth]
-        if between:
-            raise UnsupportedModel(
-                f"the tokens {', '.join(between)} of this model enter between its blocks, which is not supported; let "
-                "them enter before the first block (enters=0) or at the class-attention stage (enters=-1)"
-            )
+    def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
+        return {(spec.role, spec.name): trunk.tokens[spec.name] for spec in trunk.config.tokens}
+
+    def num_classes(self, model: nn.Module, trunk: Any) -> int:
+        return trunk.config.num_classes
 
     def rotary(self, trunk: Any, grid: tuple[int, int, int]) -> Rotary | None:
         config = trunk.config

@@ -1,21 +1,24 @@
 """A pass: one forward run of a trunk, from the moment a picture enters it until tokens reach the first block.
 
 A trunk's entry points open a pass in their thread; the first block reads it, and from there on everything
-travels with the tokens. So two threads, two models, or a model called from within itself never meet.
+travels with the tokens, as the attribute ``CARRIER`` of their tensor. So two threads, two models, or a model called
+from within itself never meet.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.adapters.base import Rotary
-from vitrail.tokens import TokenLayout
+from vitrail.tokens import TokenLayout, TokenSpan
+
+CARRIER = "_vitrail_carried"
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,13 @@ def open_pass(
         yield
     finally:
         place.current = outer
+
+
+def hand_over(before: Tensor, after: Tensor, places: Sequence[int], special: tuple[TokenSpan, ...]) -> None:
+    """Have a tensor carry what another one does, after tokens were put in at these places of its special ones.
+
+    Between blocks a trunk replaces the tensor; where nothing travels with it, there is nothing to do.
+    """
+    carried = getattr(before, CARRIER, None)
+    if carried is not None:
+        setattr(after, CARRIER, carried.with_tokens(places, special))

@@ -216,6 +216,14 @@ class TimmVisionTransformer(TrunkAdapter):
         half = (0.5, 0.5, 0.5)
         return Preprocessing(tuple(size), tuple(given.get("mean", half)), tuple(given.get("std", half)))
 
+    def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
+        names = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}
+        found = {(role, ""): getattr(trunk, name, None) for role, name in names.items()}
+        return {role: value for role, value in found.items() if value is not None}
+
+    def num_classes(self, model: nn.Module, trunk: Any) -> int:
+        return trunk.num_classes
+
     def entry_points(self) -> type:
         return TimmEntryPoints
 

@@ -26,7 +26,7 @@ def _rotary_cat(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
     """``RotaryEmbeddingCat``: coordinates in patches or in −1 … 1, as EVA02 and PE use them."""
     reference = rope.pos_embed if rope.bands is None else rope.bands
     device, dtype = reference.device, _work_dtype(reference)
-    bands = rope._compute_bands(device=device, dtype=dtype) if rope.bands is None else rope.bands.to(dtype)
+    bands = (_bands_cat(rope, device) if rope.bands is None else rope.bands).to(dtype)
     swap = rope.grid_indexing == "xy"
     shape = grid[::-1] if swap else grid
     if rope.in_pixels:
@@ -38,6 +38,16 @@ def _rotary_cat(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
         axes = [axis / steps * target for axis, steps, target in zip(axes, shape, wanted, strict=True)]
     positions = torch.stack(torch.meshgrid(axes, indexing=rope.grid_indexing), -1).flatten(0, 1)
     return Rotary(None if dropped else positions, _axial(bands), not getattr(rope, "rotate_half", False))
+
+
+def _bands_cat(rope: Any, device: torch.device) -> Tensor:
+    """Compute the frequencies where they are needed: a copy from the CPU cannot be recorded in a CUDA graph."""
+    from timm.layers.pos_embed_sincos import freq_bands, pixel_freq_bands
+
+    number = rope.dim // 4
+    if rope.in_pixels:
+        return pixel_freq_bands(number, float(rope.max_res), linear_bands=rope.linear_bands, device=device)
+    return freq_bands(number, temperature=rope.temperature, step=1, device=device)
 
 
 def _rotary_dinov3(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:

@@ -224,6 +224,14 @@ class TransformersTrunk(TrunkAdapter):
         half = (0.5, 0.5, 0.5)
         return Preprocessing((size, size) if isinstance(size, int) else tuple(size), half, half)
 
+    def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
+        names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
+        found = {(role, ""): getattr(trunk.embeddings, name, None) for role, name in names.items()}
+        return {role: value for role, value in found.items() if value is not None}
+
+    def num_classes(self, model: nn.Module, trunk: Any) -> int:
+        return 0 if model is trunk else trunk.config.num_labels
+
     def entry_points(self) -> type:
         return TransformersEntryPoint
 

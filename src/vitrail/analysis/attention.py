@@ -63,39 +63,61 @@ def role_maps(
     return token_maps(attention[:, :, rows], layout, normalise=normalise)
 
 
-@torch.no_grad()
-def rollout(attentions: Iterable[Tensor], *, head: Head = "mean", residual: float = 0.5) -> Tensor:
-    """Follow attention through layers (Abnar & Zuidema, 2020): (B, H, N, N) each, first one first, give (B, N, N).
+class Rollout:
+    """Attention followed through layers (Abnar & Zuidema, 2020), which are added one at a time, first one first.
 
     Heads are joined by their mean, maximum or minimum; the residual connection is ``residual`` of the identity; rows
-    are made to sum to one, and the layers multiplied. Row i says what token i holds of each input token. Layers may
-    come from a generator: one at a time is kept. For maps of special tokens, give
-    ``rollout(...)[:, None, :layout.num_special]`` to :func:`token_maps`.
+    are made to sum to one, and the layers multiplied. Row i of the result (B, N, N) says what token i holds of each
+    input token. No more than one layer and the result are in memory.
     """
-    if head not in HEADS:
-        raise InvalidOption(f"heads are joined by one of {', '.join(HEADS)}; got {head!r}")
-    if not 0 <= residual <= 1:
-        raise InvalidOption(f"residual is the share of the identity, 0 to 1; got {residual}")
-    result: Tensor | None = None
-    for layer, attention in enumerate(attentions):
+
+    def __init__(self, *, head: Head = "mean", residual: float = 0.5) -> None:
+        if head not in HEADS:
+            raise InvalidOption(f"heads are joined by one of {', '.join(HEADS)}; got {head!r}")
+        if not 0 <= residual <= 1:
+            raise InvalidOption(f"residual is the share of the identity, 0 to 1; got {residual}")
+        self.head, self.residual = head, residual
+        self.layers = 0
+        self._result: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, attention: Tensor) -> None:
+        """Follow attention (B, H, N, N) through the next layer."""
         if attention.ndim != 4 or attention.shape[2] != attention.shape[3] or 0 in attention.shape:
             raise UnsupportedInput(
-                f"rollout needs whole attention (pictures, heads, tokens, tokens); layer {layer} has "
+                f"rollout needs whole attention (pictures, heads, tokens, tokens); layer {self.layers} has "
                 f"{tuple(attention.shape)}"
             )
-        check_finite(attention, f"attention rows of layer {layer}")
-        joined = HEADS[head](attention.detach()) * (1 - residual)
-        joined.diagonal(dim1=1, dim2=2).add_(residual)
+        check_finite(attention, f"attention rows of layer {self.layers}")
+        joined = HEADS[self.head](attention.detach()) * (1 - self.residual)
+        joined.diagonal(dim1=1, dim2=2).add_(self.residual)
         joined /= _no_zero(joined.sum(-1, keepdim=True))
-        if result is not None and result.shape != joined.shape:
+        if self._result is not None and self._result.shape != joined.shape:
             raise UnsupportedInput(
-                f"layer {layer} has attention for {tuple(joined.shape)} (pictures, tokens, tokens), those before "
-                f"for {tuple(result.shape)}; follow models that are not merged"
+                f"layer {self.layers} has attention for {tuple(joined.shape)} (pictures, tokens, tokens), those before "
+                f"for {tuple(self._result.shape)}; follow models that are not merged"
             )
-        result = joined if result is None else joined @ result
-    if result is None:
-        raise UnsupportedInput("rollout needs the attention of one layer or more; got none")
-    return result
+        self._result = joined if self._result is None else joined @ self._result
+        self.layers += 1
+
+    @property
+    def result(self) -> Tensor:
+        """What each token holds of each input token, (B, N, N)."""
+        if self._result is None:
+            raise UnsupportedInput("rollout needs the attention of one layer or more; got none")
+        return self._result
+
+
+def rollout(attentions: Iterable[Tensor], *, head: Head = "mean", residual: float = 0.5) -> Tensor:
+    """Follow attention through layers, (B, H, N, N) each, first one first: (B, N, N); see :class:`Rollout`.
+
+    Layers may come from a generator. For maps of special tokens, give
+    ``rollout(...)[:, None, :layout.num_special]`` to :func:`token_maps`.
+    """
+    followed = Rollout(head=head, residual=residual)
+    for attention in attentions:
+        followed.add(attention)
+    return followed.result
 
 
 @dataclass(frozen=True, eq=False)

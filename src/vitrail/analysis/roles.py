@@ -21,17 +21,10 @@ from vitrail.analysis.base import Result
 from vitrail.analysis.probe_inputs import check_finite
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import listen
-from vitrail.surgery.appended import layout_of
+from vitrail.surgery.appended import all_entered, layout_of, token_values
 from vitrail.surgery.asked import check_layers
 from vitrail.surgery.record import stream
-from vitrail.tokens import Role, TokenLayout, TokenSpan
-
-PARAMETERS = {
-    Role.CLASS: ("cls_token", "class_token", "class_embedding"),
-    Role.DISTILLATION: ("dist_token", "distillation_token"),
-    Role.REGISTER: ("reg_token", "register_tokens"),
-}
-"""What libraries call the parameters of their tokens; Vitrail's own are ``tokens.NAME``."""
+from vitrail.tokens import TokenLayout, TokenSpan
 
 
 @dataclass(frozen=True)
@@ -210,13 +203,12 @@ def looks(attention: Tensor, layout: TokenLayout) -> Looks:
 
 def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]:
     """Find the learned vectors (D,) of a model's special tokens by name, on the CPU; those not found are left out."""
-    named = dict(find(model).trunk.named_parameters())
+    values = token_values(find(model))
     found: dict[str, Tensor] = {}
     for span in layout.special:
-        known = (f"tokens.{span.name}",) if span.name else PARAMETERS.get(span.role, ())
-        fits = [value for name, value in named.items() if name in known or name.rpartition(".")[2] in known]
-        if len(fits) == 1 and fits[0].numel() == span.count * fits[0].shape[-1]:
-            found.update(zip(token_names([span]), fits[0].detach().cpu().reshape(span.count, -1), strict=True))
+        value = values.get((span.role, span.name))
+        if value is not None and value.numel() == span.count * value.shape[-1]:
+            found.update(zip(token_names([span]), value.detach().cpu().reshape(span.count, -1), strict=True))
     return found
 
 
@@ -268,6 +260,7 @@ def measure_roles(
     kept = check_layers(attention_layers, len(found.blocks))
     if not layout_of(found).num_special:
         raise UnsupportedInput(f"this {type(found.trunk).__name__} has patches alone; there are no roles to compare")
+    entered = all_entered(found)
     tokens: dict[int, list[Tensor]] = {}
     rows: dict[int, list[Tensor]] = {layer: [] for layer in kept}
     layouts = []
@@ -275,7 +268,7 @@ def measure_roles(
         for seen in stream(model, images, ("tokens", "attention"), batch_size=batch_size, call=call):
             layouts.append(seen.layout)
             for layer, x in seen.tokens.items():
-                if x.shape[1] == seen.layout.num_tokens:  # before, some have not entered yet
+                if layer >= entered:
                     tokens.setdefault(layer, []).append(x[:, : seen.layout.num_special].cpu())
             for layer in kept:
                 rows[layer].append(seen.attention[layer].cpu())

@@ -5,17 +5,18 @@ Models come one at a time and are let go before the next, so a list of checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitrail.analysis.base import Result
 from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
-from vitrail.surgery.record import stream
+from vitrail.pictures.feed import Feed, open_feed
+from vitrail.surgery.record import Pictures, stream
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Survey(Result):
 
 def survey(
     models: Mapping[str, nn.Module | Callable[[], nn.Module]],
-    data: Tensor | Iterable[Any],
+    data: Pictures,
     *,
     batch_size: int | None = None,
     progress: Callable[[str, int, int | None], None] | None = None,
@@ -74,8 +75,10 @@ def survey(
     Args:
         models: models by name, or functions that load them, called one after the other: checkpoints of a training run
             by step, or models by size.
-        data: prepared pictures (B, C, H, W), or batches of them that can be walked over once for each model.
-        batch_size: pictures at once, where ``data`` is one tensor.
+        data: pictures, as files or prepared; see :data:`~vitrail.surgery.record.Pictures`. They are walked over once
+            for each model, one batch in memory at a time; files are prepared as each model expects them. An iterator,
+            which can be walked over once, is held in memory as a whole.
+        batch_size: pictures at once, where they do not come in batches.
         progress: called with a model's name, how many models are done, and how many there are.
     """
     if not isinstance(models, Mapping) or not models:
@@ -83,13 +86,12 @@ def survey(
     wrong = [name for name, given in models.items() if not callable(given)]
     if wrong:
         raise InvalidOption(f"a model is one, or a function that loads it; got {models[wrong[0]]!r:.100} as {wrong[0]}")
-    if not isinstance(data, Tensor) and isinstance(data, Iterable):
-        data = list(data)
+    feed = open_feed(data, with_labels=False).lasting()
     entries = []
     for done, (name, given) in enumerate(models.items()):
         if progress is not None:
             progress(name, done, len(models))
-        entries.append(_look(name, given, data, batch_size))
+        entries.append(_look(name, given, feed, batch_size))
     if all(entry.norms is None for entry in entries):
         raise UnsupportedInput(
             f"none of {len(entries)} models could be looked at; {entries[0].name}: {entries[0].problem}"
@@ -97,14 +99,14 @@ def survey(
     return Survey(tuple(entries), _first(entries))
 
 
-def _look(name: str, given: nn.Module | Callable[[], nn.Module], data: Any, batch_size: int | None) -> Entry:
+def _look(name: str, given: nn.Module | Callable[[], nn.Module], feed: Feed, batch_size: int | None) -> Entry:
     """Look at one model; what is wrong with it is written down, and the others go on."""
     parameters = depth = 0
     try:
         model = given if isinstance(given, nn.Module) else given()
         parameters = sum(weight.numel() for weight in model.parameters())
         norms = None
-        for recording in stream(model, data, "norms", batch_size=batch_size, device="cpu"):
+        for recording in stream(model, feed, "norms", batch_size=batch_size, device="cpu"):
             depth = len(recording.layers)
             norms = norms or NormAccumulator(depth)
             patches = recording.layout.patches

@@ -53,12 +53,19 @@ def _sliced_forward(mine: Slice, block: nn.Module, x: Tensor, call: BlockCall) -
     if k.shape[1] != q.shape[1]:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
-    attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+    attended = _attend(parts, block, q, k, v)
     branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
     # cut before the sum: the same values for fewer bytes, and the norm is given a tensor without holes
     x = x[:, :length] + branch[:, :length]
     return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
+
+
+def _attend(parts: BlockAdapter, block: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+    if parts.fused:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+    scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
+    return F.dropout(parts.weigh(block, scores), dropout) @ v
 
 
 def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:

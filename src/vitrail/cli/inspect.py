@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,6 +52,10 @@ Limit = Annotated[
 BatchSize = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Pictures to run at once.")]
 Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of a parquet file with the classes.")]
 Probes = Annotated[bool, typer.Option("--probes/--no-probes", help="Fit probes, which takes the longest.")]
+Cure = Annotated[
+    bool,
+    typer.Option("--cure/--no-cure", help="Where there are artifacts, try test-time registers on the same pictures."),
+]
 Device = Annotated[
     options.Device | None,
     typer.Option(help="Where to run; by default on CUDA if there is one.", show_default=False),
@@ -72,6 +76,7 @@ class Settings:
     random: bool = False
     device: str | None = None
     seed: int = 0
+    cure: bool = False
 
     def open(self) -> Collection:
         """Open the pictures, and make sure that one of them can be read before a model is loaded."""
@@ -124,6 +129,7 @@ def inspect(
     size: options.Size = None,
     labels: Labels = None,
     probes: Probes = True,
+    cure: Cure = True,
     random_weights: options.RandomWeights = False,
     device: Device = None,
     seed: Seed = 0,
@@ -136,7 +142,7 @@ def inspect(
     """
     pixels = options.parse_size(size)
     place = None if device is None else device.value
-    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, place, seed)
+    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, place, seed, cure)
     with console.user_errors(), console.notes(), stoppable(out), processes(place) as crew:
         page = crew.together(lambda: check_page(out, settings.pictures))
         collection = crew.together(settings.open)
@@ -180,6 +186,7 @@ def run_inspect(name: str, collection: Collection, settings: Settings, crew: Pro
                     collection,
                     batch_size=settings.batch,
                     probes=settings.probes,
+                    cure=settings.cure,
                     seed=settings.seed,
                     progress=progress,
                     name=name,
@@ -222,6 +229,7 @@ def show(name: str, report: Report) -> None:
         "outliers": "–" if share is None else f"{100 * share:.3g} % of patch tokens",
         "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
         "confidence": f"{100 * min(confidence, 0.999):.1f} %" if confidence else "–",
+        "with test-time registers": _cured(report.cure),
         "skipped pictures": f"{problems['num_skipped']}",
         "pictures not finite": f"{problems['num_not_finite_pictures']}",
     }
@@ -232,6 +240,15 @@ def show(name: str, report: Report) -> None:
         console.complain(f"Skipped {entry['reason']}")
     if problems["num_skipped"] > NAMED:
         console.complain(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
+
+
+def _cured(cure: Mapping[str, Any]) -> str:
+    """Say what became of the outliers; a dash where nothing was tried."""
+    if "effect" not in cure:
+        return "–"
+    after, control = (cure[when].get("outlier_share") for when in ("after", "control"))
+    beside = "" if control is None else f"; {100 * control:.3g} % with random neurons"
+    return f"{100 * after:.3g} % of patch tokens{beside}"
 
 
 def _number(value: float | None) -> str:

@@ -126,8 +126,9 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend (B, H, N, d) in proportion to sizes (B, N); gives (B, N, H·d)."""
-    if size is not None and q.shape[-1] <= WIDEST and dropout == 0.0 and usable(q):
+    """Attend (B, H, N, d) in proportion to sizes (B, N); gives (B, N, H·d). Sizes may want gradients, too."""
+    plain = mask is None and not causal and dropout == 0.0
+    if size is not None and plain and q.shape[-1] <= WIDEST and not size.requires_grad and usable(q):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         log2_size = size.log2() if log2_size is None else log2_size
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

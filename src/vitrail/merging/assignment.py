@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,5 +61,26 @@ class Assignment:
         """Compose: first this map, then ``later``, which starts where this one ends."""
         return Assignment(later.target.gather(1, self.target), later.length)
 
+    def insert(self, places: Sequence[int]) -> Assignment:
+        """Give the map for sequences that have one more token at each of these places, before as after.
+
+        The tokens in front of the last place must not have moved.
+        """
+        length = self.length + len(places)
+        moved = self.target
+        for place in sorted(places):
+            moved = moved + (moved >= place)
+        return Assignment(insert(moved, places, places), length)
+
     def _index(self, channels: int) -> Tensor:
         return self.target.unsqueeze(-1).expand(-1, -1, channels)
+
+
+def insert(values: Tensor, places: Sequence[int], new: Sequence[float]) -> Tensor:
+    """Put a new value at each of these places of the result into a sequence (B, N, …)."""
+    pieces, start = [], 0
+    for before, (place, value) in enumerate(sorted(zip(places, new, strict=True))):
+        pieces.append(values[:, start : place - before])
+        pieces.append(values.new_full((values.shape[0], 1, *values.shape[2:]), value))
+        start = place - before
+    return torch.cat([*pieces, values[:, start:]], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,10 +23,17 @@ def proportional_attention(
     Args:
         q: queries (B, H, N, d), and ``k``, ``v`` likewise.
         size: members of each key's token (B, N); None where every token has one member, or for plain attention.
-        mask: mask of plain attention, boolean or added to the scores; only while every token has one member.
-        causal: whether each token sees only those before it; likewise.
+        mask: mask of plain attention, boolean or added to the scores.
+        causal: whether each token sees only those before it; only while every token has one member.
         scale: factor of the scores, 1/√d by default.
         dropout: probability with which attention weights are dropped.
     """
-    bias = mask if size is None else size.log().to(q.dtype)[:, None, None, :]
+    bias = mask if size is None else _biased(size.log().to(q.dtype)[:, None, None, :], mask)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale)
+
+
+def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """Put a mask on top of a bias."""
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

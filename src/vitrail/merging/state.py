@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import UnsupportedInput
-from vitrail.merging.assignment import Assignment
+from vitrail.merging.assignment import Assignment, insert
 from vitrail.merging.matching import Order, Protected, mask_edges
 
 
@@ -78,6 +79,23 @@ class MergeState:
             log2_size=log2_size,
             assignment=step if self.assignment is None else self.assignment.then(step),
             positions=None if self.positions is None else step.merge(self.positions, self.size),
+        )
+
+    def insert(self, places: Sequence[int]) -> MergeState:
+        """Give the state after tokens that may not merge entered, at places of the sequence that has them."""
+        count = len(places)
+
+        def put(values: Tensor | None, value: float) -> Tensor | None:
+            return None if values is None else insert(values, places, [value] * count)
+
+        mask = self.protected
+        return replace(
+            self,
+            protected=mask + count if isinstance(mask, int) else insert(mask, places, [True] * count),
+            size=put(self.size, 1.0),
+            log2_size=put(self.log2_size, 0.0),
+            assignment=None if self.assignment is None else self.assignment.insert(places),
+            positions=put(self.positions, 0.0),
         )
 
     def unmerge(self, x: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ def write_folder(folder: Path, config: dict[str, Any], states: Mapping[str, Tens
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # The config last: a folder that has one is complete.
-        _write(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-        _write(folder / CONFIG, text.encode())
+        write_whole(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        write_whole(folder / CONFIG, text.encode())
     except OSError as error:
         raise ModelLoadError(
             f"{folder} could not be written ({error.strerror or error}); expected a folder with space that may be "
@@ -81,6 +81,23 @@ def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str,
     return values, states
 
 
+def push_folder(folder: Path, repository: str, private: bool | None = None, token: Any = None, **options: Any) -> str:
+    """Upload a folder to a repository of the Hugging Face Hub, which is made where there is none."""
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise ModelLoadError("to upload to the Hub install it with `pip install huggingface_hub`") from error
+    if str(repository).count("/") != 1:
+        raise ModelLoadError(f"a repository of the Hub is named owner/name; got {repository!r}")
+    try:
+        hub = HfApi(token=token)
+        address = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder, **options)
+    except Exception as error:
+        raise ModelLoadError(f"the Hub did not take {repository}: {error}") from error
+    return str(address)
+
+
 def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
     text = str(name)
     local = Path(text.removeprefix("local-dir:")).expanduser()
@@ -104,7 +121,8 @@ def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
         raise ModelLoadError(f"{text} is no folder here, and the Hub did not give its {file}: {error}") from error
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file out of sight first, and then move it to its place."""
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

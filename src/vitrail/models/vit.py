@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from vitrail.models.class_attention import ClassAttentionBlock
 from vitrail.models.config import ViTConfig
 from vitrail.models.layers import Block, PatchEmbed, layer_norm
 from vitrail.models.position import resample, rotary_table, sincos_table
-from vitrail.models.saving import load_states, read_folder, write_folder
+from vitrail.models.saving import load_states, push_folder, read_folder, write_folder
 from vitrail.models.sequence import pick, reading_mask, weave
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 from vitrail.tokens.spec import layout
@@ -92,18 +93,21 @@ class ViT(nn.Module):
 
     def forward_output(self, x: Tensor) -> Output:
         """Give the logits, the answer of each head by name, and the features of all tokens."""
-        features = self.forward_features(x)
-        return self.heads(features, self.layout(tuple(x.shape[2:])))
+        return self._answer(self.forward_features(x))
 
     def forward_head(self, features: Tensor) -> Tensor | Output:
         """Give for features (B, N, D) what `forward` gives for inputs."""
+        return self._short(self._answer(features))
+
+    def _answer(self, features: Tensor) -> Output:
+        """Let the heads read features (B, N, D), of however many patches."""
         patches = features.shape[1] - self.num_prefix_tokens
         if patches < 1:
             raise UnsupportedInput(
                 f"features of {features.shape[1]} tokens have no patches after the {self.num_prefix_tokens} special "
                 "tokens; expected all tokens, as forward_features gives them"
             )
-        return self._short(self.heads(features, layout(self.config.tokens, (1, 1, patches))))
+        return self.heads(features, layout(self.config.tokens, (1, 1, patches)))
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Give the features (B, N, D) of all tokens after the last norm, in the order of `layout`."""
@@ -118,12 +122,18 @@ class ViT(nn.Module):
         mask = None
         for layer, block in enumerate(self.blocks):
             if (entered := self._entered(layer)) != here:
-                x, here = weave(entered, here, x, special), entered
+                x, here = self._enter(x, entered, here, special), entered
                 mask = reading_mask(here, patches, x.shape[1], x.device)
             x = self._run(block, x, rope=rope, mask=mask)
         if config.class_attention:
             x = weave(config.tokens, here, x, self._gather(x, here, special))
         return self.norm(x)
+
+    def _enter(
+        self, x: Tensor, entered: tuple[TokenSpec, ...], here: tuple[TokenSpec, ...], special: dict[str, Tensor]
+    ) -> Tensor:
+        """Let tokens into a sequence that has those of ``here``, so that it has those of ``entered``."""
+        return weave(entered, here, x, special)
 
     def _gather(self, x: Tensor, here: tuple[TokenSpec, ...], special: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the class-attention stage: give the tokens that enter there, when they have read all others."""
@@ -217,6 +227,16 @@ class ViT(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into a folder, whole or not at all."""
         write_folder(Path(folder), self.config.to_dict(), self.state_dict())
+
+    def push_to_hub(self, repository: str, **options: Any) -> str:
+        """Upload what `save_pretrained` writes to ``owner/name`` on the Hugging Face Hub; gives its address.
+
+        Options are ``private`` and ``token``, and those of the Hub's ``upload_folder``, such as ``commit_message``.
+        The repository is made where there is none.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return push_folder(Path(folder), repository, **options)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **hub: Any) -> Self:

@@ -121,6 +121,14 @@ class Collection:
         made._is_part = self._is_part or world > 1
         return made
 
+    def some(self, indices: Iterable[int]) -> Collection:
+        """Give the pictures with these indices alone, in order; they keep them."""
+        made = Collection(self._source, self._rows, self._size)
+        wanted = set(indices)
+        made.indices = [index for index in self.indices if index in wanted]
+        made._is_part = self._is_part
+        return made
+
     def batches(
         self,
         preprocessing: Preprocessing,

@@ -18,7 +18,7 @@ class PictureFiles:
     has_boxes = False
 
     def __init__(self, paths: Sequence[Path], root: Path | None = None) -> None:
-        self._paths = paths
+        self.paths = paths
         folders = _class_folders(paths, root)
         self.label_names = None if folders is None else tuple(sorted(set(folders)))
         numbers = {name: number for number, name in enumerate(self.label_names or ())}
@@ -28,7 +28,7 @@ class PictureFiles:
 
     def read(self, row: int) -> Sample:
         """Read one picture."""
-        return Sample(read_picture(self._paths[row]), self.names[row], self.labels[row])
+        return Sample(read_picture(self.paths[row]), self.names[row], self.labels[row])
 
 
 def find_tables(given: Sequence[Path]) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 
 from vitrail.errors import InvalidOption, PictureError
 from vitrail.pictures.reading import decode_picture, decode_values
-from vitrail.pictures.sample import UNKNOWN, Box, Sample, clean
+from vitrail.pictures.sample import UNKNOWN, Sample, clean, read_boxes
 
 IMAGES = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
 MASKS = ("trimap", "mask", "segmentation_mask", "segmentation", "annotation")
@@ -74,10 +73,32 @@ class ParquetPictures:
         self.names = [name for path, file in zip(paths, files, strict=True) for name in self._read_names(path, file)]
         if not self.names:
             raise PictureError(f"{paths[0]}: the file has no rows. Expected one for each picture.")
-        self.labels, self.label_names = self._read_labels(files)
+        self.labels, self.label_names = self._read_labels(files, self._columns)
         self._rows: _Rows | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel to another process without the open file; it is opened there again."""
+        return {**vars(self), "_rows": None}
+
+    def classes(self, column: str) -> tuple[list[int | None], tuple[str, ...] | None]:
+        """Give the class of each row in another column, and what the classes are called."""
+        files = [_open(path) for path in self._paths]
+        found = [_find_columns(path, file.schema_arrow, column) for path, file in zip(self._paths, files, strict=True)]
+        return self._read_labels(files, found[0])
+
+    def read_bytes(self, row: int) -> tuple[bytes, str]:
+        """Give the bytes of one picture as they are stored, and what errors call it."""
+        values, called = self._values(row)
+        return self._picture(values, called), called
+
     def read(self, row: int) -> Sample:
+        values, called = self._values(row)
+        picture = decode_picture(self._picture(values, called), called)
+        mask = self._mask(values, picture.size, called)
+        boxes = None if self._columns.box is None else read_boxes(values[self._columns.box], picture.size, called)
+        return Sample(picture, self.names[row], self.labels[row], mask, boxes)
+
+    def _values(self, row: int) -> tuple[dict[str, Any], str]:
         number = bisect_right(self._ends, row)
         path, place = self._paths[number], row - (self._ends[number - 1] if number else 0)
         called = f"{path.name}, row {place}"
@@ -85,17 +106,16 @@ class ParquetPictures:
             called = f"{called} ({self.names[row]})"
         if self._rows is None or self._rows.path != path:
             self._rows = _Rows(path, self._columns.wanted)
-        values = self._rows.read(place, called)
+        return self._rows.read(place, called), called
+
+    def _picture(self, values: dict[str, Any], called: str) -> bytes:
         data = _bytes(values, self._columns.image)
         if data is None:
             raise PictureError(
                 f"{called}: the row has no picture. Expected its bytes in column {self._columns.image!r}; a path alone "
                 "is not followed."
             )
-        picture = decode_picture(data, called)
-        mask = self._mask(values, picture.size, called)
-        boxes = None if self._columns.box is None else _boxes(values[self._columns.box], picture.size, called)
-        return Sample(picture, self.names[row], self.labels[row], mask, boxes)
+        return data
 
     def _mask(self, values: dict[str, Any], size: tuple[int, int], called: str) -> np.ndarray | None:
         column = self._columns.mask
@@ -125,8 +145,8 @@ class ParquetPictures:
         found = (value["path"] if value else None for value in _texts(table.column(column)))
         return [clean(Path(name).name) if name else row for name, row in zip(found, rows, strict=True)]
 
-    def _read_labels(self, files: Sequence[Any]) -> tuple[list[int | None], tuple[str, ...] | None]:
-        column, beside = self._columns.label, self._columns.label_name
+    def _read_labels(self, files: Sequence[Any], columns: Columns) -> tuple[list[int | None], tuple[str, ...] | None]:
+        column, beside = columns.label, columns.label_name
         if column is None:
             return [None] * len(self.names), None
         wanted = [column] if beside is None else [column, beside]
@@ -191,25 +211,6 @@ class _Rows:
 def _bytes(values: dict[str, Any], column: str) -> bytes | None:
     value = values[column]
     return value["bytes"] if isinstance(value, dict) else value
-
-
-def _boxes(value: Any, size: tuple[int, int], called: str) -> tuple[Box, ...] | None:
-    """Read one box of four numbers, or a list of boxes, and cut off what is outside of the picture."""
-    if value is None:
-        return None
-    flat = len(value) == 4 and not any(isinstance(one, list) for one in value)
-    made: list[Box] = []
-    for box in [value] if flat else value:
-        good = isinstance(box, list) and len(box) == 4 and all(isinstance(one, int | float) for one in box)
-        x0, y0, x1, y1 = (float(one) for one in box) if good else (math.nan,) * 4
-        x0, y0, x1, y1 = max(x0, 0.0), max(y0, 0.0), min(x1, float(size[0])), min(y1, float(size[1]))
-        if not (good and x0 < x1 and y0 < y1):
-            raise PictureError(
-                f"{called}: {str(box)[:80]} is not a box in a picture of {size[0]} × {size[1]} pixels. Expected x0, "
-                "y0, x1, y1 in pixels, from the upper left corner to the lower right one."
-            )
-        made.append((x0, y0, x1, y1))
-    return tuple(made)
 
 
 def _find_columns(path: Path, schema: Any, labels: str | None) -> Columns:

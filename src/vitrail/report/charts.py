@@ -62,7 +62,9 @@ def _frame(x: Scale, y: Scale, names: tuple[str, str], x_ticks: Sequence[float] 
     for tick in x.ticks() if x_ticks is None else x_ticks:
         place = f"{x(tick):.1f}"
         parts.append(tag("line", class_="tick", x1=place, x2=place, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4))
-        parts.append(tag("text", number(tick), x=place, y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
+        words = number(tick)
+        inside = f"{min(x(tick), WIDTH - 3.8 * len(words)):.1f}"  # half of the words' width, in units
+        parts.append(tag("text", words, x=inside, y=HEIGHT - BOTTOM + 17, text_anchor="middle"))
     parts.append(tag("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM))
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(tag("text", names[0], x=middle, y=HEIGHT - 6, text_anchor="middle", class_="name"))

@@ -111,9 +111,12 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "probes.classes.kinds.normal.accuracy.mean": ("class from a normal patch", True),
     "probes.classes.kinds.outlier.accuracy.mean": ("class from an outlier", True),
     "probes.classes.kinds.register 1.accuracy.mean": ("class from register 1", True),
-    "discovery.lost.corloc.share": ("objects found, LOST", True),
-    "discovery.lost_sweep.best_of_sweep.share": ("objects found, LOST with its best bias", True),
-    "discovery.tokencut.corloc.share": ("objects found, TokenCut", True),
+    "discovery.keys.lost.corloc.share": ("objects found, LOST on keys", True),
+    "discovery.keys.lost_sweep.best_of_sweep.share": ("objects found, LOST on keys with its best bias", True),
+    "discovery.keys.tokencut.corloc.share": ("objects found, TokenCut on keys", True),
+    "discovery.values.lost.corloc.share": ("objects found, LOST on values", True),
+    "discovery.values.lost_sweep.best_of_sweep.share": ("objects found, LOST on values with its best bias", True),
+    "discovery.values.tokencut.corloc.share": ("objects found, TokenCut on values", True),
     "discovery.whole_picture.share": ("objects found by a box around everything", True),
 }
 """What is compared: where it stands, what it is called, whether it is a share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from vitrail.report.html_analyses import (
     registers_part,
 )
 from vitrail.report.html_attention import attention_part
+from vitrail.report.html_cure import cure_part
 from vitrail.report.html_pictures import norm_part, photos
 from vitrail.report.markup import Html, figure, key, note, table, tag
 from vitrail.report.style import STYLE
-from vitrail.report.words import advice, confidence, count, meaning, number, percent
+from vitrail.report.words import advice, confidence, count, cure_words, meaning, number, percent
 
 if TYPE_CHECKING:
     from vitrail.report.report import Report
@@ -63,6 +65,7 @@ def report_page(report: Report) -> str:
         ("components", "Components"),
         ("probes", "Probes"),
         ("objects", "Objects"),
+        ("cure", "Cure"),
         ("next", "What to do"),
         ("how", "How it was measured"),
     ]
@@ -79,6 +82,7 @@ def report_page(report: Report) -> str:
         section("components", "What the patch tokens show", pca_part(report.pictures, values["pca"])),
         section("probes", "What the tokens know", probes_part(values["probes"])),
         section("objects", "Objects found without labels", discovery_part(report.pictures, values["discovery"])),
+        section("cure", "Does the cure work here?", cure_part(report.pictures, values["cure"])),
         section("next", "What to do next", tag("ul", [tag("li", _with_code(words)) for words in advice(values)])),
         section("how", "How it was measured", _measured(values)),
         section("problems", "Problems", _problems(values)),
@@ -88,9 +92,8 @@ def report_page(report: Report) -> str:
 
 def _with_code(words: str) -> list[Any]:
     """Set a call that is named in a sentence in its own letters."""
-    call = "vitrail.test_time_registers(model, pictures)"
-    before, found, after = words.partition(call)
-    return [before, tag("code", found) if found else None, after]
+    before, call, after = re.match(r"(.*?)(vitrail\.\w+\([^)]*\)|$)(.*)", words, re.DOTALL).groups()  # type: ignore[union-attr]
+    return [before, tag("code", call) if call else None, after]
 
 
 def _header(values: Values) -> Html:
@@ -109,6 +112,7 @@ def _header(values: Values) -> Html:
         tag("p", tag("span", BADGES[found], class_=f"badge {found}")),
         tag("p", values["verdict"], class_="answer"),
         tag("p", confidence(norms)),
+        tag("p", cure_words(values["cure"])) if "effect" in values["cure"] else None,
         _alarms(values),
         tag("p", meaning(norms), class_="soft"),
         tag("dl", [tag("div", tag("dt", words), tag("dd", value)) for words, value in tiles], class_="tiles"),

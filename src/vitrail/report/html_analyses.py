@@ -15,6 +15,7 @@ from vitrail.report.shown import Shown
 from vitrail.report.words import count, number, percent
 
 Values = Mapping[str, Any]
+NAMES = {"lost": "LOST", "tokencut": "TokenCut"}
 
 
 def between(value: Values | None, write: Any = number, mean: str = "mean") -> str:
@@ -170,37 +171,17 @@ def discovery_part(pictures: Sequence[Shown], found: Values) -> list[Html]:
         tag(
             "p",
             "LOST and TokenCut read one object out of a picture's patch features alone, without any training. "
-            "Artifacts mislead them.",
+            "Artifacts mislead them. Which features of the last layer suit a model depends on its training: keys for "
+            "DINO and DINOv2, values for DeiT-III and OpenCLIP. Both are tried.",
         ),
         note(found.get("note")),
     ]
-    names = {"lost": "LOST", "tokencut": "TokenCut"}
     rows: list[list[Any]] = []
     remarks: dict[str, None] = {}
-    for method, name in names.items():
-        one = found.get(method) or {}
-        if one.get("corloc") and one["corloc"]["share"] is not None:
-            score = one["corloc"]
-            rows.append([name, between(score, percent, "share"), f"{score['hits']} of {score['pictures']}"])
-        elif one.get("note"):
-            remarks[f"{'' if 'no true boxes' in one['note'] else name + ': '}{one['note']}"] = None
-    sweep = found.get("lost_sweep") or {}
-    if sweep.get("best_of_sweep"):
-        best, fair = sweep["best_of_sweep"], sweep["held_out"]
-        rows.append(
-            [
-                "LOST, bias chosen on other pictures",
-                between(fair, percent, "share"),
-                f"{fair['hits']} of {fair['pictures']}",
-            ]
-        )
-        rows.append(
-            [
-                "LOST, best bias (an upper bound)",
-                between(best, percent, "share"),
-                f"{best['hits']} of {best['pictures']}",
-            ]
-        )
+    for feature in ("keys", "values"):
+        some, notes = _discovery_rows(found.get(feature) or {}, feature)
+        rows += some
+        remarks |= notes
     if rows and found.get("whole_picture"):
         whole = found["whole_picture"]
         rows.append(
@@ -222,8 +203,29 @@ def discovery_part(pictures: Sequence[Shown], found: Values) -> list[Html]:
         if one.boxes and one.image is not None:
             drawn.append(figure(photo_panel(one, f"Boxes found in {title(one)}", box_marks(one, marks)), title(one)))
     if drawn:
-        keys = [key(f"k-{style}", name) for style, name in names.items()]
+        keys = [key(f"k-{style}", f"{name} on keys") for style, name in NAMES.items()]
         truth = any(one.truth for one in pictures)
         parts.append(tag("p", keys, key("k-truth", "true box") if truth else None, class_="soft"))
         parts.append(tag("div", drawn, class_="pictures small"))
     return parts
+
+
+def _discovery_rows(found: Values, feature: str) -> tuple[list[list[Any]], dict[str, None]]:
+    """Give how often each method was right with one kind of features, and what there is to remark."""
+    scores: dict[str, Values] = {}
+    remarks: dict[str, None] = {}
+    for method, name in NAMES.items():
+        one = found.get(method) or {}
+        if one.get("corloc") and one["corloc"]["share"] is not None:
+            scores[f"{name} on {feature}"] = one["corloc"]
+        elif one.get("note"):
+            remarks[f"{'' if 'no true boxes' in one['note'] else f'{name} on {feature}: '}{one['note']}"] = None
+    sweep = found.get("lost_sweep") or {}
+    if sweep.get("best_of_sweep"):
+        scores[f"LOST on {feature}, bias chosen on other pictures"] = sweep["held_out"]
+        scores[f"LOST on {feature}, best bias (an upper bound)"] = sweep["best_of_sweep"]
+    rows = [
+        [name, between(score, percent, "share"), f"{score['hits']} of {score['pictures']}"]
+        for name, score in scores.items()
+    ]
+    return rows, remarks

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from vitrail.report import images
 from vitrail.report.charts import Bar, bars
-from vitrail.report.html_pictures import map_panel, photo_panel, title
+from vitrail.report.html_closer import closer_parts
+from vitrail.report.html_pictures import photo_panel, strip, title, weight_panel
 from vitrail.report.markup import Html, figure, note, table, tag
 from vitrail.report.shown import Shown
 from vitrail.report.words import count, number, percent
@@ -25,11 +23,12 @@ def attention_part(pictures: Sequence[Shown], found: Values) -> list[Html]:
         tag(
             "p",
             "In each layer every token gathers information from all tokens, by weights that sum to one: its attention. "
-            "This is the last layer, the mean over heads.",
+            "Unless said otherwise this is the last layer, the mean over heads.",
         ),
         note(found.get("note")),
     ]
     parts += _attention_maps([one for one in pictures if one.attention])
+    parts += closer_parts(pictures, found)
     if "mass" not in found:
         return parts
     mass = found["mass"]
@@ -59,9 +58,7 @@ def _attention_maps(pictures: Sequence[Shown]) -> list[Html]:
     for one in pictures:
         panels = [(photo_panel(one, title(one)), one.name)]
         for name, weights in one.attention.items():
-            values = np.asarray(weights, dtype=np.float64)
-            address = images.heat(values / max(float(values.max()), 1e-12))
-            panels.append((map_panel(one, address, f"Attention of {name}, {one.name}"), name))
+            panels.append((weight_panel(one, weights, f"Attention of {name}, {one.name}"), name))
         rows.append(panels)
     if all(len(panels) == 2 for panels in rows):
         pairs = [
@@ -69,8 +66,7 @@ def _attention_maps(pictures: Sequence[Shown]) -> list[Html]:
             for panels in rows
         ]
         return [*parts, tag("div", pairs, class_="pictures")]
-    strips = [[tag("div", panel, tag("span", name)) for panel, name in panels] for panels in rows[:SMALL]]
-    return [*parts, *(tag("div", strip, class_="strip") for strip in strips)]
+    return [*parts, *(strip(panels) for panels in rows[:SMALL])]
 
 
 def _outlier_bars(found: Values) -> Html:

@@ -114,7 +114,9 @@ def _pictures(found: Comparison) -> list[Html]:
         caption = f"{one.name}: {len(one.outliers)} outliers in A, {len(two.outliers)} in B"
         figures.append(figure(tag("div", panels, class_="panels"), caption))
     return [
-        tag("p", "The picture, then norms of the patch tokens in A and in B, outliers marked."),
+        tag(
+            "p", "The picture (where the report has it), then norms of the patch tokens in A and in B, outliers marked."
+        ),
         ramp(number(scales[0][0]), number(scales[0][1]), "norm in A"),
         ramp(number(scales[1][0]), number(scales[1][1]), "norm in B"),
         tag("div", figures, class_="pictures"),

@@ -51,10 +51,21 @@ def _panel(one: Shown, label: str, content: Any) -> Html:
     return tag("svg", content, class_="panel", viewBox=view, role="img", aria_label=label)
 
 
-def outlier_marks(one: Shown) -> list[Html]:
+def weight_panel(one: Shown, weights: Any, label: str) -> Html:
+    """Draw a map of attention, from nothing (dark) to its own largest weight (bright)."""
+    values = np.asarray(weights, dtype=np.float64)
+    return map_panel(one, images.heat(values / max(float(values.max()), 1e-12)), label)
+
+
+def strip(panels: Sequence[tuple[Html, Any]]) -> Html:
+    """Put small panels in a row, each with a few words below; a narrow page has several rows."""
+    return tag("div", [tag("div", panel, tag("span", words)) for panel, words in panels], class_="strip")
+
+
+def outlier_marks(one: Shown, outliers: Sequence[int] | None = None) -> list[Html]:
     """Draw a square around each outlier."""
     height, width = one.size[0] / one.grid[0], one.size[1] / one.grid[1]
-    places = [divmod(place, one.grid[1]) for place in one.outliers]
+    places = [divmod(place, one.grid[1]) for place in (one.outliers if outliers is None else outliers)]
     path = "".join(f"M{c * width:g} {r * height:g}h{width:g}v{height:g}h{-width:g}z" for r, c in places)
     return [tag("path", d=path, class_="casing"), tag("path", d=path, class_="outlier")] if path else []
 
@@ -84,10 +95,11 @@ def norm_scale(pictures: Sequence[Shown]) -> tuple[float, float]:
     return low, max(high, low * 1.5)
 
 
-def norm_map(one: Shown, low: float, high: float) -> str:
-    """Give a picture's norms as colours, on a logarithmic scale."""
-    norms = np.maximum(np.array(one.norms, dtype=np.float64).reshape(one.grid), low)
-    return images.heat(np.log(norms / low) / math.log(high / low))
+def norm_map(one: Shown, low: float, high: float, norms: Sequence[float] | None = None) -> str:
+    """Give a picture's norms (or others) as colours, on a logarithmic scale."""
+    given = np.array(one.norms if norms is None else norms, dtype=np.float64)
+    found = np.maximum(given.reshape(one.grid), low)
+    return images.heat(np.log(found / low) / math.log(high / low))
 
 
 def ramp(low: str, high: str, words: str) -> Html:

@@ -14,12 +14,18 @@ from vitrail.analysis.base import plain
 from vitrail.analysis.discovery import Discovery
 from vitrail.bench.machine import describe_machine
 from vitrail.errors import InvalidOption
+from vitrail.pictures.feed import Feed, open_feed
+from vitrail.pictures.shipped import samples
+from vitrail.report.again import Again
+from vitrail.report.closer import Closer, look_closer
+from vitrail.report.cure import Trial, try_cure
 from vitrail.report.gathering import gather, processes
 from vitrail.report.looking import Evidence, Looker
 from vitrail.report.report import Report
 from vitrail.report.sections import (
     Section,
     attempt,
+    attempt_with,
     attention_section,
     discovery_section,
     pca_section,
@@ -28,7 +34,6 @@ from vitrail.report.sections import (
     registers_section,
 )
 from vitrail.report.shown import Shown, show
-from vitrail.report.source import Source, open_source
 from vitrail.report.study import Study
 from vitrail.tokens import TokenLayout
 
@@ -36,6 +41,7 @@ Progress = Callable[[str, int, int | None], object]
 """Called with what is being done, how much of it is done, and how much there is (None where nobody knows)."""
 
 MOST_NAMED = 100
+LEFT_OUT = {"note": "left out, as asked for"}
 
 
 def inspect(
@@ -47,6 +53,7 @@ def inspect(
     labels: Any = None,
     probes: bool = True,
     discovery: bool = True,
+    cure: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
     device: torch.device | str | None = None,
@@ -56,8 +63,9 @@ def inspect(
 
     The model runs as it always does, once over the data. Norms of all pictures are counted; what other analyses need
     is kept of a limited number of pictures, spread evenly (at most 600, 1 GiB in half precision on the CPU; see
-    :mod:`vitrail.report.looking`), so that memory does not grow with the data. An analysis that cannot be done says
-    so in the report, and the others go on.
+    :mod:`vitrail.report.looking`), so that memory does not grow with the data. Some pictures are looked at again: a
+    few for attention layer by layer and rollout, and, where there are artifacts, up to two hundred for the cure. An
+    analysis that cannot be done says so in the report, and the others go on.
 
     With ``torch.distributed`` initialised, each process looks at its part of the data, and the first one returns the
     report that a single process would have made. The others return None.
@@ -65,13 +73,16 @@ def inspect(
     Args:
         model: any supported model; it is put into evaluation mode for the time of it.
         data: a picture file, a folder, several of these or a parquet file; a collection of them; prepared pictures
-            (B, C, H, W); or batches of such, each a tensor or (tensor, labels). None for the shipped samples.
+            (B, C, H, W); or batches of such, each a tensor or (tensor, labels), in the same order at every walk. None
+            for the shipped samples.
         batch_size: pictures to run at once, where the data are not batches already.
         limit: most pictures to look at.
         labels: for files, what :func:`~vitrail.pictures.collection.open_collection` takes; for a tensor, one whole
             number for each picture.
         probes: whether to fit probes, which takes the longest.
         discovery: whether to look for objects with LOST and TokenCut.
+        cure: whether to try test-time registers on the same pictures, where there are artifacts; the model is what
+            it was afterwards.
         seed: of splits and draws.
         progress: called as ``progress(what, done, total)``; see :data:`Progress`.
         device: where to run; the model is moved there and back. By default where it is.
@@ -88,18 +99,22 @@ def inspect(
         raise InvalidOption(f"the seed is a whole number; got {seed!r}")
     tell = progress or (lambda what, done, total: None)
     found = find(model)
-    source = open_source(data, limit=limit, labels=labels)
+    source = open_feed(list(samples().values()) if data is None else data, limit=limit, labels=labels)
     with _moved(model, device) as where:
         evidence, error = _look(model, found, source, batch_size, discovery, tell)
-    whole = gather(evidence, error)
-    if whole is None:
-        return None
-    options = {"batch_size": batch_size, "limit": limit, "probes": probes, "discovery": discovery, "seed": seed}
-    return _report(whole, found, source, where, options, describe_model(model, found, name), tell)
+        whole = gather(evidence, error)
+        if whole is None:
+            return None
+        asked = {"probes": probes, "discovery": discovery, "cure": cure}
+        options = {"batch_size": batch_size, "limit": limit, **asked, "seed": seed}
+        study = Study.of(whole, where, seed)
+        again = Again(source, found.adapter.preprocessing(found.trunk), batch_size, ())
+        sections, shown = _sections(model, study, again, options, tell)
+        return _report(whole, study, sections, shown, source, options, describe_model(model, found, name))
 
 
 def _look(
-    model: nn.Module, found: Found, source: Source, batch_size: int, objects: bool, tell: Progress
+    model: nn.Module, found: Found, source: Feed, batch_size: int, objects: bool, tell: Progress
 ) -> tuple[Evidence, Exception | None]:
     """Run the model over this process's part; give what it saw, and the error that ended it."""
     rank, world = processes()
@@ -120,17 +135,15 @@ def _look(
 
 def _report(
     evidence: Evidence,
-    found: Found,
-    source: Source,
-    device: torch.device,
+    study: Study | None,
+    sections: dict[str, Section],
+    shown: list[Shown],
+    source: Feed,
     options: Section,
     model: Section,
-    tell: Progress,
 ) -> Report:
-    """Run the analyses on what was seen."""
+    """Put the report together."""
     norms = evidence.counts.result()
-    study = Study.of(evidence, device, int(options["seed"]))
-    sections, shown = _sections(study, options, source, tell)
     layout = study.layout if study is not None else next(iter(evidence.queries))
     data = {
         "kind": source.kind,
@@ -151,16 +164,17 @@ def _report(
         norms=norms.to_dict(),
         problems=problems,
         settings=plain(options),
-        versions=plain(describe_machine(device)),
+        versions=plain(describe_machine(torch.device(model["device"] or "cpu"))),
         pictures=shown,
         **sections,
     )
 
 
 def _sections(
-    study: Study | None, options: Section, source: Source, tell: Progress
+    model: nn.Module, study: Study | None, again: Again, options: Section, tell: Progress
 ) -> tuple[dict[str, Section], list[Shown]]:
-    names = ("redundancy", "attention", "pca", "probes", "discovery", "registers")
+    """Run the analyses on what was seen, and look again at some pictures."""
+    names = ("redundancy", "attention", "pca", "probes", "discovery", "registers", "cure")
     if study is None:
         return {name: {"note": "no picture has numbers that are all finite"} for name in names}, []
     steps = iter(range(1, len(names) + 1))
@@ -172,20 +186,28 @@ def _sections(
     found = {"redundancy": attempt(lambda: redundancy_section(study))}
     step("attention")
     found["attention"] = attempt(lambda: attention_section(study))
+    closer: dict[int, Closer] = {}
+    if study.layout.num_special:
+        found["attention"]["closer"], closer = attempt_with(lambda: look_closer(model, study, again), closer)
     step("components")
     found["pca"], basis = pca_section(study)
     step("objects")
     boxes: dict[str, dict[int, Discovery]] = {}
-    found["discovery"] = {"note": "left out, as asked for"}
+    found["discovery"] = dict(LEFT_OUT)
     if options["discovery"]:
         found["discovery"], boxes = discovery_section(study)
     step("probes")
-    found["probes"], classes = {"note": "left out, as asked for"}, None
+    found["probes"], classes = dict(LEFT_OUT), None
     if options["probes"]:
         found["probes"], classes = probe_sections(study)
     step("registers")
     found["registers"] = attempt(lambda: registers_section(study, classes))
-    return found, show(study, boxes, basis, source.label_names)
+    step("cures")
+    cured: Trial | None = None
+    found["cure"] = dict(LEFT_OUT)
+    if options["cure"]:
+        found["cure"], cured = attempt_with(lambda: try_cure(model, study, again, tell), cured)
+    return found, show(study, boxes, basis, again.feed.label_names, closer, cured)
 
 
 def _problems(evidence: Evidence, norms: Section, study: Study | None) -> Section:

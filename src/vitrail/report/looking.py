@@ -6,7 +6,7 @@ spread evenly over the data where its length is known, on the CPU:
     PLACES      pictures whose last norms and neighbour similarities are kept: two or three numbers a patch
     FEATURES    pictures whose last tokens, attention rows and pixels are kept as well, in half precision, within
                 FEATURE_BYTES; probes, attention and principal components are computed on them
-    OBJECTS     those of them whose keys are kept for object discovery
+    OBJECTS     those of them whose keys and values are kept for object discovery
 
 Which tokens are outliers is known after the last picture only. A second pass is not needed for it, since the last
 layer's norms are kept: the data may be a stream that runs once.
@@ -36,6 +36,9 @@ from vitrail.tokens import TokenLayout
 
 PLACES, FEATURES, OBJECTS = 4096, 600, 200
 FEATURE_BYTES = 2**30
+OBJECT_FEATURES = {"keys": "k", "values": "v"}
+"""What objects are looked for in, and its letter: keys suit DINO and DINOv2, values DeiT-III and OpenCLIP."""
+
 PATCH_ROWS = 16
 """Patches whose attention rows are kept beside those of special tokens, evenly spread over the grid."""
 
@@ -66,7 +69,7 @@ class Features:
         special_norms: (S,) norms of the special tokens there.
         attention: (H, Q, N) rows of the queries, in the last block.
         image: (C, H, W), as the model sees it, from 0 to 255.
-        keys: (P, D) of the last block's patches; None where no object is looked for.
+        objects: ``keys`` and ``values`` (P, D) of the last block's patches; empty where no object is looked for.
         boxes: (n, 4) true boxes, in pixels; None where there are none.
     """
 
@@ -74,7 +77,7 @@ class Features:
     special_norms: Tensor
     attention: Tensor
     image: Tensor
-    keys: Packed | None
+    objects: dict[str, Packed]
     boxes: Tensor | None
 
 
@@ -161,7 +164,7 @@ class Looker:
         size = (piece.images.shape[-2], piece.images.shape[-1])
         queries = query_tokens(self.layout_for(size))
         # Tokens, keys and attention are those of the last block, norms those of all: two watches, one forward run.
-        last = watch(self.model, ("embedding", "tokens", "k", "attention"), [-1], queries)
+        last = watch(self.model, ("embedding", "tokens", "k", "v", "attention"), [-1], queries)
         with self.norms.hooked(), last.hooked(), evaluating(self.model):
             self.model(to_model(self.model, piece.images))
         norms, seen = self.norms.take(), last.take()
@@ -176,15 +179,17 @@ class Looker:
 
     def _keep(self, piece: Any, seen: Any, norms: Tensor) -> None:
         layout, evidence = seen.layout, self.evidence
-        tokens, keys = seen.by_layer["tokens"][self.last], seen.by_layer["k"][self.last]
-        attention = seen.by_layer["attention"][self.last]
-        finite = _finite(norms) & _finite(tokens) & _finite(keys) & _finite(attention) & _finite(seen.embedding)
+        tokens, attention = (seen.by_layer[name][self.last] for name in ("tokens", "attention"))
+        objects = {name: seen.by_layer[letter][self.last] for name, letter in OBJECT_FEATURES.items()}
+        finite = _finite(norms) & _finite(tokens) & _finite(attention) & _finite(seen.embedding)
+        for features in objects.values():
+            finite &= _finite(features)
         similarity = torch.full((len(norms), layout.num_patches), math.nan)
         if finite.any() and min(layout.grid[1:]) > 0 and layout.grid[1] * layout.grid[2] > 1:
             here = finite.to(seen.embedding.device)
             similarity[finite] = neighbour_similarity(seen.embedding[here], layout.grid).float().cpu()
         foreground = self._foreground(piece, layout)
-        most = self._most(tokens, keys, attention, piece.images)
+        most = self._most(tokens, attention, piece.images, list(objects.values()))
         for row, (index, name) in enumerate(zip(piece.indices, piece.names, strict=True)):
             label = None if piece.labels is None else int(piece.labels[row])
             label = None if label is not None and label < 0 else label
@@ -198,16 +203,19 @@ class Looker:
             place = chosen(index, most, self.total)
             if place is None and chosen(index, PLACES, self.total) is None:
                 continue
-            features = None
+            kept = None
             if place is not None:
                 among = None if self.total is None else min(most, self.total)
                 wanted = self.objects and chosen(place, OBJECTS, among) is not None
-                features = Features(
+                kept = Features(
                     Packed.of(tokens[row]),
                     norms[row, : layout.num_special],
                     attention[row].half().cpu(),
-                    self._pixels(piece.images[row]),
-                    Packed.of(patch_features(keys[row : row + 1], layout)[0]) if wanted else None,
+                    pixels(piece.images[row], self.preprocessing),
+                    {
+                        name: Packed.of(patch_features(features[row : row + 1], layout)[0])
+                        for name, features in (objects if wanted else {}).items()
+                    },
                     _boxes(piece.boxes[row]) if piece.boxes is not None else None,
                 )
             evidence.pictures[index] = Picture(
@@ -218,22 +226,16 @@ class Looker:
                 norms[row, layout.patches].clone(),
                 similarity[row],
                 None if foreground is None else foreground[row],
-                features,
+                kept,
             )
 
-    def _most(self, tokens: Tensor, keys: Tensor, attention: Tensor, images: Tensor) -> int:
+    def _most(self, tokens: Tensor, attention: Tensor, images: Tensor, objects: Sequence[Tensor]) -> int:
         """Say of how many pictures features can be kept; the same in every process."""
-        each = 2 * (tokens[0].numel() + attention[0].numel() + self.objects * keys[0].numel()) + images[0].numel()
-        return max(1, min(FEATURES, FEATURE_BYTES // each))
-
-    def _pixels(self, image: Tensor) -> Tensor:
-        """Undo the preparation: a picture from 0 to 255, in whole numbers."""
-        channels = len(image)
-        mean, std = (
-            torch.tensor(values if channels == 3 else [sum(values) / 3] * channels).view(-1, 1, 1)
-            for values in (self.preprocessing.mean, self.preprocessing.std)
-        )
-        return ((image.detach().float().cpu() * std + mean) * 255).round().clamp(0, 255).nan_to_num().to(torch.uint8)
+        each = 2 * (tokens[0].numel() + attention[0].numel()) + images[0].numel()
+        more = 2 * sum(features[0].numel() for features in objects) if self.objects else 0
+        if OBJECTS * (each + more) > FEATURE_BYTES:
+            return max(1, FEATURE_BYTES // (each + more))
+        return min(FEATURES, (FEATURE_BYTES - OBJECTS * more) // each)
 
     def _foreground(self, piece: Any, layout: TokenLayout) -> Tensor | None:
         if piece.masks is None:
@@ -244,6 +246,16 @@ class Looker:
         except VitrailError as error:
             self.evidence.notes.add(f"masks were not used: {error}")
             return None
+
+
+def pixels(image: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Undo the preparation of a picture (C, H, W): from 0 to 255, in whole numbers."""
+    channels = len(image)
+    mean, std = (
+        torch.tensor(values if channels == 3 else [sum(values) / 3] * channels).view(-1, 1, 1)
+        for values in (preprocessing.mean, preprocessing.std)
+    )
+    return ((image.detach().float().cpu() * std + mean) * 255).round().clamp(0, 255).nan_to_num().to(torch.uint8)
 
 
 def query_tokens(layout: TokenLayout) -> tuple[int, ...]:

@@ -31,11 +31,12 @@ class Report(Result):
         layout: which tokens the model has.
         norms: norms of patch tokens by layer, threshold, verdict: whether there are artifacts, and since when.
         redundancy: where outliers sit.
-        attention: what each role attends to in the last layer.
+        attention: what each role attends to in the last layer, and which pictures are shown layer by layer.
         registers: each register by itself.
         pca: principal components of the patch features.
         probes: what tokens know of position, pixels, class.
         discovery: objects found without labels.
+        cure: what test-time registers do to the artifacts.
         problems: pictures that could not be read, numbers that are not finite, notes.
         settings: options and seeds.
         versions: what it ran on.
@@ -52,6 +53,7 @@ class Report(Result):
     pca: dict[str, Any]
     probes: dict[str, Any]
     discovery: dict[str, Any]
+    cure: dict[str, Any]
     problems: dict[str, Any]
     settings: dict[str, Any]
     versions: dict[str, Any]

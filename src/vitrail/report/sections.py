@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,9 +16,15 @@ from vitrail.analysis.features import Pca, fit_pca
 from vitrail.analysis.probes import cut_patches, probe_pixels, probe_positions
 from vitrail.analysis.redundancy import redundancy
 from vitrail.errors import VitrailError
+from vitrail.report.looking import OBJECT_FEATURES
 from vitrail.report.study import Study, features_of
 
 Section = dict[str, Any]
+Found = TypeVar("Found")
+
+METHODS: dict[str, Callable[..., list[Discovery]]] = {"lost": lost_batch, "tokencut": tokencut_batch}
+"""Ways to find an object."""
+
 PROBE_WORK = 1.5e9
 """Tokens × channels × positions that one fit of the position probe may take on a CPU."""
 
@@ -30,6 +37,17 @@ def attempt(function: Callable[[], Section]) -> Section:
         return {"note": str(error)}
     except (ArithmeticError, ImportError, LookupError, MemoryError, RuntimeError, ValueError) as error:
         return {"note": f"this failed: {type(error).__name__}: {str(error).strip() or 'without a message'}"}
+
+
+def attempt_with(function: Callable[[], tuple[Section, Found]], otherwise: Found) -> tuple[Section, Found]:
+    """Do the same for an analysis that gives something beside its section."""
+    beside = [otherwise]
+
+    def run() -> Section:
+        section, beside[0] = function()
+        return section
+
+    return attempt(run), beside[0]
 
 
 def redundancy_section(study: Study) -> Section:
@@ -163,33 +181,34 @@ def probe_sections(study: Study) -> tuple[Section, ClassProbe | None]:
 
 
 def discovery_section(study: Study) -> tuple[Section, dict[str, dict[int, Discovery]]]:
-    """Look for one object in each picture, by LOST and TokenCut on the last layer's keys."""
+    """Look for one object in each picture, by LOST and TokenCut on the last layer's keys and on its values.
+
+    Which of both suits a model depends on how it was trained, and nothing in the model says so: both are tried. The
+    boxes that are given are those of the keys, as in both papers.
+    """
     boxes: dict[str, dict[int, Discovery]] = {}
     truth = [features_of(picture).boxes for picture in study.objects]
     size = tuple(features_of(study.objects[0]).image.shape[1:]) if study.objects else (0, 0)
     known = any(one is not None and len(one) for one in truth)
 
-    def method(name: str, function: Callable[..., list[Discovery]]) -> Section:
-        found = function(study.keys, study.layout.grid)
-        boxes[name] = {picture.index: one for picture, one in zip(study.objects, found, strict=True)}
+    def method(feature: str, name: str) -> Section:
+        found = METHODS[name](study.object_features(feature), study.layout.grid)
+        boxes[f"{feature} {name}"] = {picture.index: one for picture, one in zip(study.objects, found, strict=True)}
         if not known:
             return {"note": "no true boxes, so that nothing says how often these are right"}
         return {"corloc": corloc([one.pixels(study.patch, (size[0], size[1])) for one in found], truth).to_dict()}
 
-    def sweep() -> Section:
-        grids = [study.layout.grid] * len(study.objects)
-        biases = suggest_biases(study.keys)
-        return sweep_lost(study.keys, grids, truth, biases=biases, patch=study.patch).to_dict()
+    def sweep(feature: str) -> Section:
+        features, grids = study.object_features(feature), [study.layout.grid] * len(study.objects)
+        return sweep_lost(features, grids, truth, biases=suggest_biases(features), patch=study.patch).to_dict()
 
-    section: Section = {
-        "pictures": len(study.objects),
-        "feature": "keys of the last layer",
-        "lost": attempt(lambda: method("lost", lost_batch)),
-        "tokencut": attempt(lambda: method("tokencut", tokencut_batch)),
-    }
+    section: Section = {"pictures": len(study.objects)}
+    for feature in OBJECT_FEATURES:
+        section[feature] = {name: attempt(partial(method, feature, name)) for name in METHODS}
+        if known:
+            section[feature]["lost_sweep"] = attempt(partial(sweep, feature))
     if known:
-        section["lost_sweep"] = attempt(sweep)
         # Objects that fill their pictures are "found" by a box around everything: the number to beat.
         everything = (0.0, 0.0, float(size[1]), float(size[0]))
         section["whole_picture"] = corloc([everything] * len(truth), truth).to_dict()
-    return section, boxes
+    return section, {name: boxes[f"keys {name}"] for name in METHODS if f"keys {name}" in boxes}

@@ -14,6 +14,8 @@ from vitrail.analysis.base import Result
 from vitrail.analysis.discovery import Discovery
 from vitrail.analysis.features import Pca, pca_maps
 from vitrail.errors import VitrailError
+from vitrail.report.closer import Closer
+from vitrail.report.cure import Trial
 from vitrail.report.study import Study, features_of
 
 MOST_TOKENS = 9
@@ -32,8 +34,11 @@ class Shown(Result):
         outliers: which of them are above the threshold.
         boxes: what each method of discovery found, in pixels.
         truth: true boxes, in pixels.
-        image: (C, H, W) from 0 to 255; None for a report that was loaded, as are the next two.
+        cured: norms with test-time registers, row by row; None where these were not tried.
+        image: (C, H, W) from 0 to 255; None for a report that was loaded, as are those that follow.
         attention: (h, w) for each special token, the mean over heads of the last layer; sums to one.
+        cured_attention: the same with test-time registers.
+        closer: attention by layer, by head, and rollout; of a few pictures.
         pca: (h, w, 3) between 0 and 1.
     """
 
@@ -46,8 +51,11 @@ class Shown(Result):
     outliers: list[int]
     boxes: dict[str, tuple[float, float, float, float]]
     truth: list[list[float]]
+    cured: list[float] | None = None
     image: Tensor | None = field(default=None, repr=False, metadata={"json": False})
     attention: dict[str, Tensor] = field(default_factory=dict, repr=False, metadata={"json": False})
+    cured_attention: dict[str, Tensor] = field(default_factory=dict, repr=False, metadata={"json": False})
+    closer: Closer | None = field(default=None, repr=False, metadata={"json": False})
     pca: Tensor | None = field(default=None, repr=False, metadata={"json": False})
 
     @classmethod
@@ -63,6 +71,8 @@ def show(
     boxes: Mapping[str, Mapping[int, Discovery]],
     basis: Pca | None,
     label_names: Sequence[str] | None,
+    closer: Mapping[int, Closer],
+    cured: Trial | None,
 ) -> list[Shown]:
     """Put together what is shown of each picture."""
     pictures = study.shown
@@ -71,32 +81,37 @@ def show(
     colours = _colours(study, basis)
     place = {picture.index: number for number, picture in enumerate(study.featured)}
     shown = []
+    cured = cured or Trial({})
     for number, picture in enumerate(pictures):
+        index = picture.index
         features = features_of(picture)
         size = int(features.image.shape[1]), int(features.image.shape[2])
-        rows = study.attention[place[picture.index], :, : min(study.layout.num_special, MOST_TOKENS)]
+        rows = study.attention[place[index], :, : min(study.layout.num_special, MOST_TOKENS)]
         maps = token_maps(rows.unsqueeze(0), study.layout)[0].mean(0).reshape(-1, time * height, width)
         shown.append(
             Shown(
-                picture.index,
+                index,
                 picture.name,
                 _label(picture.label, label_names),
                 (time * height, width),
                 size,
-                [float(f"{norm:.5g}") for norm in picture.norms.tolist()],
+                _rounded(picture.norms),
                 outliers[number].nonzero().flatten().tolist(),
-                {
-                    name: found[picture.index].pixels(study.patch, size)
-                    for name, found in boxes.items()
-                    if picture.index in found
-                },
+                {name: found[index].pixels(study.patch, size) for name, found in boxes.items() if index in found},
                 [] if features.boxes is None else features.boxes.tolist(),
+                _rounded(cured.norms[index]) if index in cured.norms else None,
                 features.image,
                 dict(zip(study.special_names, maps, strict=False)),
+                dict(zip(study.special_names, cured.attention.get(index, ()), strict=False)),
+                closer.get(index),
                 None if colours is None else colours[number],
             )
         )
     return shown
+
+
+def _rounded(norms: Tensor) -> list[float]:
+    return [float(f"{norm:.5g}") for norm in norms.tolist()]
 
 
 def _colours(study: Study, basis: Pca | None) -> Tensor | None:

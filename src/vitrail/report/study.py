@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from vitrail.analysis.norms import Norms
 from vitrail.errors import UnsupportedInput
 from vitrail.report.looking import Evidence, Features, Packed, Picture
 from vitrail.tokens import Role, TokenLayout
+
+Thing = TypeVar("Thing")
 
 SHOWN = 8
 """Pictures that a report shows."""
@@ -58,18 +62,18 @@ class Study:
 
     @cached_property
     def objects(self) -> tuple[Picture, ...]:
-        """Pictures whose keys were kept."""
-        return tuple(picture for picture in self.featured if features_of(picture).keys is not None)
+        """Pictures whose keys and values were kept."""
+        return tuple(picture for picture in self.featured if features_of(picture).objects)
 
     @cached_property
     def shown(self) -> tuple[Picture, ...]:
         """Pictures for the eye: some evenly spread, the same for every model, and those with the most outliers."""
         candidates = self.objects or self.featured
         counts = self.outliers(candidates).sum(1).tolist()
-        places = _spread(list(range(len(candidates))), SHOWN // 2)
+        places = spread(range(len(candidates)), SHOWN // 2)
         ranked = sorted(set(range(len(candidates))) - set(places), key=lambda place: (-counts[place], place))
         places += [place for place in ranked if counts[place]][: SHOWN - len(places)]
-        places += _spread([place for place in range(len(candidates)) if place not in places], SHOWN - len(places))
+        places += spread([place for place in range(len(candidates)) if place not in places], SHOWN - len(places))
         return tuple(candidates[place] for place in sorted(places))
 
     @cached_property
@@ -98,10 +102,9 @@ class Study:
         """Tokens (B, N, D) of the featured pictures."""
         return self._stacked([features_of(picture).tokens for picture in self.featured])
 
-    @cached_property
-    def keys(self) -> Tensor:
-        """Keys (B, P, D) of the pictures that objects are looked for in."""
-        return self._stacked([found for picture in self.objects if (found := features_of(picture).keys) is not None])
+    def object_features(self, name: str) -> Tensor:
+        """Keys or values (B, P, D) of the pictures that objects are looked for in."""
+        return self._stacked([features_of(picture).objects[name] for picture in self.objects])
 
     @cached_property
     def attention(self) -> Tensor:
@@ -142,7 +145,7 @@ def features_of(picture: Picture) -> Features:
     return picture.features
 
 
-def _spread(places: list[int], most: int) -> list[int]:
-    """Choose some of several places, evenly spread."""
-    most = min(most, len(places))
-    return [places[(2 * number + 1) * len(places) // (2 * most)] for number in range(most)]
+def spread(things: Sequence[Thing], most: int) -> list[Thing]:
+    """Choose some of several things, evenly spread."""
+    most = min(most, len(things))
+    return [things[(2 * number + 1) * len(things) // (2 * most)] for number in range(most)]

@@ -15,6 +15,7 @@ main{max-width:1120px;margin:0 auto;padding:20px 16px 60px}
 h1{font-size:1rem;font-weight:600;color:var(--soft);margin:8px 0 4px;overflow-wrap:anywhere}
 h2{font-size:1.3rem;line-height:1.25;margin:0 0 6px}
 h3{font-size:1.02rem;margin:22px 0 4px}
+h4{font-size:.9rem;font-weight:600;margin:14px 0 5px}
 p{margin:6px 0 10px;max-width:76ch}
 section,header{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:18px 20px;margin:16px 0;
 overflow-wrap:anywhere}
@@ -38,9 +39,9 @@ figcaption{margin-top:4px;max-width:76ch}
 .pictures figure{margin:0}
 .panels{display:flex;gap:6px}
 .panels>*{flex:1 1 0;min-width:0}
-.strip{display:grid;grid-template-columns:repeat(auto-fill,minmax(104px,1fr));gap:8px}
+.strip{display:grid;grid-template-columns:repeat(auto-fit,minmax(104px,1fr));gap:8px}
 .strip+.strip{margin-top:12px}
-.strip div{min-width:0}
+.strip div{min-width:0;max-width:210px}
 .strip span{display:block;font-size:.8rem;color:var(--soft)}
 .panel{display:block;width:100%;height:auto;border-radius:4px;background:var(--grid)}
 .panel image.map{image-rendering:pixelated}
@@ -81,7 +82,7 @@ thead th{color:var(--soft);font-weight:600}
 tbody th{font-weight:500}
 ul{padding-left:1.2em;margin:6px 0}li{margin:5px 0;max-width:76ch}
 code{font:.9em ui-monospace,SFMono-Regular,Menlo,monospace;overflow-wrap:anywhere}
-details summary{cursor:pointer}
+details{margin-top:10px}details summary{cursor:pointer}
 @media (max-width:520px){main{padding:8px 8px 40px}section,header{padding:14px 13px;border-radius:8px}
 .answer{font-size:1.2rem}}
 @media print{section,header{break-inside:avoid;border:none}nav{display:none}}

@@ -84,6 +84,40 @@ def meaning(norms: Values) -> str:
     return common
 
 
+def cure_words(cure: Values) -> str:
+    """Say in a sentence what test-time registers did."""
+    before, after, control = (cure[when].get("outlier_share") for when in ("before", "after", "control"))
+    many = count(cure["num_neurons"], "neuron")
+    change = f"{percent(before)} of the patch tokens were above the line before, {percent(after)} are with {many} moved"
+    beside = "" if control is None else f", {percent(control)} with as many random ones"
+    said = {
+        "gone": "The cure works here",
+        "fewer": "The cure helps here, but not fully",
+        "none": "The cure does not work here",
+        "unspecific": "Random neurons do about as well, so it is not these neurons that make the artifacts",
+    }
+    return f"{said[cure['effect']]}: {change}{beside}."
+
+
+def _cure_advice(cure: Values) -> str:
+    """Say whether to use test-time registers."""
+    if "effect" not in cure:
+        return (
+            "Without training: vitrail.test_time_registers(model, pictures) moves the artifacts onto an extra token "
+            "and can be undone. It was not tried here. Inspect the model again afterwards and compare both reports."
+        )
+    if cure["effect"] in ("gone", "fewer"):
+        return (
+            f"Without training: vitrail.test_time_registers(model, pictures, neurons={cure['num_neurons']}) moves the "
+            "artifacts onto an extra token and can be undone; above it was tried on these pictures. Measure your own "
+            "task with and without it."
+        )
+    return (
+        "Without training, nothing that was tried takes the artifacts away: test-time registers did not help on these "
+        "pictures."
+    )
+
+
 def advice(report: Values) -> list[str]:
     """Say what to do next."""
     norms, registers = report["norms"], report["registers"].get("tokens") or []
@@ -101,10 +135,7 @@ def advice(report: Values) -> list[str]:
             )
         else:
             found.append("Use a model trained with registers, where there is one (DINOv2 with registers, DINOv3).")
-        found.append(
-            "Without training: vitrail.test_time_registers(model, pictures) moves the artifacts onto an extra token "
-            "and can be undone. Inspect the model again afterwards and compare both reports."
-        )
+        found.append(_cure_advice(report["cure"]))
         onset = norms["onset"]
         if onset:
             found.append(

@@ -1,6 +1,7 @@
 """Changes to existing models: checked before anything is touched, and all of them reversible."""
 
 from vitrail.surgery.ablation import Ablation, ablate
+from vitrail.surgery.added import AddedTokens, add_tokens
 from vitrail.surgery.count import Count, count
 from vitrail.surgery.merge import Merging, merge
 from vitrail.surgery.record import Recording, record
@@ -10,6 +11,7 @@ from vitrail.surgery.trace import Trace
 
 __all__ = [
     "Ablation",
+    "AddedTokens",
     "Count",
     "Merging",
     "Recording",
@@ -17,6 +19,7 @@ __all__ = [
     "TestTimeRegisters",
     "Trace",
     "ablate",
+    "add_tokens",
     "count",
     "find_register_neurons",
     "merge",

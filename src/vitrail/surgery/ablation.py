@@ -7,7 +7,7 @@ like.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,8 +18,8 @@ from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.surgery.appended import layout_of
 from vitrail.surgery.asked import check_layers, describe, find_queries, is_whole
-from vitrail.surgery.checks import refuse_merged
-from vitrail.surgery.record import stream
+from vitrail.surgery.checks import refuse_extended, refuse_merged
+from vitrail.surgery.record import Pictures, stream
 from vitrail.tokens import Role
 
 How = Literal["zero", "mean", "noise", "shuffle"]
@@ -82,7 +82,7 @@ class Ablation:
 def ablate(
     model: nn.Module,
     how: How,
-    data: Tensor | Iterable[Any] | None = None,
+    data: Pictures = None,
     *,
     tokens: Any = "register",
     layers: int | Sequence[int] | None = None,
@@ -95,12 +95,16 @@ def ablate(
         model: any supported model, not merged.
         how: ``zero``; ``mean`` over the pictures of ``data``; ``noise`` with their mean and spread in each channel;
             ``shuffle``, the tokens of another picture of the batch.
-        data: prepared pictures for ``mean`` and ``noise``, or batches of them.
+        data: pictures for ``mean`` and ``noise``, as files or prepared (see :data:`~vitrail.surgery.record.Pictures`);
+            walked over once, one batch in memory at a time.
         tokens: roles or positions of the tokens; registers by default.
         layers: blocks after which tokens are replaced; all by default.
+        batch_size: pictures at once, where they do not come in batches.
+        seed: of noise and shuffling.
     """
     found = find(model)
     refuse_merged(model)
+    refuse_extended(model)
     if how not in get_args(How):
         raise InvalidOption(f"tokens are replaced by {', '.join(get_args(How))}; got {how!r}")
     if not is_whole(seed):

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 def merged_trunk(model: nn.Module) -> nn.Module | None:
     """Give the merged trunk in a model, if there is one."""
-    return next((part for part in model.modules() if hasattr(part, "_vitrail_plan")), None)
+    return next((part for part in model.modules() if getattr(_plan(part), "merges", False)), None)
+
+
+def extended_trunk(model: nn.Module) -> nn.Module | None:
+    """Give the trunk in a model that tokens were added to, if there is one."""
+    return next((part for part in model.modules() if getattr(_plan(part), "added", None) is not None), None)
+
+
+def _plan(part: nn.Module) -> Any:
+    return vars(part).get("_vitrail_plan")
 
 
 def refuse_merged(model: nn.Module) -> None:
@@ -30,11 +39,20 @@ def refuse_merged(model: nn.Module) -> None:
         )
 
 
+def refuse_extended(model: nn.Module) -> None:
+    """Refuse a model that tokens were added to."""
+    if extended_trunk(model) is not None:
+        raise AlreadyMerged(
+            "tokens were added to this model already; remove them with `AddedTokens.of(model).remove()` first. "
+            "vitrail.add_tokens takes all that are wanted at once"
+        )
+
+
 def refuse_registers(found: Found) -> None:
-    """Refuse a model with test-time registers: merging would take the appended tokens for patches."""
+    """Refuse a model with test-time registers: they would be taken for patches."""
     if hasattr(found.trunk, MARK):
         raise AlreadyMerged(
-            "this model has test-time registers, which merging does not know; remove them first with "
+            "this model has test-time registers, which neither merging nor added tokens know; remove them first with "
             "`TestTimeRegisters.of(model).remove()`"
         )
 

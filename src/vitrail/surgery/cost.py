@@ -34,11 +34,17 @@ class CostModel:
 
     One multiply-add counts as one FLOP, as in the literature (ViT-B/16 has 17.6 GFLOPs); norms, activations and
     softmax are left out, as there.
+
+    Attributes:
+        per_patch: weights outside of blocks that meet every patch.
+        fixed: those that are met once.
+        late: how many tokens have entered in each block since the first one.
     """
 
     per_patch: int
     fixed: int
     blocks: tuple[BlockCost, ...]
+    late: tuple[int, ...]
 
     @classmethod
     def of(cls, model: nn.Module, found: Found) -> CostModel:
@@ -50,25 +56,42 @@ class CostModel:
             per_patch=_weights(part for root in patch_parts for part in root.modules()),
             fixed=_weights(rest),
             blocks=tuple(map(_block_cost, found.block_adapters, found.blocks)),
+            late=late_tokens(found),
         )
 
-    def parts(self, special: int, patches: int, per_layer: Sequence[int]) -> dict[str, int]:
-        """Give the cost of one input by part, for these merges of each layer."""
-        length = special + patches
+    def parts(
+        self, special: int, patches: int, per_layer: Sequence[int], beside: Sequence[int] = (), read: bool = False
+    ) -> dict[str, int]:
+        """Give the cost of one input by part, for these merges of each layer.
+
+        With ``beside``, so many tokens go beside the others in each layer, who read them (``read``) or do not.
+        """
+        kept = special + patches
+        extra = list(beside) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
         found |= {"patches": self.per_patch * patches, "rest": self.fixed}
-        for block, r in zip(self.blocks, per_layer, strict=True):
-            found["projections"] += length * block.attend
-            found["attention"] += length * length * block.pair
+        for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
+            length = kept + late
+            found["projections"] += (length + more) * block.attend
+            found["attention"] += (length * length + more * (length + more)) * block.pair
+            found["attention"] += length * more * block.pair if read else 0
             if r:
                 found["matching"] += ((length + 1) // 2) * (length // 2) * block.feature
-            length -= r
-            found["feed"] += length * block.feed
+            kept -= r
+            found["feed"] += (length - r + more) * block.feed
         return found
 
-    def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
+    def counter(
+        self, special: int, patches: int, beside: Sequence[int] = (), read: bool = False
+    ) -> Callable[[Sequence[int]], int]:
         """Give the cost of one input as a function of the merges of each layer."""
-        return lambda per_layer: sum(self.parts(special, patches, per_layer).values())
+        return lambda per_layer: sum(self.parts(special, patches, per_layer, beside, read).values())
+
+
+def late_tokens(found: Found) -> tuple[int, ...]:
+    """Say how many tokens have entered in each block since the first one."""
+    layouts = [found.adapter.layout_in(found.trunk, layer) for layer in range(len(found.blocks))]
+    return tuple(layout.num_special - layouts[0].num_special for layout in layouts)
 
 
 def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:

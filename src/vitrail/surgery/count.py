@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.surgery.appended import layout_of
-from vitrail.surgery.checks import merged_trunk
 from vitrail.surgery.cost import CostModel
 
 
@@ -51,11 +50,14 @@ def count(model: nn.Module, size: Any = None) -> Count:
     layout = layout_of(found, _size(size))
     cost = CostModel.of(model, found)
     special, patches = layout.num_special, layout.num_patches
-    plan = getattr(merged_trunk(model), "_vitrail_plan", None)
+    plan = getattr(found.trunk, "_vitrail_plan", None)
     nothing = (0,) * len(found.blocks)
     merges = nothing if plan is None else plan.solve(patches).per_layer
-    by_part = cost.parts(special, patches, merges)
-    unmerged = cost.counter(special, patches)(nothing)
+    added = getattr(plan, "added", None)
+    beside = ((), False) if added is None else (added.counts(), added.is_open)
+    special -= cost.late[-1] + (0 if added is None else added.counts()[-1])
+    by_part = cost.parts(special, patches, merges, *beside)
+    unmerged = cost.counter(special, patches, *beside)(nothing)
     return Count(
         sum(weight.numel() for weight in model.parameters()),
         _parameters(model, found),
@@ -63,7 +65,7 @@ def count(model: nn.Module, size: Any = None) -> Count:
         sum(by_part.values()),
         by_part,
         unmerged,
-        cost.counter(special + 1, patches)(nothing) - unmerged,
+        cost.counter(special + 1, patches, *beside)(nothing) - unmerged,
     )
 
 

@@ -22,6 +22,8 @@ from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import Assignment, MergeState
 
+Read = Callable[[Tensor, Tensor], None]
+
 
 def serves(x: Tensor, state: MergeState) -> bool:
     """Whether a block's forward can run here: half precision on a GPU, with tokens in paper order."""
@@ -104,13 +106,15 @@ class Known:
 _known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
-def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool) -> tuple[Tensor, MergeState]:
-    """Attend, merge and feed."""
+def dense_forward(
+    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, read: Read | None = None
+) -> tuple[Tensor, MergeState]:
+    """Attend, merge and feed; ``read`` is shown the keys and values on the way, and may not keep them."""
     _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
     gamma = dense.gammas[1]
     owed = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
-    x, h, state = _attend_and_merge(dense, x.contiguous(), state, proportional, owed)
+    x, h, state = _attend_and_merge(dense, x.contiguous(), state, proportional, owed, read)
     width = x.shape[2]
     if learns:
         hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
@@ -126,10 +130,10 @@ def dense_forward(dense: DenseBlock, x: Tensor, state: MergeState, proportional:
 
 
 def _attend_and_merge(
-    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, owed: Tensor | None
+    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, owed: Tensor | None, read: Read | None
 ) -> tuple[Tensor, Tensor, MergeState]:
     """Give the tokens after attention and the merge, plus ``owed``, and their LayerNorm for the MLP."""
-    x, y, step, join = _attend(dense, x, state, proportional)
+    x, y, step, join = _attend(dense, x, state, proportional, read)
     y = _apply(dense.drops[0], dense.proj(y))
     join()
     gamma, norm2 = dense.gammas[0], dense.norm2
@@ -144,12 +148,14 @@ def _attend_and_merge(
 
 
 def _attend(
-    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool
+    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, read: Read | None
 ) -> tuple[Tensor, Tensor, Assignment | None, Callable[[], None]]:
     """Attend, and match beside it, which needs the keys alone; the function given waits for the match."""
     x, packed, q, k, v = _project(dense, x)
     with kernels.beside(k) as join:
         step = kernels.match(k.detach(), state.r, state.protected, state.order) if state.r else None
+    if read is not None:
+        read(k, v)
     size = state.size if proportional else None
     if packed is not None and packed.requires_grad:
         return x, kernels.packed_attention(packed, dense.heads, size, state.log2_size, dense.scale), step, join

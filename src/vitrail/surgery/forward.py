@@ -1,4 +1,4 @@
-"""The merged forward: attend, merge, feed. It exists once, for every library.
+"""How a pass goes from block to block.
 
 The state of a pass is carried by the tokens themselves: a block reads it off the tensor it is given, hands it to its
 own forward as an argument, and sets it on the tensor that it returns. Hooks, gradient checkpointing, FSDP and threads
@@ -7,53 +7,27 @@ may come between; a block that is given tokens without their state says so inste
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitrail import kernels
-from vitrail.adapters.base import BlockAdapter, BlockCall, Rotary
-from vitrail.adapters.passes import Pass, current_pass
+from vitrail.adapters.base import BlockAdapter
+from vitrail.adapters.passes import CARRIER, Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
-from vitrail.surgery.dense import dense_block, dense_forward
+from vitrail.surgery.beside import deliver
 from vitrail.surgery.plan import BlockPlan, Plan
+from vitrail.surgery.running import Carried, merged_forward
 from vitrail.surgery.trace import TracedPass, is_tracking, record
-from vitrail.tokens import TokenLayout
-
-_CARRIER = "_vitrail_carried"
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What travels with the tokens from block to block.
-
-    Attributes:
-        plan: the plan under which the pass began.
-        layout: the tokens of this input before any merge.
-        state: what merged so far.
-        rotary: the model's rotary position, where it has one.
-        expose: whether the tensors between blocks are shown at full length.
-        unmasked: whether nobody asked for a mask.
-        tokens: the merged tokens, where the tensor that carries this is the full-length copy of them.
-    """
-
-    plan: Plan
-    layout: TokenLayout
-    state: MergeState
-    rotary: Rotary | None
-    expose: bool
-    unmasked: bool = False
-    tokens: Tensor | None = None
 
 
 class Passed(NamedTuple):
-    """What a block's forward leaves for after its hooks: tokens, what hooks were shown of them, and the state."""
+    """What a block's forward leaves for after its hooks: tokens, those beside, what hooks were shown, the state."""
 
     tokens: Tensor
+    beside: Tensor | None
     shown: Tensor
     state: MergeState
 
@@ -75,6 +49,8 @@ class MergedBlock:
         carried = _receive(mine, x)
         if carried.tokens is not None:
             x = carried.tokens
+        if mine.plan.added is not None:
+            carried = replace(carried, beside=mine.plan.added.enter(mine.index, carried.beside, x))
         slot = Slot()
         out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
         return _send(mine, carried, out, slot.passed)
@@ -88,86 +64,11 @@ class MergedBlock:
         **kwargs: Any,
     ) -> Tensor:
         parts = self._vitrail.parts
-        x, state = merged_forward(parts, self, x, parts.read_call(args, kwargs), vitrail_carried)  # type: ignore[arg-type]
+        call = parts.read_call(args, kwargs)
+        x, beside, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
         shown = state.unmerge(x) if _shows_full_length(self._vitrail, vitrail_carried) else x
-        vitrail_slot.passed = Passed(x, shown, state)
+        vitrail_slot.passed = Passed(x, beside, shown, state)
         return shown
-
-
-def merged_forward(
-    parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried
-) -> tuple[Tensor, MergeState]:
-    """Run one block: attend in proportion to sizes, merge what is most alike, feed what is left."""
-    state = carried.state
-    if carried.unmasked:
-        call = call._replace(mask=None)
-    _refuse_masks(call, state)
-    if not torch.compiler.is_compiling():
-        carried.plan.report_hooks(parts.attend_parts(block))
-    if call.rope is not None:
-        state = _with_positions(state, carried, call.rope)
-    elif call.mask is None and not call.causal:
-        dense = dense_block(parts, block, x, state)
-        if dense is not None:
-            return dense_forward(dense, x, state, carried.plan.proportional)
-
-    h = parts.attend_norm(block, x)
-    q, k, v = parts.qkv(block, h)
-    r = state.possible()
-    step = kernels.match(k.detach(), r, state.protected, state.order) if r else None
-    if call.rope is not None:
-        table = call.rope
-        if state.size is not None and carried.rotary is not None and state.positions is not None:
-            table = carried.rotary.table(state.layer, state.positions)
-        q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
-    if k.shape[1] != q.shape[1]:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    size = state.size if carried.plan.proportional else None
-    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
-    if parts.fused:
-        attended = kernels.attention(
-            q, k, v, size, state.log2_size, mask=call.mask, causal=call.causal, scale=scale, dropout=dropout
-        )
-    else:
-        scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
-        if call.mask is not None:
-            scores = scores.masked_fill(~call.mask, -torch.inf)
-        weights = F.dropout(parts.weigh(block, scores, size), dropout).to(v.dtype)
-        attended = (weights @ v).transpose(1, 2).flatten(2)
-    x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
-    x, state = (x, state.skip()) if step is None else state.merge(x, step)
-    x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
-    return x, state
-
-
-def _refuse_masks(call: BlockCall, state: MergeState) -> None:
-    if (call.mask is not None or call.causal) and any(state.per_layer):
-        raise UnsupportedInput(
-            "an attention mask says who sees whom among the original tokens, and merged tokens are several of them; "
-            "call the model without a mask, or remove the merging"
-        )
-
-
-def _with_positions(state: MergeState, carried: Carried, table: Tensor) -> MergeState:
-    """Give the state its coordinates before the first merge: zero, and so no rotation, for special tokens."""
-    rotary = carried.rotary
-    if state.positions is not None or not any(state.per_layer):
-        return state
-    if rotary is None:
-        raise BrokenPass(
-            "this model rotates by position, and its blocks were called without it: call the model, its "
-            "forward_features or forward_intermediates instead of its blocks"
-        )
-    positions = rotary.read(table) if rotary.positions is None else rotary.positions
-    if positions.shape[-2] != table.shape[-2]:
-        raise BrokenPass(
-            f"rotary positions for {positions.shape[-2]} patches, but the model rotates {table.shape[-2]} tokens"
-        )
-    if positions.dim() == 2:
-        positions = positions.unsqueeze(0)
-    special = positions.new_zeros(positions.shape[0], carried.layout.num_special, positions.shape[2])
-    return replace(state, positions=torch.cat([special, positions], 1))
 
 
 def _split_tokens(
@@ -181,12 +82,12 @@ def _split_tokens(
 
 def _receive(mine: BlockPlan, x: Tensor) -> Carried:
     """Take the state off the incoming tokens, or begin a pass at the first block."""
-    carried: Carried | None = getattr(x, _CARRIER, None)
+    carried: Carried | None = getattr(x, CARRIER, None)
     if mine.index == 0:
         # tokens that come twice are a new pass, unless a checkpoint repeats the old one for its gradients
         if carried is None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             carried = _begin(mine.plan, x)
-            setattr(x, _CARRIER, carried)
+            setattr(x, CARRIER, carried)
         return carried
     if carried is None:
         raise BrokenPass(
@@ -247,6 +148,8 @@ def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
 def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:
     """Set the state on the outgoing tokens; the last block's are ordinary tokens again."""
     if mine.is_last:
+        if passed.beside is not None:
+            deliver(passed.beside)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             _finish(mine.plan, carried, out, passed)
         return out
@@ -255,7 +158,7 @@ def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Ten
         # a hook may have put another tensor in its place; a reentrant checkpoint gives gradients to `out` alone
         same = out is passed.shown and out.requires_grad == passed.tokens.requires_grad
         tokens = passed.tokens if same else passed.state.remerge(out)
-    setattr(out, _CARRIER, replace(carried, state=passed.state, tokens=tokens))
+    setattr(out, CARRIER, replace(carried, state=passed.state, beside=passed.beside, tokens=tokens))
     return out
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,6 @@ from vitrail.errors import InvalidOption, NotMerged, UnsupportedModel
 from vitrail.merging import Schedule
 from vitrail.surgery.checks import (
     as_pictures,
-    embedding,
     merged_trunk,
     refuse_merged,
     refuse_meta,
@@ -24,11 +23,9 @@ from vitrail.surgery.checks import (
     refuse_registers,
 )
 from vitrail.surgery.cost import CostModel
-from vitrail.surgery.forward import MergedBlock
-from vitrail.surgery.patches import PatchProduct, patch_convolutions
-from vitrail.surgery.plan import BlockPlan, Plan, parse_protect
+from vitrail.surgery.install import install, uninstall
+from vitrail.surgery.plan import Plan, parse_protect
 from vitrail.surgery.record import evaluating
-from vitrail.surgery.swap import original_class, swap
 from vitrail.surgery.trace import Trace, tracking
 from vitrail.tokens import TokenLayout
 
@@ -93,9 +90,10 @@ def merge(
     resizes = found.adapter.resizes(found.trunk)
     mask = parse_protect(protect, layout.grid, resizes)
     cost = CostModel.of(model, found)
-    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes)  # type: ignore[arg-type]
+    added = getattr(getattr(found.trunk, "_vitrail_plan", None), "added", None)
+    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added)  # type: ignore[arg-type]
     plan.change(wanted)
-    _apply(found, plan)
+    install(found, plan)
     return Merging(model, found, plan)
 
 
@@ -177,9 +175,9 @@ class Merging:
         """
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
-        for merges in self._plan.solve(layout.num_patches).per_layer:
+        for merges, late in zip(self._plan.solve(layout.num_patches).per_layer, self._plan.cost.late, strict=True):
             length -= merges
-            lengths.append(length)
+            lengths.append(length + late)
         return lengths
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
@@ -189,7 +187,7 @@ class Merging:
         """
         layout = self._layout_for(size)
         per_layer = self._plan.solve(layout.num_patches).per_layer if merged else (0,) * self._plan.depth
-        return self._plan.cost.counter(layout.num_special, layout.num_patches)(per_layer)
+        return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
 
     def track(self) -> AbstractContextManager[Trace]:
         """Collect where every patch goes in the forward passes of this thread inside a ``with`` block."""
@@ -219,21 +217,22 @@ class Merging:
         ]
 
     def remove(self) -> None:
-        """Give the model back exactly as it was."""
+        """Give the model back exactly as it was, but for tokens that were added to it."""
         self._check_applied()
-        convolutions = [part for part in embedding(self.found) if isinstance(part, PatchProduct)]
-        parts = [self.found.trunk, *self.found.blocks, *convolutions]
-        foreign = [part for part in parts if original_class(part) is None]
-        if foreign:
-            raise NotMerged(
-                f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
-                "FSDP for example), so they cannot be given back; undo that first, or merge after it"
-            )
-        for part in parts:
-            part.__class__ = original_class(part)  # type: ignore[assignment]
-        del self.found.trunk._vitrail_plan, self.found.trunk._vitrail_adapter
-        for block in self.found.blocks:
-            del block._vitrail
+        if self._plan.added is None:
+            uninstall(self.found)
+        else:
+            install(self.found, self._plan.without_merging())
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Have the model without this merging inside a ``with`` block; this handle and others stay good."""
+        self.remove()
+        try:
+            yield
+        finally:
+            refuse_merged(self.model)
+            install(self.found, self._plan)
 
     def _check_applied(self) -> None:
         if not self.is_applied:
@@ -254,15 +253,3 @@ class Merging:
             return self.found.adapter.layout(self.found.trunk, pair)
         except ValueError as error:
             raise InvalidOption(f"size={size!r} is smaller than one patch of this model") from error
-
-
-def _apply(found: Found, plan: Plan) -> None:
-    """Change the classes; everything that can fail has been checked."""
-    found.trunk._vitrail_plan = plan  # type: ignore[assignment]
-    found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
-    swap(found.trunk, found.adapter.entry_points())
-    for conv in patch_convolutions(embedding(found)):
-        swap(conv, PatchProduct)
-    for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
-        block._vitrail = BlockPlan(plan, index, parts)  # type: ignore[assignment]
-        swap(block, MergedBlock)

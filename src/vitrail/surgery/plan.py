@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
 from vitrail.merging import Room, Schedule, Solution
 from vitrail.merging.matching import Order, mask_edges
+from vitrail.surgery.beside import Beside
 from vitrail.surgery.cost import CostModel
 from vitrail.tokens import TokenLayout
 
@@ -27,6 +29,8 @@ class Plan:
 
     Attributes:
         layout: the model's tokens at its own input size.
+        merges: whether it is a merging at all, and not only there for tokens that were added.
+        added: tokens that go beside the model's own.
         solved: merges per layer by number of patches, for the present schedule.
     """
 
@@ -39,6 +43,8 @@ class Plan:
     protect: Tensor | None
     cost: CostModel
     resizes: bool = False
+    merges: bool = True
+    added: Beside | None = None
     warned: set[int] = field(default_factory=set)
     hooks_reported: bool = False
     solved: dict[int, Solution] = field(default_factory=dict, repr=False)
@@ -53,6 +59,22 @@ class Plan:
         if not self.resizes:
             for solution in known.values():
                 self.report(solution, patches)
+
+    @classmethod
+    def bare(cls, found: Found, cost: CostModel, added: Beside) -> Plan:
+        """Make the plan of a model that does not merge and has tokens beside its own."""
+        depth, layout = len(found.blocks), found.adapter.layout(found.trunk)
+        resizes = found.adapter.resizes(found.trunk)
+        nothing = Schedule.parse(depth, 0)
+        return cls(depth, layout, nothing, True, "paper", True, None, cost, resizes, merges=False, added=added)
+
+    def without_merging(self) -> Plan:
+        """Give what is left of a plan when its merging is taken away."""
+        nothing = Schedule.parse(self.depth, 0)
+        return replace(
+            self, schedule=nothing, proportional=True, order="paper", unmerge=True, protect=None, merges=False,
+            warned=set(), hooks_reported=False, solved={},
+        )  # fmt: skip
 
     @property
     def pictures_decide(self) -> bool:
@@ -86,7 +108,13 @@ class Plan:
         return Room(special + patches, int(mask.sum(1).max()), int(mask_edges(mask).min()))
 
     def _solve(self, schedule: Schedule, patches: int) -> Solution:
-        return schedule.solve(self.depth, self.room(patches), self.cost.counter(self.layout.num_special, patches))
+        return schedule.solve(self.depth, self.room(patches), self.counter(self.layout.num_special, patches))
+
+    def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
+        """Give the cost of one input as a function of the merges of each layer, with what was added."""
+        if self.added is None:
+            return self.cost.counter(special, patches)
+        return self.cost.counter(special, patches, self.added.counts(), self.added.is_open)
 
     def report(self, solution: Solution, patches: int) -> None:
         """Warn, once for each size, where fewer tokens merge than were asked for."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.surgery.asked import BY_LAYER, is_whole
+from vitrail.adapters import Found
+from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.pictures.feed import Feed, open_feed
+from vitrail.surgery.asked import BY_LAYER
 from vitrail.surgery.watch import Seen, watch
 from vitrail.tokens import TokenLayout
 
 Layers = dict[int, Tensor]
+
+Pictures = Any
+"""A file, a folder, several files, a parquet file; a collection of them; prepared pictures (B, C, H, W); or batches of
+such, each a tensor or a tuple that begins with one: whatever :func:`~vitrail.pictures.feed.open_feed` takes."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Recording:
 
 def record(
     model: nn.Module,
-    images: Tensor | Iterable[Any],
+    images: Pictures,
     what: str | Sequence[str] = ("tokens",),
     layers: int | Sequence[int] | None = None,
     queries: Any = None,
@@ -71,11 +78,12 @@ def record(
 
     Args:
         model: any supported model.
-        images: prepared pictures (B, C, H, W), or batches of them; of a batch that is a tuple, the first part.
+        images: pictures, as files or prepared; see :data:`Pictures`. Files that cannot be read are left out, with a
+            warning.
         what: ``embedding``, ``tokens``, ``norms``, ``q``, ``k``, ``v``, ``attention``, ``mlp``.
         layers: blocks to look into, negative numbers counted from the end; all by default.
         queries: roles or positions whose attention rows to keep; by default every token that is not a patch.
-        batch_size: pictures to run at once, where ``images`` is one tensor.
+        batch_size: pictures to run at once, where they do not come in batches; by default 8 files, or a whole tensor.
         dtype: dtype to keep floating point values in; by default the model's own.
         device: where to keep them; by default where the model is.
         call: what the model is to be called with beside the pictures.
@@ -89,7 +97,7 @@ def record(
 
 def stream(
     model: nn.Module,
-    images: Tensor | Iterable[Any],
+    images: Pictures,
     what: str | Sequence[str] = ("tokens",),
     layers: int | Sequence[int] | None = None,
     queries: Any = None,
@@ -107,7 +115,7 @@ def stream(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidOption(f"dtype is one of torch's floating point ones, such as torch.float16; got {dtype!r}")
     watching = watch(model, what, layers, queries, keep)
-    for batch in _batches(images, batch_size):
+    for batch in _batches(watching.found, images, batch_size):
         with watching.hooked(), evaluating(model), torch.no_grad():
             model(to_model(model, batch), **(call or {}))
         yield from (_recording(seen, watching.wanted.layers) for seen in watching.take())
@@ -147,26 +155,15 @@ def _recording(seen: Seen, layers: tuple[int, ...]) -> Recording:
     return Recording(seen.layout, layers, seen.queries, seen.embedding, **seen.by_layer)
 
 
-def _batches(images: Tensor | Iterable[Any], batch_size: int | None) -> Iterator[Tensor]:
-    if isinstance(images, Tensor):
-        if images.dim() != 4 or not len(images):
-            raise UnsupportedInput(f"pictures are one or more of (B, C, H, W); got a tensor of {tuple(images.shape)}")
-        if batch_size is not None and (not is_whole(batch_size) or batch_size < 1):
-            raise InvalidOption(f"batch_size is 1 or more; got {batch_size!r}")
-        yield from images.split(batch_size or len(images))
-        return
-    if isinstance(images, str) or not isinstance(images, Iterable):
-        raise UnsupportedInput(
-            f"pictures are a tensor (B, C, H, W), or batches of them; got {type(images).__name__}. Files are opened by "
-            "vitrail.pictures.open_collection"
-        )
-    for batch in images:
-        found = batch[0] if isinstance(batch, tuple | list) else batch
-        if not isinstance(found, Tensor) or found.dim() != 4:
-            raise UnsupportedInput(
-                f"a batch is a tensor (B, C, H, W), or a tuple that begins with one; got {type(found).__name__}"
-            )
-        yield found
+def _batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:
+    """Give batches of whatever pictures are; what could not be read is left out, and said."""
+    feed = data if isinstance(data, Feed) else open_feed(data, with_labels=False)
+    for piece in feed.batches(found.adapter.preprocessing(found.trunk), batch_size):
+        yield piece.images
+    if feed.skipped:
+        many, (_, reason) = len(feed.skipped), feed.skipped[0]
+        said = f"left out what could not be read, {many} of the pictures; the first: {reason}"
+        warnings.warn(said, VitrailWarning, stacklevel=2)
 
 
 def to_model(model: nn.Module, batch: Tensor) -> Tensor:

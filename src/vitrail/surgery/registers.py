@@ -8,18 +8,19 @@ are taken away after the last block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vitrail.adapters import Found, find
 from vitrail.errors import AlreadyMerged, InvalidOption
 from vitrail.surgery.appended import MARK
 from vitrail.surgery.asked import is_whole
-from vitrail.surgery.checks import refuse_merged
+from vitrail.surgery.checks import refuse_extended, refuse_merged
+from vitrail.surgery.record import Pictures
 from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
 
 
@@ -104,7 +105,7 @@ class TestTimeRegisters:
 
 def test_time_registers(
     model: nn.Module,
-    data: Tensor | Iterable[Any] | None = None,
+    data: Pictures = None,
     *,
     neurons: int | RegisterNeurons | Mapping[int, Sequence[int]] = 10,
     registers: int = 1,
@@ -117,12 +118,14 @@ def test_time_registers(
 
     Args:
         model: any supported model, not merged.
-        data: prepared pictures to find register neurons with; not needed where they are given.
+        data: pictures to find register neurons with, as files or prepared (see
+            :data:`~vitrail.surgery.record.Pictures`); not needed where neurons are given.
         neurons: how many to find, or those that were found before, or their numbers by layer.
         registers: how many tokens to append; neurons take them in turn.
         layers: see :func:`find_register_neurons`.
         threshold: likewise.
-        control: a seed; then as many neurons are drawn at random from the same layers. They should cure nothing.
+        control: a seed; then as many neurons are drawn at random from the others of the same layers. They should
+            cure nothing.
         batch_size: likewise.
     """
     found = find(model)
@@ -136,11 +139,7 @@ def test_time_registers(
     by_layer = _checked(known.by_layer if known is not None else neurons)
     widths = _widths(found, by_layer)
     if control is not None:
-        draw = torch.Generator().manual_seed(control)
-        by_layer = {
-            layer: tuple(torch.randperm(widths[layer], generator=draw)[: len(some)].tolist())
-            for layer, some in by_layer.items()
-        }
+        by_layer = _drawn(by_layer, widths, control)
     handle = TestTimeRegisters(found, by_layer, registers)
     handle.neurons = known
     return handle
@@ -157,6 +156,7 @@ def _check(model: nn.Module, found: Found, registers: int, control: int | None) 
     if hasattr(found.trunk, MARK):
         raise AlreadyMerged("this model has test-time registers already; remove those first")
     refuse_merged(model)
+    refuse_extended(model)
 
 
 def _checked(neurons: Any) -> Mapping[int, Sequence[int]]:
@@ -166,6 +166,21 @@ def _checked(neurons: Any) -> Mapping[int, Sequence[int]]:
         raise InvalidOption(f"neurons are a number, or numbers by layer such as {{5: [17, 301]}}; got {neurons!r:.200}")
     found: Mapping[int, Sequence[int]] = neurons
     return found
+
+
+def _drawn(by_layer: Mapping[int, Sequence[int]], widths: Mapping[int, int], seed: int) -> dict[int, tuple[int, ...]]:
+    """Draw as many neurons in each layer, none of which is one of those given."""
+    draw = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for layer, some in by_layer.items():
+        if 2 * len(some) > widths[layer]:
+            raise InvalidOption(
+                f"the control needs as many neurons again, and layer {layer} has {widths[layer]}, of which {len(some)} "
+                "are given; give fewer"
+            )
+        order = torch.randperm(widths[layer], generator=draw).tolist()
+        drawn[layer] = tuple([neuron for neuron in order if neuron not in some][: len(some)])
+    return drawn
 
 
 def _widths(found: Found, by_layer: Mapping[int, Sequence[int]]) -> dict[int, int]:

@@ -21,7 +21,8 @@ from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
 from vitrail.surgery.appended import MARK, layout_of
 from vitrail.surgery.asked import BY_LAYER, check_layers, check_what, find_queries, listed
-from vitrail.surgery.forward import Carried
+from vitrail.surgery.beside import CLOSED, Reading, prepare
+from vitrail.surgery.running import Carried, key_bias, read_mask
 from vitrail.tokens import Role, TokenLayout
 
 
@@ -130,8 +131,11 @@ class Watch:
     def _see_tokens(self, layer: int, kwargs: dict[str, Any], output: Tensor) -> None:
         seen = self._now(layer)
         slot = kwargs.get("vitrail_slot")
-        if slot is not None and slot.passed.shown is slot.passed.tokens:
-            output = slot.passed.state.unmerge(output)
+        if slot is not None:
+            if slot.passed.shown is slot.passed.tokens:
+                output = slot.passed.state.unmerge(output)
+            output = self._beside(layer, output, slot.passed.beside)
+        output = self._placed(layer, output)
         if "tokens" in self.wanted.what:
             seen.by_layer["tokens"][layer] = self.wanted.keep(output)
         if "norms" in self.wanted.what:
@@ -147,15 +151,59 @@ class Watch:
         call = parts.read_call(args[1:] if args else args, kwargs)
         state = carried.state if carried is not None else MergeState(())
         q, k, v = parts.qkv(block, parts.attend_norm(block, x))
+        beside = None if carried is None or carried.beside is None else prepare(parts, block, carried.beside)
         for name, part in (("q", q), ("k", k), ("v", v)):
             if name in what:
-                seen.by_layer[name][layer] = self.wanted.keep(_unmerge_heads(state, part))
+                full = self._beside(layer, _unmerge_heads(state, part), beside and getattr(beside, name), dim=2)
+                seen.by_layer[name][layer] = self.wanted.keep(self._placed(layer, full, dim=2))
         if "attention" in what:
-            rows = attention_rows(parts, block, q, k, call, carried, list(seen.queries))
+            places = self._places(layer)
+            present = [query for query in seen.queries if query in places]
+            special = self._special(layer)
+            rows = attention_rows(
+                parts, block, q, k, call, carried, [places.index(query) for query in present], beside, special
+            )
+            rows, added = rows[..., : k.shape[2]], rows[..., k.shape[2] :]
             if state.assignment is not None and state.size is not None:
                 rows = (rows / state.size[:, None, None]).transpose(1, 3)  # a merged token's share for each member
                 rows = state.unmerge(rows.flatten(2)).unflatten(2, rows.shape[2:]).transpose(1, 3)
+            rows = torch.cat([rows[..., :special], added, rows[..., special:]], -1)
+            rows = spread(rows, places, seen.layout.num_tokens, 3)
+            rows = spread(rows, [seen.queries.index(query) for query in present], len(seen.queries), 2)
             seen.by_layer["attention"][layer] = self.wanted.keep(rows)
+
+    def _special(self, layer: int) -> int:
+        """Say how many special tokens of its own the model has in a layer."""
+        return self._layout_in(layer).num_special
+
+    def _layout_in(self, layer: int) -> TokenLayout:
+        return self.found.adapter.layout_in(self.found.trunk, layer)
+
+    def _places(self, layer: int) -> range | list[int]:
+        """Say where in the recording's layout the tokens are that have entered by a layer."""
+        full = self._now(layer).layout
+        here = {(span.role, span.name) for span in self._layout_in(layer).special}
+        added = getattr(getattr(self.found.trunk, "_vitrail_plan", None), "added", None)
+        late = {spec.name for spec in added.specs if spec.enters > layer} if added is not None else set()
+        own = {(span.role, span.name) for span in self._layout_in(-1).special}
+        gone = {
+            place
+            for span, where in full.spans()
+            if (span.name in late) or ((span.role, span.name) in own - here)
+            for place in where
+        }
+        return [place for place in range(full.num_tokens) if place not in gone] if gone else range(full.num_tokens)
+
+    def _beside(self, layer: int, own: Tensor, added: Tensor | None, dim: int = 1) -> Tensor:
+        """Put the tokens that were added behind the model's own special ones."""
+        if added is None:
+            return own
+        special = self._special(layer)
+        front, patches = own.split([special, own.shape[dim] - special], dim)
+        return torch.cat([front, added, patches], dim)
+
+    def _placed(self, layer: int, tokens: Tensor, dim: int = 1) -> Tensor:
+        return spread(tokens, self._places(layer), self._now(layer).layout.num_tokens, dim)
 
     def _now(self, layer: int) -> Seen:
         if not self.seen:
@@ -188,10 +236,13 @@ def attention_rows(
     call: BlockCall,
     carried: Carried | None,
     queries: list[int],
+    beside: Reading | None = None,
+    special: int = 0,
 ) -> Tensor:
     """Give the attention (B, H, Q, N) of some tokens, as the block attends: rotated, scaled, masked, by size.
 
-    Queries are counted as at the start: where tokens have merged, a query is the token that it went into.
+    Queries are counted as at the start: where tokens have merged, a query is the token that it went into. Tokens that
+    go beside the others are queries behind the special ones, and the last keys.
     """
     if call.rope is not None:
         table = call.rope
@@ -204,19 +255,46 @@ def attention_rows(
     scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
     work = torch.promote_types(q.dtype, torch.float32)
     if carried is not None:
-        q = _unmerge_heads(carried.state, q)
+        call, q = read_mask(call, carried, k.shape[2]), _unmerge_heads(carried.state, q)
+    rows, extra = queries, 0
+    if beside is not None:
+        extra = beside.q.shape[2]
+        q = torch.cat([q[:, :, :special], beside.q, q[:, :, special:]], 2)
+        k = torch.cat([k, beside.k], 2)
+        # an added token reads what a patch reads
+        rows = [-1 if special <= query < special + extra else query - extra * (query >= special) for query in queries]
     scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
-    if call.mask is not None and not (carried is not None and carried.unmasked):
-        mask = call.mask if call.mask.shape[-2] == 1 else call.mask[..., queries, :]
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weighted = carried is not None and carried.plan.proportional and carried.state.size is not None
-    return parts.weigh(block, scores, carried.state.size.to(work) if weighted else None)  # type: ignore[union-attr]
+    mask = call.mask
+    if mask is not None and mask.shape[-2] != 1:
+        mask = mask[..., [min(row, mask.shape[-2] - 1) for row in rows], :]
+    weighted = carried is not None and carried.plan.proportional
+    bias = key_bias(carried.state.size if weighted else None, mask, scores)  # type: ignore[union-attr]
+    if extra:
+        assert carried is not None
+        assert carried.plan.added is not None
+        gate = carried.plan.added.gate(carried.state.layer)
+        itself = torch.tensor(queries, device=k.device).unsqueeze(1) == special + torch.arange(extra, device=k.device)
+        own = torch.where(itself, 0.0, scores.new_full((), CLOSED) if gate is None else gate.to(work))
+        front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias
+        front = front.expand(-1, -1, len(queries), k.shape[2] - extra)
+        bias = torch.cat([front, own.expand(front.shape[0], 1, -1, -1)], -1)
+    return parts.weigh(block, scores, bias)
+
+
+def spread(tokens: Tensor, places: Sequence[int], length: int, dim: int) -> Tensor:
+    """Put tokens at their places among ``length``, with zeros for those that are not there."""
+    if len(places) == length:
+        return tokens
+    full = tokens.new_zeros(*tokens.shape[:dim], length, *tokens.shape[dim + 1 :])
+    return full.index_copy(dim, torch.tensor(list(places), device=tokens.device), tokens)
 
 
 def _refuse_merged(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
     carried: Carried | None = kwargs.get("vitrail_carried")
     if carried is not None and any(carried.state.per_layer):
         raise InvalidOption("neurons of a merged model belong to merged tokens; remove the merging to record them")
+    if carried is not None and carried.plan.added is not None:
+        raise InvalidOption("neurons are recorded for a model's own tokens alone; remove those that were added")
 
 
 def as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:

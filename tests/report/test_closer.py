@@ -1,0 +1,120 @@
+"""Attention layer by layer, head by head and by rollout is what the recorded attention says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vitrail
+from tests.report.models import pictures, small
+from vitrail.report import Report
+from vitrail.report.closer import drawn_layers
+from vitrail.tokens import Role, TokenSpec
+
+
+def look(model: nn.Module, data: Any, **options: Any) -> Report:
+    report = vitrail.inspect(model, data, probes=False, discovery=False, **options)
+    assert report is not None
+    return report
+
+
+def maps(rows: Tensor, special: int) -> Tensor:
+    """Share the attention of rows (..., N) that patches get among them, on a grid of 8 × 8."""
+    patches = rows[..., special:]
+    return (patches / patches.sum(-1, keepdim=True)).unflatten(-1, (8, 8))
+
+
+def test_maps_are_those_of_the_recorded_attention() -> None:
+    model = small("vit_medium_patch16_reg4_gap_256", class_token=True, depth=9)
+    images = pictures(5)
+    report = look(model, images)
+    assert report.attention["closer"] == {"pictures": [0, 2, 4], "layers": [0, 2, 3, 5, 6, 8], "rollout": True}
+    recording = vitrail.record(model, images, "attention", queries=range(69))
+    for shown in report.pictures:
+        if shown.index not in (0, 2, 4):
+            assert shown.closer is None
+            continue
+        assert shown.closer is not None
+        rows = {layer: recording.attention[layer][shown.index].double() for layer in range(9)}
+        assert list(shown.closer.layers) == [0, 2, 3, 5, 6, 8]
+        for layer, found in shown.closer.layers.items():
+            expected = maps(rows[layer][:, :5], 5).mean(0)
+            assert torch.allclose(found.double(), expected, atol=1e-5)
+        assert torch.allclose(shown.closer.heads.double(), maps(rows[8][:, :5], 5), atol=1e-5)
+        followed = torch.eye(69, dtype=torch.float64)
+        for layer in range(9):
+            followed = (rows[layer].mean(0) / 2 + torch.eye(69, dtype=torch.float64) / 2) @ followed
+        assert shown.closer.rollout is not None
+        assert torch.allclose(shown.closer.rollout.double(), maps(followed[:5], 5), atol=1e-5)
+
+
+def test_every_role_has_its_maps() -> None:
+    tokens = [
+        TokenSpec("cls", Role.CLASS),
+        TokenSpec("teacher", Role.DISTILLATION),
+        TokenSpec("memory", Role.REGISTER, 2),
+        TokenSpec("breed", Role.TASK, classes=5),
+    ]
+    model = vitrail.create_model("vit_tiny_patch16", num_classes=3, tokens=tokens, image_size=128, depth=3).eval()
+    report = look(model, pictures(3))
+    page = report.to_html()
+    assert len(report.attention["tokens"]) == 5
+    for name in report.attention["tokens"]:
+        assert f"{name} token, picture 1" in page
+        assert f"Rollout of {name}, picture 1" in page
+        assert f"Attention of {name} in layer 0, picture 1" in page
+        assert f"Attention of {name}, head 0, picture" in page
+
+
+def test_without_whole_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.report.closer.MOST_BYTES", 4 * 2 * 65**2 - 1)
+    report = look(small(), pictures(3))
+    assert report.attention["closer"]["rollout"] is False
+    assert "would take" in report.attention["closer"]["note"]
+    page = report.to_html()
+    assert "in layer 0" in page
+    assert "Rollout of" not in page
+
+
+def test_merged_models_have_layers_but_no_rollout() -> None:
+    model = small()
+    with vitrail.merge(model, r=8):
+        report = look(model, pictures(3))
+    assert "merged" in report.attention["closer"]["note"]
+    assert any(one.closer is not None for one in report.pictures)
+
+
+def test_model_without_special_tokens_has_none() -> None:
+    report = look(small(class_token=False, global_pool="avg"), pictures(3))
+    assert "closer" not in report.attention
+    assert "Layer by layer" not in report.to_html()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 6, 7, 12, 24, 40])
+def test_layers_run_from_the_first_to_the_last(depth: int) -> None:
+    layers = drawn_layers(depth)
+    assert layers[0] == 0
+    assert layers[-1] == depth - 1
+    assert len(layers) == min(depth, 6)
+    assert list(layers) == sorted(set(layers))
+
+
+class Shuffled:
+    """Batches in another order at every walk."""
+
+    def __init__(self) -> None:
+        self.walks = 0
+
+    def __iter__(self) -> Any:
+        self.walks += 1
+        yield from pictures(6).roll(self.walks, 0).split(2)
+
+
+def test_pictures_that_change_are_noticed() -> None:
+    report = look(small(), Shuffled())
+    assert "another one when it was looked at again" in report.attention["closer"]["note"]
+    assert all(one.closer is None for one in report.pictures)
+    assert report.to_html()

@@ -2,9 +2,10 @@
 
     python benchmarks/attention.py               ViT-B at batch 256, ViT-L at batch 64, DINOv2-L at batch 16
     python benchmarks/attention.py --backward    the gradients, too
+    python benchmarks/attention.py --tokens 197 554
 
-Medians in µs of CUDA-graph replays (of plain calls for gradients), and the largest error against float64 for the first
-pictures. `plain` has no bias and is the limit.
+Medians in µs of CUDA-graph replays, and the largest error against float64 for the first pictures, as a part of the
+largest number. `plain` has no bias and is the limit; its error is that of leaving the sizes out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -80,35 +82,72 @@ def own(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
     return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
 
 
-def measure(form: Attend, parts: tuple[Tensor, ...], size: Tensor, exact: Tensor, backward: bool) -> str:
+@dataclass(frozen=True)
+class Problem:
+    """Queries, keys and values (B, H, N, D), sizes (B, N), a gradient of the output, and what is exact for some."""
+
+    parts: tuple[Tensor, Tensor, Tensor]
+    size: Tensor
+    grad: Tensor
+    exact: Tensor
+    exact_grads: tuple[Tensor, ...]
+
+    @classmethod
+    def draw(cls, batch: int, heads: int, length: int, device: str = "cuda", first: int = 2) -> Problem:
+        """Draw one; queries, keys and values lie in one tensor, as a linear layer gives them."""
+        packed = torch.randn(batch, length, 3, heads, 64, device=device, dtype=torch.bfloat16)
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        size = torch.randint(1, 5, (batch, length), device=device).float()
+        grad = torch.randn_like(q)
+        some = [part[:first].double().requires_grad_() for part in (q, k, v)]
+        exact = proportional_attention(some[0], some[1], some[2], size[:first].double())
+        exact_grads = torch.autograd.grad(exact, some, grad[:first].double())
+        return cls((q, k, v), size, grad, exact.detach(), exact_grads)
+
+
+def forward(form: Attend, problem: Problem) -> str:
     """Say how long a form takes, and how far it is from the exact one."""
-    q, k, v = parts
     with torch.no_grad():
-        error = float((form(q, k, v, size)[:2].double() - exact).abs().max() / exact.abs().max())
-        text = f"{time_graph(lambda: form(q, k, v, size)):.0f} (error {error:.0e})"
-    if not backward:
-        return text
-    learning = [part.detach().requires_grad_() for part in parts]
-    out = form(learning[0], learning[1], learning[2], size)
-    grad = torch.randn_like(out)
-    return f"{text}, back {time_calls(lambda: torch.autograd.grad(out, learning, grad, retain_graph=True)):.0f}"
+        error = distance(form(*problem.parts, problem.size), problem.exact)
+        return f"{time_graph(lambda: form(*problem.parts, problem.size)):.0f} (error {error:.0e})"
 
 
-def time_graph(call: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of a recorded call in µs."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def gradients(form: Attend, problem: Problem) -> str:
+    """Say how long the gradients take, and how far they are from the exact ones."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # gradients run where the forward ran: that must be where they are recorded
+        q, k, v = (part.detach().requires_grad_() for part in problem.parts)
+        out = form(q, k, v, problem.size)
+        grad = torch.empty_like(out).copy_(problem.grad)
+
+        def back() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+        error = max(map(distance, back(), problem.exact_grads))
+    return f"back {time_graph(back, stream):.0f} (error {error:.0e})"
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    """Largest error among the first pictures, as a part of the largest number."""
+    return float((found[: len(exact)].double() - exact).abs().max() / exact.abs().max())
+
+
+def time_graph(call: Callable[[], object], stream: torch.cuda.Stream | None = None) -> float:
+    """Median time of a call in µs, recorded on a stream."""
+    stream = torch.cuda.Stream() if stream is None else stream
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(3):
             call()
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         call()
-    return time_calls(graph.replay, repeats)
+    torch.cuda.current_stream().wait_stream(stream)
+    return time_calls(graph.replay)
 
 
-def time_calls(call: Callable[[], object], repeats: int = 20) -> float:
+def time_calls(call: Callable[[], object], repeats: int = 50) -> float:
     """Median time of a call in µs, by device events."""
     samples = []
     for _ in range(repeats + 3):
@@ -121,26 +160,41 @@ def time_calls(call: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(samples[3:])
 
 
-def main(backward: bool) -> None:
-    """Measure every form on every shape."""
+def main(backward: bool, tokens: Sequence[int], wanted: Sequence[str]) -> None:
+    """Measure forms on shapes: all of them unless some are asked for."""
     forms: dict[str, Attend] = {"plain": plain, "mask": mask, "channels": channels, "flex": flex(), "own": own}
     torch._dynamo.config.recompile_limit = 128  # every length is compiled by itself
+    torch._functorch.config.donated_buffer = False  # gradients are asked for more than once
     for batch, heads, length in SHAPES:
-        packed = torch.randn(batch, length, 3, heads, 64, device="cuda", dtype=torch.bfloat16)
-        q, k, v = (part.detach() for part in packed.permute(2, 0, 3, 1, 4))
-        size = torch.randint(1, 5, (batch, length), device="cuda").float()
-        exact = proportional_attention(q[:2].double(), k[:2].double(), v[:2].double(), size[:2].double())
-        told = []
+        if tokens and length not in tokens:
+            continue
+        say(f"batch {batch}, {heads} heads, {length} tokens")
+        problem = Problem.draw(batch, heads, length)
         for name, form in forms.items():
-            try:
-                told.append(f"{name} {measure(form, (q, k, v), size, exact, backward)}")
-            except Exception as problem:
-                told.append(f"{name}: {type(problem).__name__}")
-        sys.stdout.write(f"batch {batch}, {heads} heads, {length} tokens: {'; '.join(told)}\n")
-        sys.stdout.flush()
+            if wanted and name not in wanted:
+                continue
+            told = [attempt(part, form, problem) for part in ([forward, gradients] if backward else [forward])]
+            say(f"    {name:8} {', '.join(told)}")
+
+
+def attempt(part: Callable[[Attend, Problem], str], form: Attend, problem: Problem) -> str:
+    """Measure; whatever goes wrong is said."""
+    try:
+        return part(form, problem)
+    except Exception as error:
+        return f"failed, {type(error).__name__}: {error}"[:500]
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--backward", action="store_true", help="time the gradients, too")
-    main(parser.parse_args().backward)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[], help="only shapes with so many tokens")
+    parser.add_argument("--forms", nargs="*", default=[], help="only these forms: plain, mask, channels, flex, own")
+    options = parser.parse_args()
+    main(options.backward, options.tokens, options.forms)

@@ -44,7 +44,6 @@ LENGTHS = (1, 2, 3, 5, 16, 17, 31, 64, 65, 100, 127, 128, 129, 197, 198, 255, 25
 LONG = (1370, 1374, 2048, 3000, 4095, 4096)
 WIDTHS = (32, 48, 64, 72, 80, 96, 128)
 CHANNELS = (192, 384, 768, 1024, 1280, 1664)
-HALVES = ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))
 
 
 def attention_cases() -> Iterator[Case]:
@@ -62,15 +61,21 @@ def attention_cases() -> Iterator[Case]:
 
 
 def attention_backward_cases() -> Iterator[Case]:
-    """Every length; every width in every dtype on either side of each change of blocks; every layout."""
+    """Every length; every width in every dtype on either side of each change of blocks, in both forms; every layout."""
     for length in (*LENGTHS, *LONG):
         yield AttentionBackward(length=length, width=64, dtype=HALF_TYPES[length % 2], heads=3)
     for width, dtype, length in product(WIDTHS, DTYPES, (17, 64, 197)):
         yield AttentionBackward(length=length, width=width, dtype=dtype)
     for dtype, layout in product(DTYPES, ("separate", "heads", "channels")):
         yield AttentionBackward(length=131, width=72, dtype=dtype, layout=layout)
-    for dtype in DTYPES:
-        yield AttentionBackward(length=100, width=64, dtype=dtype, sharp=4.0, scale=0.3)
+    for dtype, split in product(DTYPES, (False, True)):
+        yield AttentionBackward(length=100, width=64, dtype=dtype, sharp=4.0, scale=0.3, split=split)
+    for length in (1, 2, 17, 64, 65, 128):
+        yield AttentionBackward(length=length, width=64, dtype="bfloat16", heads=3, split=True)
+    for width, dtype in product(WIDTHS, DTYPES):
+        yield AttentionBackward(length=31, width=width, dtype=dtype, split=True)
+    for layout in ("separate", "heads", "channels"):
+        yield AttentionBackward(length=31, width=72, dtype="float16", layout=layout)
 
 
 def matching_cases() -> Iterator[Case]:
@@ -142,14 +147,17 @@ def model_tasks(quick: bool) -> list[Task]:
     ]
     vit = replace(LARGE[0], make=small_vit)
     recorded = [(torch.bfloat16, LARGE[0])] if quick else [(torch.bfloat16, LARGE[0]), (torch.float32, vit)]
-    tasks += [Task("model", f"graph {dtype}", partial(graph_outcome, subject, dtype)) for dtype, subject in recorded]
-    tasks.append(Task("model", "streams", partial(streams_outcome, LARGE[0], torch.bfloat16)))
     if not quick:
-        tasks += [Task("model", f"graph {name}", partial(graph_outcome, LARGE[3], dtype)) for dtype, name in HALVES]
+        recorded += [(torch.bfloat16, LARGE[3]), (torch.float16, LARGE[3])]
         tasks[:0] = [
-            Task("model", f"compiled {dtype}", partial(compiled_outcome, vit, dtype, "cuda"))
+            Task("model", f"{vit.name} {dtype} compiled", partial(compiled_outcome, vit, dtype, "cuda"))
             for dtype in (torch.bfloat16, torch.float32)
         ]
+    tasks += [
+        Task("model", f"{subject.name} {dtype} CUDA graph", partial(graph_outcome, subject, dtype))
+        for dtype, subject in recorded
+    ]
+    tasks.append(Task("model", f"{LARGE[0].name} streams", partial(streams_outcome, LARGE[0], torch.bfloat16)))
     return tasks
 
 
@@ -253,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the checks and print what came out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few cases of each kind")
-    parser.add_argument("--only", metavar="TEXT", help="only what has this in its topic or name")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="only what has one of these in its topic or name")
     parser.add_argument("--workers", type=int, help="processes that share the work; 0 for none but this")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -262,7 +270,8 @@ def main(arguments: Sequence[str]) -> int:
     if device == "cpu":
         say("Without a GPU there is little to see: models run on the reference functions, and agree with themselves.")
     tasks = all_tasks(device, options.quick)
-    tasks = [task for task in tasks if options.only is None or options.only in f"{task.topic} {task.name}"]
+    wanted = options.only or [""]
+    tasks = [task for task in tasks if any(text in f"{task.topic} {task.name}" for text in wanted)]
     default = min(14, os.cpu_count() or 1) if device == "cuda" else 0
     found = list(run_all(tasks, default if options.workers is None else options.workers))
     found.sort(key=lambda outcome: (outcome.topic, outcome.case))

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels.cases import Merging, Outcome
 from tests.kernels.checks import LIMITS, MATCHING_LIMIT, Draw, largest_error
 from tests.kernels.structure import check_lists, check_places, shortfall
-from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import triton_attention, triton_attention_back, triton_matching, triton_merging
 from vitrail.merging import Assignment, proportional_attention
 
 DTYPE = torch.float16
@@ -26,7 +26,7 @@ def attention_outcome(batch: int, length: int, heads: int, width: int, device: s
     assert sums is not None
     back = torch.empty_like(packed)
     into = (*back.permute(2, 0, 3, 1, 4),)
-    triton_attention.launch_backward(out, (q, k, v), size.log2(), out, sums, width**-0.5, into)  # type: ignore[arg-type]
+    triton_attention_back.launch(out, (q, k, v), size.log2(), out, sums, width**-0.5, into)  # type: ignore[arg-type]
     some = _some(batch, device)
     parts = [part[some].double().requires_grad_() for part in (q, k, v)]
     exact = proportional_attention(*parts, size[some].double()).transpose(1, 2).flatten(2)

@@ -139,11 +139,13 @@ class AttentionBackward(Attention):
 
     Attributes:
         blocks: whether sequences are to be cut into blocks of 16, however short.
+        split: whether the kernels for long sequences are to run.
     """
 
     topic: ClassVar[str] = "attention backward"
 
     blocks: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,16 @@ ATTENTION_BACKWARD = (
     *(AttentionBackward(length=length, width=16) for length in (1, 2, 16, 33)),
     *(AttentionBackward(length=17, width=width) for width in (24, 64, 80, 128)),
     *(AttentionBackward(length=length, width=32, blocks=True, dtype=HALF) for length in (15, 16, 17, 50)),
-    AttentionBackward(length=131, width=64, dtype=HALF, batch=1),
-    AttentionBackward(length=65, width=72, dtype=HALF, batch=1),
+    *(AttentionBackward(length=length, width=64, dtype=HALF, batch=1) for length in (128, 129)),
+    *(AttentionBackward(length=length, width=72, dtype=HALF, batch=1) for length in (32, 65)),
     *(AttentionBackward(length=20, layout=layout, heads=3) for layout in ("separate", "heads", "channels")),
     AttentionBackward(length=40, width=32, scale=0.3, sharp=4.0),
+    *(AttentionBackward(length=length, width=16, split=True) for length in (1, 2, 33)),
+    *(AttentionBackward(length=17, width=width, split=True) for width in (24, 64, 80, 128)),
+    *(AttentionBackward(length=length, blocks=True, split=True, dtype=HALF) for length in (15, 16, 17, 50)),
+    AttentionBackward(length=40, width=64, split=True, dtype=HALF, batch=1),
+    *(AttentionBackward(length=20, layout=layout, heads=3, split=True) for layout in ("separate", "heads", "channels")),
+    AttentionBackward(length=40, width=32, scale=0.3, sharp=4.0, split=True),
 )
 
 _LENGTHS = ((2, 0), (3, 1), (7, 2), (17, 1), (18, 5), (32, 0), (33, 9), (34, 4), (65, 3), (131, 8))

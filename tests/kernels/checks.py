@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.kernels.cases import Attention, AttentionBackward, Backward, Case, Matching, Merging, Norm, Outcome, Sum
 from tests.kernels.guards import guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, shortfall
-from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import triton_attention, triton_attention_back, triton_matching, triton_merging
 from vitrail.merging import Assignment, match, proportional_attention
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -65,11 +65,17 @@ def _check_attention_backward(case: AttentionBackward, device: torch.device) -> 
 
     def launch() -> Sequence[Tensor]:
         into = tuple(torch.empty_like(out).unflatten(-1, (case.heads, -1)).transpose(1, 2) for _ in range(3))
-        triton_attention.launch_backward(grad, (q, k, v), size.log2(), out, sums, scale, into)  # type: ignore[arg-type]
+        triton_attention_back.launch(grad, (q, k, v), size.log2(), out, sums, scale, into)  # type: ignore[arg-type]
         return into
 
-    choose = triton_attention._blocks_backward
-    with mock.patch.object(triton_attention, "_blocks_backward", lambda *a: (16, 16, 4) if case.blocks else choose(*a)):
+    back = triton_attention_back
+    splits, head, split = back._splits, back._blocks_head, back._blocks_split
+    small = {
+        "_splits": lambda *a: case.split or splits(*a),
+        "_blocks_head": lambda *a: (16, 16) if case.blocks else head(*a),
+        "_blocks_split": lambda *a: (back.Blocks(16, 16, 2),) * 2 if case.blocks else split(*a),
+    }
+    with mock.patch.multiple(back, **small):
         found = twice(launch, device)
     exact = [part.double().requires_grad_() for part in (q, k, v)]
     attended = proportional_attention(*exact, size.double(), scale=scale)

@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vitrail.kernels import launching, triton_attention, triton_matching, triton_merging
+from vitrail.kernels import launching, triton_attention, triton_attention_back, triton_matching, triton_merging
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024
@@ -118,8 +118,8 @@ def packed(length: int, width: int, dtype: torch.dtype, heads: int = 12) -> tupl
 
 
 ATTENTION = (
-    *((SHORT, 64, length) for length in (7, 100, 197, 577)),
-    *((SHORT, 80, length) for length in (100, 577)),
+    *((SHORT, 64, length) for length in (7, 100, 197, 577, 1324)),
+    *((SHORT, 80, length) for length in (20, 100, 577)),
     *((LONG, width, length) for width in (64, 128) for length in (100, 577)),
     (SHORT, 32, 256),
     (torch.float16, 64, 197),
@@ -143,7 +143,7 @@ def attention_forms() -> Iterator[Form]:
         bias, sums, out = tensor(8, length), tensor(8, 12, length), tensor(8, length, 12 * width, dtype=dtype)
         for keep in (False, True):
             yield from chosen(partial(triton_attention.launch, *parts, bias, 0.125, keep))
-        back = partial(triton_attention.launch_backward, out, parts, bias, out, sums, 0.125, parts)
+        back = partial(triton_attention_back.launch, out, parts, bias, out, sums, 0.125, parts)
         yield from chosen(back)
 
 
@@ -193,7 +193,7 @@ def test_form_compiles_for_hopper(form: Form) -> None:
 
 
 def test_every_kernel_is_compiled() -> None:
-    modules = (triton_attention, triton_matching, triton_merging)
+    modules = (triton_attention, triton_attention_back, triton_matching, triton_merging)
     launched = {
         name for module in modules for name in re.findall(r"launching\.launch\(\s*(\w+)", inspect.getsource(module))
     }

@@ -353,6 +353,9 @@ def test_files_that_do_not_fit(tmp_path):
         ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=-1)]}, "expected 0 to 2, a block"),
         ({"tokens": [TokenSpec("t", Role.TASK, classes=2, position=True)]}, "added tokens have none"),
         ({"tokens": ["t"]}, "TokenSpec objects"),
+        ({"tokens": None}, "list of TokenSpec"),
+        ({"tokens": TokenSpec("t", Role.TASK, classes=2)}, "list of TokenSpec"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until they are opened"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_changes(options, said):
@@ -398,10 +401,13 @@ def test_once_at_a_time_and_not_after_removal():
             call()
     with pytest.raises(NotMerged, match="nothing was added"):
         vitrail.AddedTokens.of(model)
-    with pytest.raises(UnsupportedInput, match="0 times"):
+    with pytest.raises(NotMerged, match="were removed"):
         added(images)
-    with pytest.raises(InvalidOption, match="finite number"):
-        mix(model).open(float("nan"))
+    assert "removed" in repr(added)
+    with mix(model) as added:
+        for gate in (float("nan"), 21, True, "wide"):
+            with pytest.raises(InvalidOption, match="gate is a number"):
+                added.open(gate)
 
 
 def test_a_mask_is_refused_and_removed_tokens_allow_it_again():
@@ -441,3 +447,67 @@ def test_compiles(opened, merged):
     assert distance(compiled.logits, expected.logits) < 1e-5
     assert distance(compiled.features, expected.features) < 1e-5
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_compiled_by_itself_hands_its_tokens_over(first):
+    model, images = small().float(), pictures().float()
+    if first:
+        model.compile(backend="eager")
+    added = mix(model)
+    expected = eagerly(added, images)
+    if not first:
+        model.compile(backend="eager")
+    for _ in range(2):
+        assert distance(added(images).features, expected) < 1e-5
+    torch.compiler.reset()
+
+
+def eagerly(added: vitrail.AddedTokens, images: Tensor) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):
+        return added(images).features
+
+
+def test_gates_keep_their_precision_and_learn():
+    model, images = small().bfloat16(), pictures().bfloat16()
+    added = mix(model)
+    added.open()
+    assert added.tokens.gates.dtype == torch.float32
+    assert model.to(torch.float16).vitrail_tokens.gates.dtype == torch.float32
+    model.bfloat16()
+    optimiser = torch.optim.Adam(added.trainable(gate_lr=0.1), lr=1e-3)
+    model(images).square().mean().backward()
+    optimiser.step()
+    assert (added.tokens.gates.detach() + 10).abs().min() > 0.05
+
+
+def test_what_was_frozen_learns_again():
+    model = small()
+    added = mix(model)
+    model.requires_grad_(False)
+    assert all(weight.requires_grad for group in added.trainable() for weight in group["params"])
+    assert not added.tokens.gates.requires_grad
+    assert [group["name"] for group in added.trainable(model=True)] == ["tokens", "heads", "heads, no decay"]
+    added.open()
+    assert added.tokens.gates.requires_grad
+    added.close()
+    assert not added.tokens.gates.requires_grad
+
+
+def test_wrapped_after_and_not_before(tmp_path):
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, images = small(), pictures()
+        with pytest.raises(UnsupportedModel, match="add tokens first, then wrap"):
+            mix(nn.parallel.DistributedDataParallel(model))
+        mix(model)
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=False)
+        added = vitrail.AddedTokens.of(wrapped)
+        for _ in range(2):  # DDP complains at the second step about what had no gradient in the first
+            output = added(images)
+            (output.logits.sum() + output.by_role["breed"].sum()).backward()
+    finally:
+        dist.destroy_process_group()

@@ -172,8 +172,8 @@ class TransformersEntryPoint:
         config = self.config
         if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
             raise UnsupportedInput(
-                "attention maps of a merged model are not square and are not kept; remove the merging first, or call "
-                "the model without output_attentions"
+                "attention maps of a merged model are not square and are not kept; remove the merging, or the tokens "
+                "that were added, use vitrail.record, or call the model without output_attentions"
             )
         if pixel_values is None:
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]

@@ -10,8 +10,10 @@ import typer
 from vitrail.cli import console, options
 from vitrail.cli.bench import EPILOG, bench
 from vitrail.cli.compare import COMPARE_EPILOG, compare
+from vitrail.cli.evaluate import EVALUATE_EPILOG, evaluate
 from vitrail.cli.export import EXPORT_EPILOG, export
 from vitrail.cli.inspect import INSPECT_EPILOG, inspect
+from vitrail.cli.train import TRAIN_EPILOG, train
 
 HELP = "Vision Transformers with fewer tokens: merge what is alike, and see it as stained glass."
 
@@ -104,3 +106,5 @@ app.command(epilog=EPILOG)(bench)
 app.command(epilog=EXPORT_EPILOG)(export)
 app.command(epilog=INSPECT_EPILOG)(inspect)
 app.command(epilog=COMPARE_EPILOG)(compare)
+app.command(epilog=TRAIN_EPILOG)(train)
+app.command(epilog=EVALUATE_EPILOG)(evaluate)

@@ -5,10 +5,6 @@ which is all the masking that scores need.
 
 Up to 256 tokens, one program keeps all keys and values of a head and walks over the queries: one softmax, no running
 maximum. Longer sequences walk over the keys, with a running maximum and sum.
-
-Gradients: one program has a head to itself and computes weights again from log₂ of their sums, which the forward keeps
-for it. It walks over blocks of keys and, for each, over the queries; gradients of queries grow in memory that no other
-program touches, so there are no atomics, and the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -126,71 +122,6 @@ def _step(
     return peak, total, acc
 
 
-@triton.jit(do_not_specialize=["heads", "length"])
-def _attend_backward(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, sum_ptr, grad_ptr, dq_ptr, dk_ptr, dv_ptr, part_ptr,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    heads, length, scale, factor,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr,
-):  # fmt: skip
-    """Scores and weights are kept transposed, keys by queries: as the products for keys and values want them."""
-    batch = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    channel = tl.arange(0, D_PAD)
-    q_base = q_ptr + batch * q_b + head * q_h + channel[None, :]
-    dq_base = dq_ptr + batch * dq_b + head * dq_h + channel[None, :]
-    out_base = (batch * length * heads + head) * D + channel[None, :]
-    row_base = (batch * heads + head) * length
-    for first_key in range(0, length, BLOCK_N):
-        keys = first_key + tl.arange(0, BLOCK_N)
-        mask = (keys < length)[:, None]
-        if D != D_PAD:
-            mask = mask & (channel < D)[None, :]
-        k = tl.load(k_ptr + batch * k_b + head * k_h + keys[:, None] * k_n + channel[None, :], mask=mask, other=0.0)
-        v = tl.load(v_ptr + batch * v_b + head * v_h + keys[:, None] * v_n + channel[None, :], mask=mask, other=0.0)
-        bias = tl.load(bias_ptr + batch * length + keys, mask=keys < length, other=float("-inf"))
-        dk = tl.zeros([BLOCK_N, D_PAD], tl.float32)
-        dv = tl.zeros([BLOCK_N, D_PAD], tl.float32)
-        for first in tl.range(0, length, BLOCK_M, num_stages=2):
-            rows = first + tl.arange(0, BLOCK_M)
-            row_mask = (rows < length)[:, None]
-            if D != D_PAD:
-                row_mask = row_mask & (channel < D)[None, :]
-            q = tl.load(q_base + rows[:, None] * q_n, mask=row_mask, other=0.0)
-            at = out_base + rows[:, None] * heads * D
-            grad = tl.load(grad_ptr + at, mask=row_mask, other=0.0)
-            total = tl.load(sum_ptr + row_base + rows, mask=rows < length, other=float("inf"))
-            scores = tl.dot(k, q.T, input_precision="tf32x3") * scale + bias[:, None]
-            weight = tl.exp2(scores - total[None, :])
-            dv = tl.dot(weight.to(q.dtype), grad, dv, input_precision="tf32x3")
-            pull = tl.dot(v, grad.T, input_precision="tf32x3")
-            if ONE:
-                mean = tl.sum(weight * pull, 0)
-            else:
-                out = tl.load(out_ptr + at, mask=row_mask, other=0.0)
-                mean = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-            pull = (weight * (pull - mean[None, :])).to(q.dtype)
-            dk = tl.dot(pull, q, dk, input_precision="tf32x3")
-            dq = tl.dot(pull.T, k, input_precision="tf32x3")
-            dq_at = dq_base + rows[:, None] * dq_n
-            if ONE:
-                tl.store(dq_at, (dq * factor).to(dq_ptr.dtype.element_ty), mask=row_mask)
-            else:
-                part_at = part_ptr + (row_base + rows[:, None]) * D + channel[None, :]
-                if first_key > 0:
-                    dq += tl.load(part_at, mask=row_mask, other=0.0)
-                if first_key + BLOCK_N < length:
-                    tl.store(part_at, dq, mask=row_mask)
-                else:
-                    tl.store(dq_at, (dq * factor).to(dq_ptr.dtype.element_ty), mask=row_mask)
-        if not ONE:
-            tl.debug_barrier()
-        dk_at = dk_ptr + batch * dk_b + head * dk_h + keys[:, None] * dk_n + channel[None, :]
-        dv_at = dv_ptr + batch * dv_b + head * dv_h + keys[:, None] * dv_n + channel[None, :]
-        tl.store(dk_at, (dk * factor).to(dk_ptr.dtype.element_ty), mask=mask)
-        tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=mask)
-
-
 def launch(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
@@ -199,15 +130,15 @@ def launch(
     Gives (B, N, H·D), and where asked to keep them log₂ of each query's sum of weights (B, H, N).
     """
     batch, heads, length, channels = q.shape
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v = readable(q), readable(k), readable(v)
     out = torch.empty(batch, length, heads * channels, dtype=q.dtype, device=q.device)
     sums = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device) if keep else None
     tensors = (q, k, v, bias, out, out if sums is None else sums)
     numbers = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], heads, length, scale * LOG2E)
-    padded, wide = _width(q)
+    padded, wide = width(q)
     constants: dict[str, int] = {"D": channels, "D_PAD": padded, "KEEPS": keep}
     if q.dtype != torch.float32 and length <= (WHOLE // 2 if wide else WHOLE):
-        constants |= {"BLOCK_M": 32 if wide else 64, "BLOCK_N": _power(length)}
+        constants |= {"BLOCK_M": 32 if wide else 64, "BLOCK_N": power(length)}
         launching.launch(_attend_whole, (batch * heads,), tensors, numbers, constants, num_warps=4)
     else:
         block_m, block_n, stages = _blocks(length, wide)
@@ -217,28 +148,6 @@ def launch(
     return out, sums
 
 
-def launch_backward(
-    grad: Tensor, parts: tuple[Tensor, Tensor, Tensor], bias: Tensor, out: Tensor, sums: Tensor, scale: float,
-    into: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Write the gradients of q, k and v (B, H, N, D), given that of the output (B, N, H·D)."""
-    q, k, v = (_readable(part) for part in parts)
-    batch, heads, length, channels = q.shape
-    padded, wide = _width(q)
-    block_m, block_n, warps = _blocks_backward(length, wide)
-    one = length <= block_n
-    part = out if one else torch.empty(batch, heads, length, channels, dtype=torch.float32, device=q.device)
-    strides = [step for tensor in (q, k, v, *into) for step in tensor.stride()[:3]]
-    launching.launch(
-        _attend_backward,
-        (batch * heads,),
-        (q, k, v, bias, out, sums, grad.contiguous(), *into, part),
-        (*strides, heads, length, scale * LOG2E, scale),
-        {"D": channels, "D_PAD": padded, "BLOCK_M": block_m, "BLOCK_N": block_n, "ONE": one},
-        num_warps=warps,
-    )
-
-
 def _blocks(length: int, wide: bool) -> tuple[int, int, int]:
     """Queries and keys of a block, and blocks of keys in flight: what was fastest on a Hopper GPU."""
     if wide:
@@ -246,30 +155,17 @@ def _blocks(length: int, wide: bool) -> tuple[int, int, int]:
     return (128, 64, 3) if length > 540 else (64, 32, 3)
 
 
-def _blocks_backward(length: int, wide: bool) -> tuple[int, int, int]:
-    """Queries and keys that the gradients are computed for at once, and warps: what was fastest on a Hopper GPU."""
-    most = _power(length)
-    if wide:
-        return min(32, most), min(32, most), 4
-    if most <= 64:
-        return most, most, 4
-    if most == 128:
-        return 32, 128, 4
-    if length <= 192:
-        return 64, 64, 4
-    return (64, 256, 8) if most == 256 else (64, 128, 8)
-
-
-def _width(q: Tensor) -> tuple[int, bool]:
+def width(q: Tensor) -> tuple[int, bool]:
     """Channels of a head in memory, and whether they take twice the room of 64 in half precision."""
-    padded = _power(q.shape[3])
+    padded = power(q.shape[3])
     return padded, padded > 64 or q.dtype == torch.float32
 
 
-def _power(length: int) -> int:
+def power(length: int) -> int:
     """Next power of two that matrix units take."""
     return max(16, launching.power_of_two(length))
 
 
-def _readable(part: Tensor) -> Tensor:
+def readable(part: Tensor) -> Tensor:
+    """Lay channels one after the other, as the kernels read them."""
     return part if part.stride(3) == 1 else part.contiguous()

@@ -121,18 +121,32 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Leave out a residual branch for some samples while training, and make up for it in the others."""
+    """Leave out a residual branch for some samples while training, and make up for it in the others.
+
+    The rate is a tensor inside: as a number it would be part of the code that the compiler makes, and every block would
+    be compiled by itself.
+    """
 
     def __init__(self, drop_prob: float) -> None:
         super().__init__()
         self.drop_prob = drop_prob
 
+    @property
+    def drop_prob(self) -> float:
+        """Probability with which a sample's branch is left out."""
+        return self._drop_prob
+
+    @drop_prob.setter
+    def drop_prob(self, rate: float) -> None:
+        self._drop_prob, self._drops = rate, rate > 0
+        self._kept = torch.tensor(1 - rate, device="cpu")
+
     def forward(self, x: Tensor) -> Tensor:
         """Zero the branch of each sample with probability ``drop_prob``."""
-        if self.drop_prob == 0 or not self.training:
+        if not self._drops or not self.training:
             return x
-        kept = x.new_empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(1 - self.drop_prob)
-        return x * kept / (1 - self.drop_prob)
+        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) < self._kept
+        return x * kept / self._kept
 
 
 class Block(nn.Module):

@@ -26,6 +26,9 @@ from vitrail.surgery.install import install, uninstall
 from vitrail.surgery.plan import Plan
 from vitrail.tokens import TokenLayout, TokenSpec
 
+WIDEST = 20
+"""Widest that gates may be opened by hand: a token then counts as e²⁰, half a billion, of another."""
+
 PLACE = "vitrail_tokens"
 """Name of the module in the trunk that holds everything that was added."""
 
@@ -55,10 +58,7 @@ def add_tokens(
         tokens: specs of further tokens, for all that the other options do not say. They have no position, and
             whether they are visible is what the gates are for.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
-    refuse_extended(model)
-    found = find(model)
+    found = _find(model)
     specs = specs_of(registers, tasks, classes, distillation, tokens)
     return _apply(model, found, specs, outputs_of(model, found, specs, num_classes))
 
@@ -85,7 +85,8 @@ class AddedTokens:
     Attributes:
         model: the model as it was given.
         found: the trunk in it, its blocks and their adapters.
-        tokens: the module that holds what was added, ``vitrail_tokens`` in the trunk; so ``state_dict`` has it, too.
+        tokens: the module that holds what was added, ``vitrail_tokens`` in the trunk; so ``state_dict`` has it, too,
+            and it moves and converts with the model.
     """
 
     def __init__(self, model: nn.Module, found: Found, tokens: AddedModule) -> None:
@@ -96,7 +97,7 @@ class AddedTokens:
     @classmethod
     def of(cls, model: nn.Module) -> AddedTokens:
         """Find what was added to a model again, also to a copied or unpickled one."""
-        trunk = extended_trunk(model)
+        trunk = extended_trunk(model) if isinstance(model, nn.Module) else None
         if trunk is None:
             raise NotMerged(f"nothing was added to this {type(model).__name__}; vitrail.add_tokens(model, ...) does it")
         return cls(model, find(trunk), trunk._vitrail_plan.added)  # type: ignore[union-attr, arg-type]
@@ -104,8 +105,7 @@ class AddedTokens:
     @classmethod
     def load(cls, model: nn.Module, path: str | Path) -> AddedTokens:
         """Add tokens to a model that :meth:`save` wrote for one of its width and depth."""
-        refuse_extended(model)
-        found = find(model)
+        found = _find(model)
         specs, outputs, states = read_added(Path(path), _width(found), len(found.blocks))
         added = _apply(model, found, specs, outputs)
         added.tokens.load_state_dict(states)
@@ -115,9 +115,10 @@ class AddedTokens:
         """Write what was added, and nothing of the model, as a safetensors file."""
         write_added(Path(path), self.tokens)
 
-    def __call__(self, images: Any, **call: Any) -> AddedOutput:
+    def __call__(self, *images: Any, **call: Any) -> AddedOutput:
+        self._check_applied()
         with receiving() as found:
-            own = self.model(images, **call)
+            own = self.model(*images, **call)
         if len(found) != 1:
             raise UnsupportedInput(
                 f"the model ran its blocks {len(found)} times for these pictures; expected once, with tokens added"
@@ -134,7 +135,8 @@ class AddedTokens:
 
     def __repr__(self) -> str:
         names = ", ".join(f"{spec.count} {spec.role} {spec.name!r}" for spec in self.specs)
-        return f"AddedTokens({type(self.model).__name__}, {names}, {'open' if self.is_open else 'closed'})"
+        state = ("open" if self.is_open else "closed") if self.is_applied else "removed"
+        return f"AddedTokens({type(self.model).__name__}, {names}, {state})"
 
     @property
     def specs(self) -> tuple[TokenSpec, ...]:
@@ -166,8 +168,12 @@ class AddedTokens:
         """
         self._check_applied()
         if gate is not None:
-            if isinstance(gate, bool) or not isinstance(gate, int | float) or not isfinite(gate):
-                raise InvalidOption(f"gate is a finite number, {START:g} for hardly open; got {gate!r}")
+            number = isinstance(gate, int | float) and not isinstance(gate, bool) and isfinite(gate)
+            if not number or gate > WIDEST:
+                raise InvalidOption(
+                    f"gate is a number, {START:g} for hardly open, 0 for read as all others, at most {WIDEST}; got "
+                    f"{gate!r}"
+                )
             self.tokens.gates.fill_(gate)
         self._turn(True)
 
@@ -176,17 +182,24 @@ class AddedTokens:
         self._check_applied()
         self._turn(False)
 
-    def trainable(self, model: bool = False) -> list[dict[str, Any]]:
+    def trainable(self, model: bool = False, *, gate_lr: float | None = None) -> list[dict[str, Any]]:
         """Give the parameters that should learn, in groups for an optimiser, each named.
 
         Tokens, gates (once they are open), norm and biases are spared weight decay; tokens whose spec says ``decay``
-        and the heads' matrices are not.
+        and the heads' matrices are not. What was added is made to require gradients, should somebody have frozen it;
+        the model's own parameters are left as they are, and none of them is listed that is frozen.
 
         Args:
             model: whether the model's own parameters should learn, too; else only what was added.
+            gate_lr: learning rate of the gates; from −10 they have far to go, at steps of the usual size.
         """
         self._check_applied()
         groups = self.tokens.groups()
+        for group in groups:
+            for weight in group["params"]:
+                weight.requires_grad_(True)
+            if group["name"] == "gates" and gate_lr is not None:
+                group["lr"] = gate_lr
         if model:
             mine = {id(weight) for weight in self.tokens.parameters()}
             own = [weight for weight in self.model.parameters() if id(weight) not in mine and weight.requires_grad]
@@ -215,6 +228,19 @@ class AddedTokens:
     def _check_applied(self) -> None:
         if not self.is_applied:
             raise NotMerged("these tokens were removed from their model; vitrail.add_tokens(model, ...) adds new ones")
+
+
+def _find(model: nn.Module) -> Found:
+    """Find the trunk of a model that tokens may be added to."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UnsupportedModel(
+            "this model is wrapped already, and DDP would not share what is added now among processes; add tokens "
+            "first, then wrap the model, and use `AddedTokens.of(wrapped)`"
+        )
+    refuse_extended(model)
+    return find(model)
 
 
 def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs: Mapping[str, int]) -> AddedTokens:

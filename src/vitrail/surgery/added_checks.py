@@ -28,6 +28,8 @@ def specs_of(
     specs += [TokenSpec("distillation", Role.DISTILLATION)] if distillation else []
     specs += [TokenSpec("registers", Role.REGISTER, registers)] if registers else []
     specs += [TokenSpec(name, Role.TASK, classes=outputs) for name, outputs in (tasks or {}).items()]
+    if isinstance(tokens, TokenSpec) or not isinstance(tokens, Iterable):
+        raise InvalidOption(f"tokens is a list of TokenSpec objects; got {tokens!r}")
     checked = check_specs([*specs, *tokens])
     if not checked:
         raise InvalidOption("no tokens were asked for; give registers=, tasks=, classes=, distillation= or tokens=")
@@ -58,6 +60,10 @@ def check_mix(found: Found, specs: tuple[TokenSpec, ...]) -> None:
     for spec in specs:
         if spec.name in taken:
             raise InvalidOption(f"this model has tokens named {spec.name!r} already; choose another name")
+        if not spec.visible:
+            raise InvalidOption(
+                f"the token {spec.name!r} has visible=False; added tokens are hidden until they are opened"
+            )
         if spec.position:
             raise InvalidOption(f"the token {spec.name!r} asks for a position; added tokens have none")
         if not 0 <= spec.enters < len(found.blocks):

@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,15 +44,23 @@ class Beside(nn.Module):
         self.values = nn.ParameterDict(
             {spec.name: nn.Parameter(torch.randn(1, spec.count, width) * spec.std) for spec in specs}
         )
-        self.gates = nn.Parameter(torch.zeros(depth))
+        self.gates = nn.Parameter(torch.zeros(depth), requires_grad=False)
         self.register_buffer("opened", torch.zeros((), dtype=torch.uint8))
         self.is_open = False
         self.register_load_state_dict_post_hook(_look_again)
 
     def turn(self, is_open: bool) -> None:
-        """Open or close the gates."""
+        """Open or close the gates; they learn while they are open."""
         self.opened.fill_(int(is_open))
         self.is_open = is_open
+        self.gates.requires_grad_(is_open)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or convert everything, but never the gates to half precision: their steps would be lost in rounding."""
+        super()._apply(fn, recurse)
+        if self.gates.dtype in (torch.float16, torch.bfloat16):
+            self.gates.data = self.gates.data.float()
+        return self
 
     def enter(self, layer: int, beside: Tensor | None, like: Tensor) -> Tensor | None:
         """Put the tokens that enter before a layer in their places among those that are there (B, E, D)."""
@@ -79,7 +87,7 @@ class Beside(nn.Module):
 
 def _look_again(module: nn.Module, _: object) -> None:
     assert isinstance(module, Beside)
-    module.is_open = bool(module.opened)
+    module.turn(bool(module.opened))
 
 
 class Reading(NamedTuple):
@@ -186,14 +194,17 @@ def _place() -> _Local | _Traced:
 @contextmanager
 def receiving() -> Iterator[list[Tensor]]:
     """Take what tokens beside a model have become (B, E, D), once for each forward run of this thread inside."""
-    place = _place()
-    outer = place.waiting
     found: list[Tensor] = []
-    place.waiting = found
+    # A model that is compiled by itself looks in the other place, whoever calls it.
+    places: list[_Local | _Traced] = [_traced] if torch.compiler.is_compiling() else [_local, _traced]
+    outer = [place.waiting for place in places]
+    for place in places:
+        place.waiting = found
     try:
         yield found
     finally:
-        place.waiting = outer
+        for place, before in zip(places, outer, strict=True):
+            place.waiting = before
 
 
 def deliver(beside: Tensor) -> None:

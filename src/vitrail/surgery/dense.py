@@ -89,7 +89,12 @@ class Known:
             tuple(hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)),
             weights,
             [type(weight) for part in weights for weight in part.values()],
-            [(part, name, vars(part)[name]) for part in modules for name in ("p", "drop_prob") if name in vars(part)],
+            [
+                (part, name, getattr(part, name))
+                for part in modules
+                for name in ("p", "drop_prob")
+                if hasattr(part, name)
+            ],
         )
 
     def holds(self) -> bool:

@@ -1,0 +1,41 @@
+"""Commands that several processes run together: the first one speaks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from vitrail.cli import console
+
+PAUSE = 2.0
+"""Seconds that the others wait before they end with an error: torchrun then ends the first one, too."""
+
+
+@contextmanager
+def one_speaks() -> Iterator[None]:
+    """Let only the first process print results; what the others find wrong by themselves they still say."""
+    if os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
+    before = console.out.quiet
+    console.out.quiet = True
+    try:
+        yield
+    finally:
+        console.out.quiet = before
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """Leave it to the first process to tell what all of them found, and wait until it did."""
+    from vitrail.training.distributed import SaidElsewhere
+
+    try:
+        yield
+    except SaidElsewhere as error:
+        time.sleep(PAUSE)
+        raise typer.Exit(2) from error

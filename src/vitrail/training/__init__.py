@@ -1,0 +1,32 @@
+"""Training and evaluating: one command or one call, from labelled pictures to a model folder.
+
+train, Config, PRESETS          a run, what it is asked for, and what one word stands for
+Run, load_trained, Labels       a finished run, and a trained model with the names of its classes
+evaluate, Evaluation            how good a model is, head by head and fused
+open_examples, Examples         labelled pictures, wherever they come from
+Event, read_log                 what a run says while it goes on, and what it said
+"""
+
+from vitrail.training.config import Config
+from vitrail.training.evaluation import Evaluation
+from vitrail.training.examples import Examples, open_examples
+from vitrail.training.log import Event, read_log
+from vitrail.training.measuring import evaluate
+from vitrail.training.presets import PRESETS
+from vitrail.training.run import Labels, Run, load_trained
+from vitrail.training.start import train
+
+__all__ = [
+    "PRESETS",
+    "Config",
+    "Evaluation",
+    "Event",
+    "Examples",
+    "Labels",
+    "Run",
+    "evaluate",
+    "load_trained",
+    "open_examples",
+    "read_log",
+    "train",
+]

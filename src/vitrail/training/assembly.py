@@ -1,0 +1,208 @@
+"""What a run is made of: data, model, teacher, objective, merging, optimiser. Contradictions are found here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitrail.errors import InvalidOption, VitrailError
+from vitrail.models import ViT
+from vitrail.surgery import Merging, merge
+from vitrail.training.augment import Augment
+from vitrail.training.building import Built, build, load_teacher
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.checks import NO_LABELS
+from vitrail.training.config import Config
+from vitrail.training.distributed import Crew, repeated, wrap_ddp, wrap_fsdp
+from vitrail.training.examples import Examples, open_examples
+from vitrail.training.feeds import Feed, make_feed
+from vitrail.training.learner import Learner
+from vitrail.training.log import Event, Log, Tell
+from vitrail.training.mixing import Mix
+from vitrail.training.objective import Objective
+from vitrail.training.optim import Ema, make_optimizer
+from vitrail.training.order import mix
+from vitrail.training.parts import Parts
+from vitrail.training.questions import ask, heads_of
+from vitrail.training.run import CHECKPOINTS, LOG
+from vitrail.training.selfsup import SelfLearner
+from vitrail.training.teacher import Teacher
+from vitrail.training.views import Views
+
+Made = tuple[Built, Teacher | None, nn.Module, Merging | None, tuple[int, ...]]
+
+
+START = 0
+"""Number of the step that the first weights are drawn for; steps of training are counted apart."""
+
+
+def open_data(config: Config) -> tuple[Examples, Examples | None]:
+    """Open the training pictures, and those to evaluate on: files of their own, or a share that is held out."""
+    columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
+    if config.labels == NO_LABELS:
+        columns = None
+    examples = open_examples(config.data, labels=columns)
+    held = None
+    if columns is None:
+        return examples.take(config.share, config.seed), None
+    if isinstance(config.validation, float):
+        examples, held = examples.split(config.validation, config.seed)
+    elif config.validation is not None:
+        held = open_examples(config.validation, labels=columns, classes=examples.classes)
+    return examples.take(config.share, config.seed), held
+
+
+def assemble(config: Config, classes: Mapping[str, tuple[str, ...]], crew: Crew) -> Made:
+    """Build the model, its teacher, its objective and its merging; all that can contradict is found here."""
+    torch.manual_seed(mix(config.seed, START))
+    built = build(config, classes)
+    built.model.train()
+    if config.recipe != "labels":
+        return built, None, _without_labels(config, built.model).to(crew.device), None, ()
+    ask(built.model, classes)
+    teacher = None
+    if config.teacher is not None:
+        teacher = _teacher(config, built, classes, crew)
+    objective = Objective(
+        built.model,
+        classes,
+        smoothing=config.smoothing or 0.0,
+        distillation=config.distillation,  # type: ignore[arg-type]
+        teacher=teacher,
+        share=config.distillation_weight,
+        temperature=config.temperature or 3.0,
+        weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
+    )
+    merging: Merging | None = None
+    r: tuple[int, ...] = ()
+    if config.merge is not None:
+        try:
+            merging = merge(built.model, **config.merge.options)
+        except VitrailError as error:
+            raise InvalidOption(f"merge: {error}") from error
+        r = tuple(merging.r)
+    _lay_out(built.model, crew)
+    learner = Learner(built.model, objective).to(crew.device)
+    return built, teacher, learner, merging, r
+
+
+def _lay_out(model: nn.Module, crew: Crew) -> None:
+    """Let convolutional nets keep channels together on CUDA, where they run faster so."""
+    if crew.device.type == "cuda" and sum(isinstance(part, nn.Conv2d) for part in model.modules()) > 2:
+        model.to(memory_format=torch.channels_last)
+
+
+def _without_labels(config: Config, model: nn.Module) -> nn.Module:
+    try:
+        return SelfLearner(model, **config.recipe_options)
+    except TypeError as error:
+        raise InvalidOption(f"recipe_options={config.recipe_options}: {error}") from error
+
+
+def _teacher(config: Config, built: Built, classes: Mapping[str, tuple[str, ...]], crew: Crew) -> Teacher:
+    assert config.teacher is not None
+    model, labels = load_teacher(config.teacher)
+    known = [name for names in labels.classes.values() for name in names]
+    wanted = [name for names in classes.values() for name in names]
+    outputs = None
+    if known and known != wanted and config.distillation != "features":
+        missing = [name for name in wanted if name not in known]
+        if missing:
+            raise InvalidOption(f"teacher={config.teacher!r} does not know the classes {', '.join(missing[:5])}")
+        outputs = [known.index(name) for name in wanted]
+    size = heads_of(model).sizes.get(heads_of(model).own[0]) if heads_of(model).own else None
+    if outputs is None and config.distillation != "features" and size not in (None, len(wanted)):
+        raise InvalidOption(
+            f"teacher={config.teacher!r} has {size} outputs and there are {len(wanted)} classes; finetune it on the "
+            "same classes first, or learn its features (distillation='features')"
+        )
+    half = torch.bfloat16 if config.dtype == "bf16" and crew.device.type == "cuda" else None
+    _lay_out(model, crew)
+    if config.compile == "whole":
+        model.compile()
+    return Teacher(
+        model, given=built.preprocessing, expects=labels.preprocessing, features=config.distillation == "features",
+        outputs=outputs, device=crew.device, dtype=half,
+    )  # fmt: skip
+
+
+def make_parts(
+    config: Config,
+    crew: Crew,
+    examples: Examples,
+    held: Examples | None,
+    made: Made,
+    tell: Tell,
+) -> Parts:
+    """Read the pictures, compile and wrap the model, and make the optimiser."""
+    built, teacher, learner, merging, r = made
+    feed = _feed(config, crew, examples, tell, "pictures to learn from")
+    evaluated = None if held is None else _feed(config, crew, held, tell, "pictures to evaluate on", len(held))
+    strength: Any = config.augment
+    expects, least = built.preprocessing, config.crop_min or 1.0
+    augment = Augment(strength, expects.size[0], expects.mean, expects.std, crop_min=least, erasing=config.erasing)
+    views = augment if config.recipe == "labels" else Views(augment)
+    wrapped = wrap(learner, config, crew)
+    optimizer = make_optimizer(learner, config.lr or 0.0, config.weight_decay or 0.0)
+    folder = config.folder
+    board = folder / "tensorboard" if config.tensorboard else None
+    return Parts(
+        config=config,
+        crew=crew,
+        built=built,
+        classes=dict(feed.classes),
+        learner=learner,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        ema=Ema(built.model, config.ema) if config.ema else None,
+        feed=feed,
+        held=evaluated,
+        augment=views,
+        mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0),
+        teacher=teacher,
+        merging=merging,
+        r=r,
+        checkpoints=Checkpoints(folder / CHECKPOINTS, config.keep, crew),
+        log=Log(folder / LOG, board) if crew.first else Log(None),
+        tell=tell,
+    )
+
+
+def wrap(learner: nn.Module, config: Config, crew: Crew) -> nn.Module:
+    """Compile a learner as asked, then let several processes share it."""
+    model: nn.Module = learner.model  # type: ignore[assignment]
+    sharded = config.shard == "fsdp" and crew.world > 1
+    if config.compile == "blocks" or (config.compile == "whole" and sharded):
+        for block in repeated(learner):
+            block.compile()
+    elif config.compile == "whole":
+        learner.compile()
+    if crew.world == 1:
+        return learner
+    if sharded:
+        return wrap_fsdp(learner, model, crew, config.dtype or "fp32")
+    return wrap_ddp(learner, crew, unused=not isinstance(model, ViT))
+
+
+def _feed(config: Config, crew: Crew, examples: Examples, tell: Tell, what: str, batch: int | None = None) -> Feed:
+    def reading(done: int, total: int) -> None:
+        tell(Event("reading", done, total, text=what))
+
+    world = crew.world
+    return make_feed(
+        examples,
+        side=config.side or 1,
+        batch=config.batch_size or 1 if batch is None else max(batch // world, 1) * world,
+        seed=config.seed,
+        repeats=config.repeats or 1 if batch is None else 1,
+        device=crew.device,
+        rank=crew.rank,
+        world=world,
+        keep=config.keep_data,  # type: ignore[arg-type]
+        workers=config.workers,
+        max_unreadable=config.max_unreadable,
+        progress=reading,
+    )

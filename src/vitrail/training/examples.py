@@ -1,0 +1,264 @@
+"""Examples to learn from: pictures with one or more classes each, whatever they are stored in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail.errors import InvalidOption, PictureError
+from vitrail.pictures.files import PictureFiles, find_tables
+from vitrail.pictures.parquet import ParquetPictures
+from vitrail.pictures.reading import find_pictures
+from vitrail.training.libraries import HubPictures, open_hub, open_torchvision
+from vitrail.training.order import generator
+from vitrail.training.shards import ShardPictures, find_shards
+from vitrail.training.sources import MAX_CLASSES, DatasetPictures, FilePictures, Labelled, Pictures, TablePictures
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+LABEL = "label"
+"""What the classes are called where no column was asked for."""
+
+
+class Examples:
+    """Pictures with their classes; pictures are read one by one, when they are wanted.
+
+    Attributes:
+        classes: names of the classes, by label column.
+        labels: (N, T) in int64: the class of each picture by each column, columns in the order of ``classes``.
+        unlabelled: how many pictures of the source were left out because they have no class.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        labels: Tensor,
+        classes: Mapping[str, Sequence[str]],
+        rows: Sequence[int],
+        unlabelled: int = 0,
+    ) -> None:
+        self._pictures = pictures
+        self._rows = rows
+        self.labels = labels
+        self.classes: dict[str, tuple[str, ...]] = {column: tuple(names) for column, names in classes.items()}
+        self.unlabelled = unlabelled
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What to call each picture."""
+        return [self._pictures.names[row] for row in self._rows]
+
+    def name(self, index: int) -> str:
+        """What to call one picture."""
+        return self._pictures.names[self._rows[index]]
+
+    def read(self, index: int, side: int) -> Tensor:
+        """Read a picture as (3, side, side) in uint8: its shorter side resized, and the middle of the longer one.
+
+        Raises:
+            PictureError: it cannot be read.
+        """
+        return self.fetch(index, side)()
+
+    def fetch(self, index: int, side: int) -> Fetched:
+        """Fetch a picture's bytes, and give what decodes them; the second may be done in another thread."""
+        return Fetched(self._pictures.fetch(self._rows[index]), side)
+
+    def bare(self) -> Examples:
+        """Give the same pictures without their classes: all that a process needs that only reads."""
+        return Examples(self._pictures, self.labels.new_empty(len(self), 0), {}, self._rows)
+
+    def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
+        """Hold out a share of the examples, as much of each class as of all: (the rest, those held out).
+
+        Classes are those of the first column. The same seed holds out the same examples.
+        """
+        count = round(share * len(self))
+        if not 0 < share < 1 or not 0 < count < len(self):
+            raise InvalidOption(
+                f"A share of {share} of {len(self)} examples cannot be held out. Expected a number above 0 and below 1 "
+                "that leaves at least one example on either side."
+            )
+        held = self._spread(count, seed)
+        kept = torch.ones(len(self), dtype=torch.bool)
+        kept[held] = False
+        return self._some(kept.nonzero()[:, 0]), self._some(held)
+
+    def take(self, share: float, seed: int) -> Examples:
+        """Take a share of the examples, as much of each class as of all; the same seed takes the same ones."""
+        if not 0 < share <= 1:
+            raise InvalidOption(f"A share of {share} of the examples: expected a number above 0, up to 1.")
+        return self if share == 1 else self._some(self._spread(max(round(share * len(self)), 1), seed))
+
+    def _spread(self, count: int, seed: int) -> Tensor:
+        """Choose so many at equal distances from a list of all examples, sorted by class and mixed within a class."""
+        total = len(self)
+        order = torch.randperm(total, generator=generator("cpu", seed, total))
+        if self.labels.shape[1]:
+            order = order[self.labels[order, 0].argsort(stable=True)]
+        places = (torch.arange(count) * 2 + 1) * total // (2 * count)
+        return order[places].sort().values
+
+    def _some(self, indices: Tensor) -> Examples:
+        rows = [self._rows[index] for index in indices.tolist()]
+        return Examples(self._pictures, self.labels[indices], self.classes, rows, self.unlabelled)
+
+
+class Fetched:
+    """A picture whose bytes are there; calling it decodes them."""
+
+    def __init__(self, decode: Any, side: int) -> None:
+        self._decode = decode
+        self._side = side
+
+    def __call__(self) -> Tensor:
+        return square(self._decode(), self._side)
+
+
+def square(picture: Image.Image, side: int) -> Tensor:
+    """Make a picture (3, side, side) in uint8: the largest square in its middle, resized (bicubic, antialiased)."""
+    width, height = picture.size
+    edge = min(width, height)
+    left, top = (width - edge) / 2, (height - edge) / 2
+    if edge != side or width != height:
+        box = (left, top, left + edge, top + edge)
+        picture = picture.resize((side, side), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+
+
+def open_examples(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset[Any],
+    *,
+    labels: Sequence[str] | None = (),
+    classes: Mapping[str, Sequence[str]] | None = None,
+) -> Examples:
+    """Open labelled pictures, without reading the pictures yet. Pictures without a class are left out, and counted.
+
+    Args:
+        source: where they are, one of
+
+            - a folder of class folders;
+            - parquet files as Hugging Face writes them, or a folder of these;
+            - webdataset shards: ``*.tar`` files or a folder of these, or ``wds:PATH/name-{000..012}.tar``;
+            - ``hf:OWNER/NAME[:SPLIT]``, by the datasets library;
+            - ``torchvision:NAME:ROOT[:SPLIT]``, of its data sets, already downloaded;
+            - a torch data set of pairs (picture, class) or (picture, classes).
+        labels: label columns, one for each task; by default the one column that says the class, which is called
+            ``label`` then. None for pictures without classes.
+        classes: names of the classes as they are known already, from a checkpoint: numbers follow these.
+
+    Raises:
+        PictureError: there are no pictures, or none with a class.
+        InvalidOption: a column does not exist, or its classes are not those that are known.
+    """
+    pictures = _open_pictures(source, labels or ())
+    if labels is None:
+        return Examples(pictures, torch.zeros(len(pictures.names), 0).long(), {}, range(len(pictures.names)))
+    known = dict(classes or {})
+    if labels and known and set(labels) != set(known):
+        raise InvalidOption(
+            f"labels={','.join(labels)}: the classes that are known are of {','.join(known)}. Expected the same."
+        )
+    columns = tuple(known or labels) or (LABEL,)
+    if len(set(labels)) < len(labels):
+        raise InvalidOption(f"labels={','.join(columns)}: a column is named twice. Expected each once.")
+    found: dict[str, tuple[str, ...]] = {}
+    numbers = []
+    for column in columns:
+        default = not labels and columns == (LABEL,)
+        labelled = pictures.labels(None if default else column)
+        found[column], values = _classes(column, labelled, known.get(column))
+        numbers.append(values)
+    table = torch.stack(numbers, 1)
+    rows = (table >= 0).all(1).nonzero()[:, 0]
+    if not len(rows):
+        raise PictureError(
+            f"None of the {len(table)} pictures has a class ({', '.join(columns)}). Expected a folder with a folder of "
+            "pictures for each class and nothing else in it (name PATH/train if the classes are there), or a column of "
+            "classes."
+        )
+    return Examples(pictures, table[rows], found, rows.tolist(), len(table) - len(rows))
+
+
+def _classes(column: str, labelled: Labelled, known: Sequence[str] | None) -> tuple[tuple[str, ...], Tensor]:
+    """Give names and numbers (N,) of a column's classes, -1 where a picture has none."""
+    numbers = torch.tensor([-1 if value is None else value for value in labelled.numbers], dtype=torch.int64)
+    top = int(numbers.max()) + 1 if len(numbers) else 0
+    if top > MAX_CLASSES:
+        raise InvalidOption(f"{column}: a class has the number {top - 1}. Expected numbers that count classes from 0.")
+    names = tuple(labelled.names or ())
+    if names and top > len(names):
+        raise InvalidOption(
+            f"{column}: a class has the number {top - 1}, and {len(names)} classes have names. Expected as many."
+        )
+    if known is None:
+        return names or tuple(str(number) for number in range(top)), numbers
+    known = tuple(known)
+    if not names:
+        if top > len(known):
+            raise InvalidOption(f"{column}: a class has the number {top - 1}; known are {len(known)} classes.")
+        return known, numbers
+    if names == known:
+        return known, numbers
+    return known, _renumbered(column, numbers, names, known)
+
+
+def _renumbered(column: str, numbers: Tensor, names: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
+    """Give classes the numbers that their names are known by."""
+    used = numbers[numbers >= 0].unique().tolist()
+    places = {name: number for number, name in enumerate(known)}
+    unknown = [names[number] for number in used if names[number] not in places]
+    if unknown or len(places) < len(known):
+        shown = _some_of(unknown) or "a name that occurs twice"
+        raise InvalidOption(
+            f"{column}: {shown} cannot be told among the {len(known)} classes that are known ({_some_of(known)}). "
+            "Expected the same classes."
+        )
+    table = torch.tensor([places.get(name, -1) for name in names] + [-1])
+    return table[numbers]  # the last entry is for -1
+
+
+def _some_of(names: Sequence[str]) -> str:
+    return ", ".join([repr(name) for name in names[:5]] + ["..."] * (len(names) > 5))
+
+
+def _open_pictures(source: Any, columns: Sequence[str]) -> Pictures:
+    """Find out what holds the pictures."""
+    if isinstance(source, str):
+        kind, _, rest = source.partition(":")
+        if kind == "hf":
+            return open_hub(rest)
+        if kind == "torchvision":
+            return open_torchvision(rest, columns)
+        if kind == "wds" or source.endswith(".tar"):
+            return ShardPictures(find_shards(rest if kind == "wds" else source))
+    if hasattr(source, "features") and hasattr(source, "cast_column"):
+        return HubPictures(source)
+    given = _paths(source)
+    if not given:
+        return DatasetPictures(source, columns)
+    tables = find_tables(given)
+    if tables:
+        return TablePictures(ParquetPictures(tables))
+    if all(path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar"))) for path in given):
+        return ShardPictures([shard for path in given for shard in find_shards(str(path))])
+    root = given[0] if len(given) == 1 and given[0].is_dir() else None
+    return FilePictures(PictureFiles(find_pictures(given), root))
+
+
+def _paths(source: Any) -> list[Path]:
+    if isinstance(source, str | os.PathLike):
+        return [Path(source)]
+    several = isinstance(source, list | tuple) and all(isinstance(one, str | os.PathLike) for one in source)
+    return [Path(one) for one in source] if several else []

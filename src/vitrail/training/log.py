@@ -1,0 +1,181 @@
+"""What a run says while it goes on: to whoever listens, to a file of JSON lines, to TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import TrainingError, VitrailWarning
+from vitrail.training.objective import Terms
+
+Kind = Literal["note", "reading", "train", "epoch", "evaluating", "evaluation", "saved"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened: how far a stage is, with values to show, or a sentence."""
+
+    kind: Kind
+    done: int = 0
+    total: int | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+Tell = Callable[[Event], None]
+
+
+def nobody(event: Event) -> None:
+    """Listen to nothing."""
+
+
+class Meter:
+    """Means of the losses, kept on the device: nothing waits for it before it is read.
+
+    It also remembers the first step in which each of them was not finite.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.names: tuple[str, ...] = ()
+        self._sums = torch.zeros(0, dtype=torch.float64, device=device)
+        self._bad = torch.zeros(0, dtype=torch.int64, device=device)
+        self._count = 0
+
+    @torch.no_grad()
+    def add(self, terms: Terms, step: int) -> None:
+        """Take in the losses of one batch, or of a part of it."""
+        values = torch.stack([terms.total.detach(), *(part.detach() for part in terms.parts.values())]).double()
+        if not self.names:
+            self.names = ("loss", *terms.parts)
+            self._sums = torch.zeros_like(values)
+            self._bad = torch.full_like(values, -1, dtype=torch.int64)
+        self._sums += values
+        self._bad = torch.where((self._bad < 0) & ~values.isfinite(), step, self._bad)
+        self._count += 1
+
+    def fault(self) -> tuple[int, list[str]] | None:
+        """Give the first step that was not finite, and which terms were not; None where all were. Waits."""
+        bad = {name: step for name, step in zip(self.names, self._bad.tolist(), strict=True) if step >= 0}
+        if not bad:
+            return None
+        first = min(bad.values())
+        return first, [name for name, step in bad.items() if step == first and (name != "loss" or len(bad) == 1)]
+
+    def means(self, reduce: Callable[[Tensor], object]) -> dict[str, float]:
+        """Give the means since the last reset, over all processes (``reduce`` adds up). Waits for the device."""
+        if not self._count:
+            return {}
+        sums = torch.cat([self._sums, self._sums.new_tensor([self._count])])
+        reduce(sums)
+        *values, count = sums.tolist()
+        return {name: value / count for name, value in zip(self.names, values, strict=True)}
+
+    def reset(self) -> None:
+        """Forget all sums."""
+        self._sums = torch.zeros_like(self._sums)
+        self._count = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the sums as plain values, for a checkpoint."""
+        return {"names": list(self.names), "sums": self._sums.tolist(), "count": self._count}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.names, self._count = tuple(values["names"]), values["count"]
+        self._sums = torch.tensor(values["sums"], dtype=torch.float64, device=self._device)
+        self._bad = torch.full((len(self.names),), -1, dtype=torch.int64, device=self._device)
+
+
+class Log:
+    """A file of JSON lines, and TensorBoard if asked for. A line that cannot be written is a warning, once."""
+
+    def __init__(self, path: Path | None, tensorboard: Path | None = None) -> None:
+        self._path = path
+        self._warned = False
+        self._folder = tensorboard
+        self._board: Any = None
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Write a line; ``step`` among the values is what TensorBoard goes by."""
+        if self._path is None:
+            return
+        line = json.dumps({"kind": kind, **values}, ensure_ascii=False) + "\n"
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self._path} could not be written ({error.strerror or error}); training goes on",
+                    VitrailWarning,
+                    stacklevel=2,
+                )
+        if self._folder is not None:
+            self._board = self._board or open_board(self._folder)
+            for name, value in flat(kind, values):
+                self._board.add_scalar(name, value, values.get("step", 0))
+            self._board.flush()
+
+    def trim(self, step: int) -> None:
+        """Take back what was written after a step that is gone back to, and lines that were cut off."""
+        if self._path is None or not self._path.exists():
+            return
+        kept = [line for line, values in _read(self._path) if values.get("step", 0) <= step]
+        draft = self._path.with_name(f".{self._path.name}.draft")
+        with draft.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._path)
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._board is not None:
+            self._board.close()
+
+
+def read_log(path: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Read a log, all of it or the lines of one kind (``epoch``, ``evaluation``, ``start`` …)."""
+    return [values for _, values in _read(Path(path)) if kind is None or values.get("kind") == kind]
+
+
+def open_board(folder: Path) -> Any:
+    """Open TensorBoard's writer, or say that it is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise TrainingError(
+            "tensorboard=True needs TensorBoard; install it with `pip install vitrail[train]`, or leave it out: "
+            "log.jsonl has the same values"
+        ) from error
+    return SummaryWriter(str(folder))
+
+
+def flat(name: str, values: Any) -> Sequence[tuple[str, float]]:
+    """Give the numbers in nested values, each with its path."""
+    if isinstance(values, Mapping):
+        return [pair for key, value in values.items() if key != "step" for pair in flat(f"{name}/{key}", value)]
+    number = isinstance(values, int | float) and not isinstance(values, bool)
+    return [(name, float(values))] if number else []
+
+
+def _read(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict):
+            found.append((line, values))
+    return found

@@ -1,0 +1,95 @@
+"""``evaluate``: how good a trained model is on some pictures, by the names of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitrail.errors import InvalidOption
+from vitrail.training.augment import Augment
+from vitrail.training.distributed import Crew, joined
+from vitrail.training.evaluate import evaluate as evaluate_model
+from vitrail.training.evaluation import Evaluation
+from vitrail.training.examples import open_examples
+from vitrail.training.feeds import Keep, make_feed
+from vitrail.training.run import Labels, load_trained
+from vitrail.training.teacher import expected_by
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def evaluate(
+    model: str | Path | nn.Module,
+    data: Any,
+    *,
+    labels: Sequence[str] = (),
+    merge: Mapping[str, Any] | None = None,
+    batch: int = 256,
+    device: str | None = None,
+    dtype: str = "fp32",
+    keep_data: Keep = "auto",
+    workers: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    **more: Any,
+) -> Evaluation:
+    """Measure a trained model: accuracy of each head and of all together, calibration, confusion, speed.
+
+    >>> evaluate("runs/pets", "pets-test.parquet", merge={"r": 8}).accuracy["fused"]  # doctest: +SKIP
+
+    Args:
+        model: folder of a run or of a model; or a model, whose classes are then those of the data.
+        data: labelled pictures, as for training. Classes are found by their names.
+        labels: columns of labels; by default those that the model was trained with.
+        merge: options of ``vitrail.merge``; ``{"r": 0}`` for none.
+        batch, device, dtype: how to run it; ``bf16`` is autocast.
+        keep_data, workers: how pictures are read, as for training.
+        progress: called with what is done, how far it is, and how far it goes.
+        more: what else the lower function takes: ``look``, ``seconds``.
+    """
+    if dtype not in DTYPES:
+        raise InvalidOption(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+    with joined(device) as crew:
+        net, known = (model, None) if isinstance(model, nn.Module) else load_trained(model)
+        columns = tuple(labels)
+        if known is not None and known.classes and not columns and list(known.classes) != ["label"]:
+            columns = tuple(known.classes)
+        classes = None if known is None else _classes(known, columns)
+        examples = open_examples(data, labels=columns, classes=classes)
+        expects = (known.preprocessing if known else None) or expected_by(net)
+        if expects is None:
+            raise InvalidOption(f"{type(net).__name__} does not say what it expects of a picture; name its folder")
+
+        def reading(done: int, total: int) -> None:
+            _tell(crew, progress, "reading", done, total)
+
+        count = len(examples)
+        feed = make_feed(
+            examples, side=expects.size[0], batch=max(count // crew.world, 1) * crew.world, seed=0, device=crew.device,
+            rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, progress=reading,
+        )  # fmt: skip
+        plain = Augment("none", expects.size[0], expects.mean, expects.std).plain
+        try:
+            return evaluate_model(
+                net.to(crew.device), feed, prepare=plain, merge=merge, batch=batch, dtype=DTYPES[dtype],
+                progress=lambda done: _tell(crew, progress, "evaluating", done * crew.world, count), **more,
+            )  # fmt: skip
+        finally:
+            feed.close()
+
+
+def _classes(known: Labels, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
+    """Give the classes that a model knows, by the columns of the data."""
+    if not known.classes:
+        return None
+    if len(columns) == len(known.classes) == 1:
+        return {columns[0]: next(iter(known.classes.values()))}
+    return known.classes
+
+
+def _tell(crew: Crew, progress: Callable[[str, int, int], None] | None, stage: str, done: int, total: int) -> None:
+    if progress is not None and crew.first:
+        progress(stage, min(done, total), total)

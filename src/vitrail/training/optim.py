@@ -1,0 +1,132 @@
+"""The optimiser: which parameters decay, how the learning rate moves, and the running average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import cos, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vitrail.models import ViT
+
+LEARNED_TOKENS = (
+    *("cls_token", "dist_token", "distillation_token", "register", "reg_token", "mask_token"),
+    *("pos_embed", "position_embedding", "relative_position_bias_table", "latent"),
+)
+"""Parts of the names by which other libraries call tokens and positions; our models name theirs themselves."""
+
+
+def undecayed(model: nn.Module) -> set[str]:
+    """Name the parameters that weight decay leaves alone.
+
+    These are norms, biases and scales, all of one dimension or less; what the model's ``no_weight_decay`` names (ours:
+    positions, and tokens whose spec does not ask for decay); and tokens and positions of models that are not ours.
+    """
+    named = dict(model.named_parameters())
+    found = {name for name, parameter in named.items() if parameter.ndim <= 1}
+    for prefix, part in model.named_modules():
+        told = getattr(part, "no_weight_decay", None)
+        if callable(told):
+            found |= {f"{prefix}.{name}" if prefix else name for name in told()}
+    if not any(isinstance(part, ViT) for part in model.modules()):
+        found |= {name for name in named if any(word in name for word in LEARNED_TOKENS)}
+    return found & set(named)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Part the parameters that are trained into those that decay and those that do not, each with their names."""
+    spared = undecayed(model)
+    groups = []
+    for decay, wanted in ((weight_decay, False), (0.0, True)):
+        chosen = {n: p for n, p in model.named_parameters() if p.requires_grad and (n in spared) == wanted}
+        if chosen:
+            groups.append({"params": list(chosen.values()), "names": list(chosen), "weight_decay": decay})
+    return groups
+
+
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """Make AdamW with its state in place, so that there is nothing to save that appears later."""
+    groups = parameter_groups(model, weight_decay)
+    names = [group.pop("names") for group in groups]
+    fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    optimizer = torch.optim.AdamW(groups, lr=lr, fused=fused)
+    for group, own in zip(optimizer.param_groups, names, strict=True):
+        group["names"] = own
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+    return optimizer
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Give the optimiser's state by the names of its parameters: the tensors themselves, not copies."""
+    return {
+        f"{kind}.{name}": value
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+        for kind, value in optimizer.state[parameter].items()
+    }
+
+
+def lr_at(step: int, *, peak: float, warmup: int, total: int, floor: float) -> float:
+    """Give the learning rate of a step: up in a straight line, then down along a cosine to a share of the peak.
+
+    >>> [round(lr_at(step, peak=1.0, warmup=2, total=6, floor=0.0), 3) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(total - warmup, 1)
+    return peak * (floor + (1 - floor) * (1 + cos(pi * min(done, 1.0))) / 2)
+
+
+class Ema:
+    """A running average of a model's weights, which often does better than the last ones.
+
+    Early steps count less: the decay rises with the steps to its value, so that the average forgets the random start.
+    Buffers of statistics are averaged like weights; counters are copied.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._live = dict(model.state_dict())
+        self.tensors = {name: value.clone() for name, value in self._live.items()}
+        floats = [name for name, value in self._live.items() if value.is_floating_point()]
+        self._average = [_local(self.tensors[name]) for name in floats]
+        self._current = [_local(self._live[name]) for name in floats]
+        self._copied = [(self.tensors[name], self._live[name]) for name in self._live if name not in set(floats)]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after a step, counted from 0."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self._average, self._current, 1 - decay)
+        for copy, live in self._copied:
+            copy.copy_(live)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model have the averaged weights for the time of a ``with`` block."""
+        kept = {name: value.clone() for name, value in self._live.items()}
+        self._put(self.tensors)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor]) -> None:
+        for name, value in self._live.items():
+            _local(value).copy_(_local(values[name]))
+
+
+def _local(value: Tensor) -> Tensor:
+    """Give this process's part of a tensor that several hold together."""
+    return value.to_local() if isinstance(value, DTensor) else value

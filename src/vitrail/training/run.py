@@ -1,0 +1,198 @@
+"""The folder of a run: what is where, and how a trained model is read back.
+
+    config.yaml                     everything that the run was asked for, resolved
+    log.jsonl                       a line for each epoch, each evaluation, each start
+    checkpoints/step-00001234/      what training goes on from
+    last/, best/                    model folders: the weights after the last epoch, and at the best evaluation
+
+A model folder has ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes them, and
+``labels.json``: the names of the classes, what the model expects of a picture, and how it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.adapters import load_model
+from vitrail.errors import ModelLoadError, TrainingError
+from vitrail.models import ViT
+from vitrail.models.saving import CONFIG, WEIGHTS, write_folder
+from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.training.teacher import expected_by
+
+LABELS, SETTINGS, LOG, CHECKPOINTS = "labels.json", "config.yaml", "log.jsonl", "checkpoints"
+BEST, LAST = "best", "last"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What travels with a trained model.
+
+    Attributes:
+        classes: names of the classes by column of labels.
+        preprocessing: what the model expects of a picture.
+        trained: how it was trained, and how good it was at its evaluation.
+        architecture: what ``config.json`` says of a model that is not ours.
+        folder: where it was read from.
+    """
+
+    classes: dict[str, tuple[str, ...]]
+    preprocessing: Preprocessing | None
+    trained: dict[str, Any] = field(default_factory=dict)
+    architecture: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: where it is, and how good the model was at the last evaluation.
+
+    Attributes:
+        folder: the run's folder.
+        evaluation: the last evaluation; None where there was nothing to evaluate on.
+        best: score and step of the best one.
+    """
+
+    folder: Path
+    evaluation: Any = None
+    best: dict[str, Any] | None = None
+
+    @property
+    def last(self) -> Path:
+        """The folder of the last model."""
+        return self.folder / LAST
+
+    def load(self) -> tuple[nn.Module, Labels]:
+        """Load the last model, with the names of its classes."""
+        return load_trained(self.last)
+
+
+def check_free(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that holds anything, unless it is a run that may be replaced."""
+    is_run = (folder / SETTINGS).is_file()
+    taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if taken and not (is_run and overwrite):
+        what = "a run already" if is_run else "something that is no run"
+        raise TrainingError(
+            f"{folder} holds {what}, and nothing was changed. Go on with it by --resume, begin anew in its place "
+            "by --overwrite (runs only), or name another folder with -o"
+        )
+
+
+def claim(folder: Path, *, overwrite: bool) -> None:
+    """Make the folder of a new run, without what is left of an old one."""
+    check_free(folder, overwrite=overwrite)
+    try:
+        if overwrite and folder.exists():
+            for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in (LOG, SETTINGS):
+                (folder / name).unlink(missing_ok=True)
+        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"{folder} could not be made ({error.strerror or error}); name another with -o") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise TrainingError(f"{path} could not be written ({error.strerror or error})") from error
+
+
+def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], labels: Labels) -> None:
+    """Write a model folder; ``states`` are the weights, which need not be those that the model has now."""
+    if isinstance(model, ViT):
+        write_folder(folder, model.config.to_dict(), states)
+    elif labels.architecture.get("architecture") == "hf":
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
+        model.save_pretrained(folder, state_dict=kept)  # type: ignore[operator]
+    else:
+        write_folder(folder, dict(labels.architecture), states)
+    expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
+    values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
+    write_text(folder / LABELS, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
+    """Load a trained model, in evaluation mode, with its labels: from a model folder, or from a run.
+
+    Of a run the best model is taken where there was an evaluation, and else the last; name ``RUN/last`` for that one.
+    """
+    folder = model_folder(Path(path).expanduser())
+    try:
+        told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder / CONFIG} could not be read: {error}") from error
+    architecture = str(told.get("architecture", ""))
+    if architecture.startswith("timm:"):
+        model = load_model(architecture, pretrained=False, **told.get("options", {}))
+        model.load_state_dict(_weights(folder), strict=True)
+        model.eval()
+    elif "model_type" in told:
+        told, model = {"architecture": "hf"}, load_model(f"hf:{folder}")
+    else:
+        told, model = {}, ViT.from_pretrained(folder)
+    values = _read_labels(folder)
+    expects = values.get("preprocessing")
+    preprocessing = Preprocessing(**expects) if expects else expected_by(model)
+    classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
+    return model, Labels(classes, preprocessing, values.get("trained", {}), told, folder)
+
+
+def model_folder(path: Path) -> Path:
+    """Find the model in a folder: the folder itself, or the best or last model of a run."""
+    for folder in (path, path / BEST, path / LAST):
+        if (folder / CONFIG).is_file():
+            return folder
+    if (path / SETTINGS).is_file():
+        raise ModelLoadError(f"{path} is a run that has no model yet; go on with it by --resume")
+    raise ModelLoadError(f"{path} holds no model; expected a folder of a run, or one with {CONFIG} and {WEIGHTS}")
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"{folder / WEIGHTS} could not be read: {error}") from error
+
+
+def _read_labels(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder / LABELS} could not be read: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def full(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put together what several processes hold parts of; all of them call it."""
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+            for name, value in states.items()
+        }

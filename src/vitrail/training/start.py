@@ -1,0 +1,140 @@
+"""``train``: from a config to a run. Everything that can be wrong is found before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from vitrail.errors import InvalidOption
+from vitrail.training.assembly import Made, assemble, make_parts, open_data
+from vitrail.training.config import Config
+from vitrail.training.distributed import Crew, joined
+from vitrail.training.log import Event, Tell, nobody
+from vitrail.training.loop import Loop
+from vitrail.training.parts import Parts
+from vitrail.training.resuming import go_on, processes, resumed
+from vitrail.training.run import SETTINGS, Run, check_free, claim, write_text
+
+
+def train(
+    config: Config | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    tell: Tell | None = None,
+    **given: Any,
+) -> Run:
+    """Train a model.
+
+    >>> run = train(data="photos", model="vit_tiny_patch16", preset="tiny")  # doctest: +SKIP
+    >>> run.evaluation.accuracy["fused"]  # doctest: +SKIP
+
+    Under ``torchrun`` the processes train together; the result is the same as that of one.
+
+    Args:
+        config: what to do; or its fields by name.
+        resume: go on with the run in ``out``. What it was started with is read from there; fields that decide what is
+            computed cannot change, those that decide where and how can.
+        overwrite: begin anew where there is a run already.
+        tell: called with each `Event`, in the first process alone.
+    """
+    if resume and overwrite:
+        raise InvalidOption("resume goes on with a run and overwrite replaces it; give one of them")
+    if config is not None:
+        given = {**_changed(config), **given}
+    with joined(given.get("device")) as crew:
+        asked = crew.together(lambda: resumed(given) if resume else Config.from_dict(given))
+        return _train(asked, crew, resume, overwrite, (tell or nobody) if crew.first else nobody)
+
+
+def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell) -> Run:
+    before = torch.get_float32_matmul_precision()
+    if crew.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    loop = None
+    try:
+        loop, start = prepare(asked, crew, resume, overwrite, tell)
+        return loop.run(start)
+    finally:
+        torch.set_float32_matmul_precision(before)
+        if loop is not None:
+            loop.parts.log.close()
+            loop.parts.feed.close()
+
+
+def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell) -> tuple[Loop, int]:
+    """Check everything, then make the run's folder and all that the loop needs; give it with its first step."""
+    examples, held = crew.together(lambda: open_data(asked))
+    config = asked.resolved(len(examples), cuda=crew.device.type == "cuda")
+    folder = config.folder
+
+    def check() -> Made:
+        _check_batch(config, crew, len(examples))
+        if config.tensorboard:
+            _check_board()
+        if not resume:
+            check_free(folder, overwrite=overwrite)
+        return assemble(config, examples.classes, crew)
+
+    built, teacher, learner, merging, r = crew.together(check)
+    config = replace(config, image_size=built.preprocessing.size[0])
+    config = replace(config, side=config.side or config.image_size)
+    parts = crew.together(lambda: make_parts(config, crew, examples, held, (built, teacher, learner, merging, r), tell))
+    loop = Loop(parts)
+    start = go_on(loop, len(examples)) if resume else 0
+    crew.first_does(lambda: _write_settings(config, resume, overwrite))
+    parts.log.trim(start)
+    crew.barrier()
+    _introduce(parts, start, loop.total)
+    return loop, start
+
+
+def _write_settings(config: Config, resume: bool, overwrite: bool) -> None:
+    if not resume:
+        claim(config.folder, overwrite=overwrite)
+    write_text(config.folder / SETTINGS, config.to_yaml())
+
+
+def _introduce(parts: Parts, start: int, total: int) -> None:
+    skipped = [*parts.feed.skipped, *(parts.held.skipped if parts.held else ())]
+    if skipped:
+        named = "; ".join(why for _, why in skipped[:3])
+        parts.tell(Event("note", text=f"{len(skipped)} pictures cannot be read and are left out: {named}"))
+    if start >= total:
+        parts.tell(Event("note", text=f"All {total} steps were done already; there is nothing left to train."))
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    """Give the fields of a config that are not at their defaults."""
+    plain = Config(data=config.data)
+    return {
+        each.name: getattr(config, each.name)
+        for each in fields(config)
+        if each.name == "data" or getattr(config, each.name) != getattr(plain, each.name)
+    }
+
+
+def _check_batch(config: Config, crew: Crew, count: int) -> None:
+    parts = crew.world * config.accumulate
+    even = 2 if (config.mixup or config.cutmix) else 1
+    batch = config.batch_size or 0
+    if batch > count:
+        raise InvalidOption(f"batch_size={batch} is more than the {count} pictures to learn from; choose a smaller one")
+    if batch % (parts * even):
+        pairs = ", each an even number of pictures, as they are mixed in pairs" if even == 2 else ""
+        raise InvalidOption(
+            f"batch_size={batch} cannot be shared out among {crew.world} {processes(crew.world)} and "
+            f"accumulate={config.accumulate} parts{pairs}; choose a multiple of {parts * even}"
+        )
+
+
+def _check_board() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InvalidOption(
+            "tensorboard=True needs TensorBoard; install it with `pip install vitrail[train]`, or leave it out: "
+            "log.jsonl has the same values"
+        )

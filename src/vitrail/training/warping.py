@@ -1,0 +1,129 @@
+"""Parts of pictures at another size: a batch at once, each picture with a box and a turn of its own.
+
+Pictures are (b, C, S, S) in float. Boxes are in whole pixels, so that a box cut out first and resized afterwards gives
+the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SHARPNESS = -0.5
+"""Of the cubic kernel, as in Pillow and in the antialiased resizing of torch."""
+
+
+def random_boxes(
+    areas: Tensor,
+    ratios: Tensor,
+    places: Tensor,
+    side: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    otherwise: float,
+) -> tuple[Tensor, Tensor]:
+    """Turn numbers from 0 to 1 into boxes (top, left) and (height, width), each (b, 2): a random resized crop.
+
+    Args:
+        areas: (b, tries): share of the picture, from the least to the most of ``scale``.
+        ratios: (b, tries): width over height, even in the logarithm.
+        places: (b, 2): where the box is.
+        side: height and width of the picture.
+        scale: least and most area.
+        ratio: least and most width over height.
+        otherwise: height and width of the box where no try fits into the picture; else the first that does is taken.
+    """
+    area = (scale[0] + (scale[1] - scale[0]) * areas) * side**2
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    aspect = torch.exp(low + (high - low) * ratios)
+    sizes = torch.stack([(area / aspect).sqrt(), (area * aspect).sqrt()], -1).round()
+    fits = ((sizes > 0) & (sizes <= side)).all(-1)
+    first = fits.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, 2)
+    size = torch.where(fits.any(1)[:, None], sizes.gather(1, first)[:, 0], otherwise)
+    start = torch.minimum((places * (side - size + 1)).floor(), side - size)
+    return start, size
+
+
+def crop(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, out: int) -> Tensor:
+    """Cut boxes out and resize them to (b, C, out, out), bicubic and antialiased; ``flip`` (b,) turns left and right.
+
+    Resizing along an axis is linear, so both axes are a matrix product each: exact for any size of box, and no
+    gathering of pixels.
+    """
+    side = images.shape[-1]
+    rows = resizing(start[:, 0], size[:, 0], side, out)
+    columns = resizing(start[:, 1], size[:, 1], side, out)
+    columns = torch.where(flip[:, None, None], columns.flip(1), columns)
+    return rows[:, None] @ (images @ columns[:, None].mT)
+
+
+def resizing(start: Tensor, size: Tensor, side: int, out: int) -> Tensor:
+    """Make the matrices (b, out, side) that cut out a part of an axis and resize it."""
+    step = size / out
+    places = start[:, None] + step[:, None] * (torch.arange(out, device=start.device) + 0.5)
+    pixels = torch.arange(side, device=start.device) + 0.5
+    weights = cubic((pixels - places[..., None]) / step.clamp(min=1)[:, None, None])
+    end = (start + size)[:, None, None]
+    weights = weights * ((pixels > start[:, None, None]) & (pixels < end))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def cubic(distance: Tensor) -> Tensor:
+    """Weigh pixels by their distance (Keys, 1981)."""
+    x, a = distance.abs(), SHARPNESS
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return torch.where(x <= 1, near, torch.where(x < 2, far, 0.0))
+
+
+def turning(angle: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
+    """Make the maps (b, 2, 3) from places in the outcome to places in the picture, both from -1 to 1.
+
+    Args:
+        angle: (b,), clockwise, in radians.
+        shear: (b, 2), along x and along y: how far per way along the other axis.
+        shift: (b, 2), along x and along y: how far the picture moves, as a share of its side.
+    """
+    cos, sin = angle.cos(), angle.sin()
+    turn = torch.stack([torch.stack([cos, sin], -1), torch.stack([-sin, cos], -1)], 1)
+    one = torch.ones_like(angle)
+    slant = torch.stack([torch.stack([one, shear[:, 0]], -1), torch.stack([shear[:, 1], one], -1)], 1)
+    linear = turn @ slant
+    return torch.cat([linear, linear @ (-2 * shift[..., None])], 2)
+
+
+def warp(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, turns: Tensor, out: int) -> Tensor:
+    """Cut boxes out, turn and resize them to (b, C, out, out) in one bicubic sampling.
+
+    What lies outside of the box is taken from the picture, and what lies outside of the picture is mirrored. Boxes
+    that shrink to a half or less are sampled from a picture of that size.
+
+    Args:
+        images: the pictures.
+        start: top and left of the boxes.
+        size: their height and width.
+        flip: (b,) which are turned left and right.
+        turns: of :func:`turning`; places are those in the box.
+        out: height and width of the outcome.
+    """
+    side = images.shape[-1]
+    half = (size / side).flip(1)
+    middle = ((start + size / 2) / (side / 2) - 1).flip(1)
+    mirror = torch.stack([1 - 2 * flip.to(half.dtype), torch.ones_like(half[:, 0])], 1)
+    placed = torch.cat([turns[:, :, :2] * mirror[:, None], turns[:, :, 2:]], 2) * half[..., None]
+    placed = torch.cat([placed[:, :, :2], placed[:, :, 2:] + middle[..., None]], 2)
+    grid = F.affine_grid(placed, [len(images), images.shape[1], out, out], align_corners=False)
+    levels = max(int(math.log2(side / out)), 0)
+    wanted = (size.amax(1) / out).log2().floor().clamp(0, levels)[:, None, None, None]
+    made = _sample(images, grid)
+    for level in range(1, levels + 1):
+        small = F.avg_pool2d(images, 2**level, ceil_mode=True)
+        made = torch.where(wanted == level, _sample(small, grid), made)
+    return made
+
+
+def _sample(images: Tensor, grid: Tensor) -> Tensor:
+    return F.grid_sample(images, grid, "bicubic", "reflection", align_corners=False)

@@ -1,0 +1,143 @@
+"""``vitrail train`` and ``vitrail evaluate``: what they write and say, and how they answer mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.cli.words import one_line
+from tests.training.toys import make_photos
+from vitrail.cli import app
+from vitrail.training import Config, Event
+from vitrail.training import start as training
+
+SMALL = ("--preset", "tiny", "--image-size", "32", "--device", "cpu", "--epochs", "2", "--batch-size", "8")
+SMALL += ("--set", "options={width: 32, depth: 2, heads: 2}")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_photos(tmp_path_factory.mktemp("photos") / "photos")
+
+
+@pytest.fixture(scope="module")
+def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    return folder, run("train", "--data", photos, *SMALL, "--tokens", "cls,register=2", "-o", folder)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_training_says_how_it_goes_where_things_are_and_what_to_do_next(trained: tuple[Path, Result]) -> None:
+    folder, result = trained
+    assert result.exit_code == 0, result.output
+    text = one_line(result.stdout)
+    assert "step 2 of 4 loss" in text
+    assert "images/s" in text
+    assert "step 4 of 4 fused" in text
+    assert f"The run is in {folder}" in text
+    assert f"vitrail evaluate {folder}/last DATA" in text
+    assert f"vitrail inspect vitrail:{folder}/last" in text
+    config = Config.from_yaml(folder / "config.yaml")
+    assert (config.tokens, config.options["width"], config.validation) == ("cls,register=2", 32, 0.1)
+
+
+def test_what_comes_next_works(trained: tuple[Path, Result], photos: Path, tmp_path: Path) -> None:
+    folder, _ = trained
+    values = tmp_path / "result.json"
+    result = run("evaluate", folder, photos, "--merge", "r=2", "--confusion", "--json", values, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    text = one_line(result.stdout)
+    assert "24 pictures, merged: r=2" in text
+    for word in ("fused", "cls", "calibration error", "Loss", "images/s", "true class by row", "blue green red"):
+        assert word in text
+    found = json.loads(values.read_text())
+    assert found["count"] == 24
+    assert sum(map(sum, found["confusion"]["fused"])) == 24
+    merged = run("merge", f"vitrail:{folder}", photos / "red" / "0.png", "-r", "2", "-o", tmp_path / "glass")
+    assert merged.exit_code == 0, merged.output
+
+
+def test_a_run_is_resumed_replaced_or_left_alone(trained: tuple[Path, Result], photos: Path) -> None:
+    folder, _ = trained
+    before = (folder / "log.jsonl").read_text()
+    refused = run("train", "--data", photos, *SMALL, "-o", folder)
+    assert refused.exit_code == 2
+    assert "holds a run already, and nothing was changed" in one_line(refused.stderr)
+    assert (folder / "log.jsonl").read_text() == before
+    resumed = run("train", "-o", folder, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert "nothing left to train" in one_line(resumed.stderr)
+    changed = run("train", "-o", folder, "--resume", "--lr", "0.5")
+    assert changed.exit_code == 2
+    assert "lr=0.5, but the run in" in one_line(changed.stderr)
+    replaced = run("train", "--data", photos, *SMALL, "--epochs", "1", "-o", folder, "--overwrite")
+    assert replaced.exit_code == 0, replaced.output
+    assert Config.from_yaml(folder / "config.yaml").epochs == 1
+
+
+def test_a_file_gives_fields_and_options_win(photos: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"data: {photos}\npreset: tiny\nepochs: 7\nclip: 0.5\nimage_size: 32\nbatch_size: 8\n")
+    out = tmp_path / "run"
+    size = ("--set", "options={width: 32, depth: 1, heads: 2}", "--validation", "none")
+    result = run("train", "--config", file, "--epochs", "1", "-o", out, "--device", "cpu", *size)
+    assert result.exit_code == 0, result.output
+    config = Config.from_yaml(out / "config.yaml")
+    assert (config.epochs, config.clip, config.validation) == (1, 0.5, None)
+    assert not (out / "best").exists()
+
+
+def test_stopping_is_answered_with_a_sentence(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.training.stopping import Interrupted
+
+    def loop(*_: object) -> None:
+        raise Interrupted("Stopped after step 3 of 4. Go on with --resume.")
+
+    monkeypatch.setattr(training, "_train", loop)
+    result = run("train", "--data", photos, *SMALL, "-o", tmp_path / "run")
+    assert result.exit_code == 130
+    assert one_line(result.stderr) == "Error: Stopped after step 3 of 4. Go on with --resume."
+
+
+MISTAKES = {
+    "no data": ((), "data is missing"),
+    "unknown model": (("--data", "PHOTOS", "--model", "vit"), "model='vit'"),
+    "unknown field": (("--data", "PHOTOS", "--set", "clips=1"), "no option 'clips'; did you mean 'clip'?"),
+    "no value": (("--data", "PHOTOS", "--set", "clip"), "--set clip: expected a field and its value"),
+    "distillation without teacher": (("--data", "PHOTOS", "--tokens", "cls,distillation"), "teacher is not given"),
+    "no such data": (("--data", "nowhere"), "nowhere"),
+    "no such file": (("--config", "nowhere.yaml"), "nowhere.yaml could not be read"),
+    "nothing to resume": (("-o", "runs/x", "--resume"), "holds no run to resume"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_answered_in_words(
+    mistake: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, expected = MISTAKES[mistake]
+    result = run("train", *(str(photos) if text == "PHOTOS" else text for text in arguments), "--device", "cpu")
+    assert result.exit_code == 2, result.output
+    assert expected in one_line(result.stderr)
+    assert result.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluation_of_nothing_is_explained(photos: Path, tmp_path: Path) -> None:
+    result = run("evaluate", tmp_path, photos)
+    assert result.exit_code == 2
+    assert "holds no model; expected a folder of a run" in one_line(result.stderr)
+
+
+def test_help_has_examples() -> None:
+    for command in ("train", "evaluate"):
+        assert "Examples" in run(command, "-h").stdout
+
+
+def test_events_are_plain_data() -> None:
+    assert Event("note", text="x").values == {}

@@ -1,0 +1,141 @@
+"""Several processes as one: the same weights, checkpoints for any number of them, and an end when one is gone."""
+
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.toys import FIELDS, difference, finish, make_photos, start, weights
+from vitrail.errors import InvalidOption, TrainingError
+from vitrail.models import create_model
+from vitrail.training import Event, train
+from vitrail.training.distributed import Crew, broken_links, joined, place, repeated
+
+ALONE = Crew(0, 1, torch.device("cpu"))
+MIXED = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "ema": 0.9, "validation": 0.25, "epochs": 2}
+
+
+class Cut(Exception):
+    """A run that ends in the middle."""
+
+
+def cut_at(step: int) -> Any:
+    def tell(event: Event) -> None:
+        if event.kind == "train" and event.done == step:
+            raise Cut
+
+    return tell
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two processes; see together.py."""
+    folder = tmp_path_factory.mktemp("together")
+    photos = make_photos(folder / "photos")
+    with pytest.raises(Cut):
+        train(data=str(photos), out=str(folder / "alone"), save_every="2 steps", tell=cut_at(5), **FIELDS)
+    shutil.copytree(folder / "alone", folder / "alone-fsdp")
+    for code, _, errors in finish(start(2, "-m", "tests.training.together", str(folder)), 120):
+        assert code == 0, errors
+    return folder
+
+
+def trained(folder: Path, name: str, **fields: Any) -> dict[str, torch.Tensor]:
+    """The weights of one process that trains by itself."""
+    run = train(data=str(folder / "photos"), out=str(folder / name), **{**FIELDS, **fields})
+    return weights(run.last)
+
+
+def test_ddp_gives_the_weights_of_one_process(together: Path) -> None:
+    assert difference(weights(together / "ddp" / "last"), trained(together, "one", **MIXED)) < 1e-5
+
+
+def test_fsdp_gives_the_weights_of_one_process(together: Path) -> None:
+    alone = trained(together, "one-plain", ema=0.9, validation=0.25, epochs=2)
+    assert difference(weights(together / "fsdp" / "last"), alone) < 1e-5
+
+
+def test_fsdp_checkpoint_goes_on_in_one_process(together: Path) -> None:
+    folder = together / "fsdp"
+    expected = weights(folder / "last")
+    checkpoints = folder / "checkpoints"
+    assert (checkpoints / "step-00000002" / "shards" / ".metadata").is_file()
+    shutil.rmtree(checkpoints / "step-00000004")
+    said: list[str] = []
+    run = train(out=str(folder), resume=True, tell=lambda event: said.append(event.text))
+    assert difference(weights(run.last), expected) < 1e-5
+    assert any("had 2 processes with 4 pictures each, and now has 1 with 8" in text for text in said)
+
+
+@pytest.mark.parametrize("name", ["alone", "alone-fsdp"])
+def test_run_of_one_process_goes_on_with_two_and_says_so(together: Path, name: str) -> None:
+    assert difference(weights(together / name / "last"), trained(together, f"whole-{name}")) < 1e-5
+    said = (together / "said.txt").read_text()
+    assert "The run had 1 process with 8 pictures each, and now has 2 with 4." in said
+
+
+def test_killed_process_ends_the_others_with_a_message(tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos")
+    out = tmp_path / "run"
+    options = ("--preset", "tiny", "--image-size", "32", "--batch-size", "8", "--epochs", "2000", "--device", "cpu")
+    options += (
+        "--set",
+        "options={width: 32, depth: 2, heads: 2}",
+        "--validation",
+        "none",
+        "--set",
+        "save_every=1 epoch",
+    )
+    processes = start(2, "-m", "vitrail", "train", "--data", str(photos), "-o", str(out), *options)
+    deadline = time.monotonic() + 60
+    while not list(out.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        assert processes[0].poll() is None, processes[0].communicate()
+    processes[1].send_signal(signal.SIGKILL)
+    (code, _, errors), (killed, _, _) = finish(processes)
+    assert killed == -signal.SIGKILL
+    assert code == 2, errors
+    text = " ".join(errors.split())
+    assert "Process 0 of 2 lost the others" in text
+    assert "Go on with --resume from" in text
+
+
+def test_lost_link_and_full_device_are_explained() -> None:
+    pair = Crew(1, 2, torch.device("cpu"))
+    lost = pytest.raises(TrainingError, match=r"lost the others.*Connection closed by peer.*Go on")
+    with lost, broken_links(pair, lambda: "Go on."):
+        raise RuntimeError("[gloo] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="a bug"), broken_links(pair, str):
+        raise RuntimeError("a bug")
+    with pytest.raises(TrainingError, match="larger accumulate"), broken_links(ALONE, str):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_one_process_is_a_crew_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    with joined("cpu") as crew:
+        assert (crew.rank, crew.world, crew.first) == (0, 1, True)
+        assert crew.gather(3) == [3]
+        assert crew.share("x") == "x"
+        crew.barrier()
+        with pytest.raises(TrainingError, match="so"):
+            crew.together(lambda: crew.fail(TrainingError("so")))
+
+
+def test_cuda_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert place(None) == torch.device("cpu")
+    with pytest.raises(InvalidOption, match="device='cuda'"):
+        place("cuda")
+
+
+def test_blocks_are_found() -> None:
+    model = create_model("vit_tiny_patch16", width=32, heads=2, depth=3)
+    assert repeated(model) == list(model.blocks)
+    assert repeated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []

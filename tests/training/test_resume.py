@@ -1,0 +1,189 @@
+"""A crash loses nothing: a killed run goes on to the very same weights, a bad checkpoint to the one before."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.toys import FIELDS, ROOT, make_photos, same, weights
+from vitrail.errors import InvalidOption, TrainingError, VitrailWarning
+from vitrail.training import Event, read_log, train
+from vitrail.training import checkpoint as checkpoints
+from vitrail.training.stopping import Interrupted
+
+RANDOM = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "drop_path": 0.2, "ema": 0.9, "clip": 0.5}
+"""All that is random in a step."""
+
+KILLED = textwrap.dedent(
+    """
+    import json, os, signal, sys, torch
+    from vitrail.training import train
+    torch.set_num_threads(1)
+
+    def tell(event):
+        if event.kind == "train" and event.done == 7:  # in the middle of the fourth epoch
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(**json.loads(sys.argv[1]), tell=tell)
+    """
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))
+
+
+@pytest.fixture
+def stopped(photos: str, tmp_path: Path) -> Path:
+    """A run of nine steps that was stopped in the seventh, with checkpoints of steps 4 and 6."""
+
+    def tell(event: Event) -> None:
+        if event.kind == "train" and event.done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(data=photos, out=str(tmp_path / "run"), save_every="2 steps", tell=tell, **FIELDS)
+    return tmp_path / "run"
+
+
+def finished(photos: str, folder: Path, **fields: Any) -> dict[str, torch.Tensor]:
+    return weights(train(data=photos, out=str(folder), **{**FIELDS, **fields}).last)
+
+
+def test_killed_in_the_middle_of_an_epoch_and_resumed_gives_the_same_bits(photos: str, tmp_path: Path) -> None:
+    fields = {"data": photos, "save_every": "2 steps", **FIELDS, **RANDOM, "validation": 0.1, "epochs": 5}
+    out = str(tmp_path / "killed")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, json.dumps({**fields, "out": out})], cwd=ROOT, capture_output=True, text=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (Path(out) / "last").exists()
+    resumed = train(out=out, resume=True)
+    whole = train(**fields, out=str(tmp_path / "whole"))
+    assert same(weights(resumed.last), weights(whole.last))
+    assert resumed.evaluation.loss == whole.evaluation.loss
+    # The log reads as if nothing had happened, but for the second start.
+    first, second = (read_log(run.folder / "log.jsonl", "epoch") for run in (resumed, whole))
+    assert [(line["step"], line["losses"]) for line in first] == [(line["step"], line["losses"]) for line in second]
+    assert [line["step"] for line in read_log(resumed.folder / "log.jsonl", "start")] == [0, 6]
+
+
+def test_a_cut_off_checkpoint_is_passed_over_and_named(photos: str, stopped: Path, tmp_path: Path) -> None:
+    state = stopped / "checkpoints" / "step-00000006" / "state.pt"
+    state.write_bytes(state.read_bytes()[:-100])
+    said: list[str] = []
+    run = train(out=str(stopped), resume=True, tell=lambda event: said.append(event.text))
+    notes = [text for text in said if "not complete" in text]
+    assert len(notes) == 1
+    assert notes[0].startswith("The checkpoint of step 6 is not complete (state.pt has")
+    assert notes[0].endswith("going on from step 4 instead.")
+    assert same(weights(run.last), finished(photos, tmp_path / "whole"))
+
+
+def test_damaged_bytes_are_noticed(stopped: Path) -> None:
+    state = stopped / "checkpoints" / "step-00000006" / "state.pt"
+    data = bytearray(state.read_bytes())
+    data[len(data) // 2] ^= 1
+    state.write_bytes(bytes(data))
+    assert checkpoints.fault(state.parent) == "state.pt is damaged"
+    assert checkpoints.fault(state.parent.with_name("step-00000004")) is None
+
+
+def test_nothing_complete_is_an_error(stopped: Path) -> None:
+    for file in stopped.glob("checkpoints/*/complete.json"):
+        file.unlink()
+    with pytest.raises(TrainingError, match="no complete checkpoint"):
+        train(out=str(stopped), resume=True)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_and_training_goes_on(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = torch.save, []
+
+    def save(values: Any, file: Any) -> None:
+        calls.append(1)
+        if len(calls) in (2, 3):
+            file.write(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(values, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    folder = tmp_path / "run"
+    seen: dict[int, list[str]] = {}
+
+    def tell(event: Event) -> None:
+        if event.kind == "train":
+            seen[event.done] = sorted(path.name for path in folder.glob("checkpoints/*"))
+
+    with pytest.warns(VitrailWarning, match=r"could not be written.*No space left.*step 3 is untouched") as warned:
+        run = train(data=photos, out=str(folder), tell=tell, **FIELDS)
+    assert ["step 6" in str(one.message) for one in warned] == [True, False]
+    assert seen[8] == ["step-00000003"]
+    assert sorted(path.name for path in folder.glob("checkpoints/*")) == ["step-00000003"]
+    assert same(weights(run.last), finished(photos, tmp_path / "whole"))
+
+
+def test_only_the_last_checkpoints_are_kept(photos: str, tmp_path: Path) -> None:
+    run = train(data=photos, out=str(tmp_path / "run"), save_every="2 steps", keep=3, **FIELDS)
+    names = sorted(path.name for path in run.folder.glob("checkpoints/*"))
+    assert names == ["step-00000006", "step-00000008", "step-00000009"]
+
+
+def test_a_finished_run_has_nothing_left_to_do(photos: str, tmp_path: Path) -> None:
+    run = train(data=photos, out=str(tmp_path / "run"), **FIELDS)
+    before = weights(run.last)
+    said: list[str] = []
+    train(out=str(run.folder), resume=True, tell=lambda event: said.append(event.text))
+    assert any("nothing left to train" in text for text in said)
+    assert same(weights(run.last), before)
+
+
+def test_what_is_computed_cannot_change_and_how_it_is_computed_can(photos: str, stopped: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match=r"lr=0\.5, but the run in .* was started with"):
+        train(out=str(stopped), resume=True, lr=0.5)
+    with pytest.raises(InvalidOption, match=r"epochs=30, but the run .*model="):
+        train(out=str(stopped), resume=True, epochs=30)
+    run = train(out=str(stopped), resume=True, keep=1, keep_data="workers", workers=0)
+    assert same(weights(run.last), finished(photos, tmp_path / "whole"))
+
+
+def test_other_data_is_refused(stopped: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="started with 24 pictures of 3 classes, and now there are 27 of 3"):
+        train(out=str(stopped), resume=True, data=str(make_photos(tmp_path / "more", 9)))
+
+
+def test_asked_to_stop_it_finishes_the_step_and_can_go_on(photos: str, tmp_path: Path) -> None:
+    def tell(event: Event) -> None:
+        if event.kind == "train" and event.done == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match=r"Stopped after step 5 of 9\. Go on with --resume from .*step-00000005"):
+        train(data=photos, out=str(tmp_path / "run"), tell=tell, **FIELDS)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert same(weights(train(out=str(tmp_path / "run"), resume=True).last), finished(photos, tmp_path / "whole"))
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="holds no run to resume"):
+        train(out=str(tmp_path / "none"), resume=True)
+    with pytest.raises(InvalidOption, match="resume goes on with a run and overwrite replaces it"):
+        train(out=str(tmp_path / "none"), resume=True, overwrite=True)

@@ -1,0 +1,36 @@
+"""What each of several processes does in a test; run as a program, with a folder to work in."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.training.toys import FIELDS
+from vitrail.training import Event, train
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    photos = str(folder / "photos")
+    said: list[str] = []
+
+    def tell(event: Event) -> None:
+        if event.kind == "note":
+            said.append(event.text)
+
+    def run(name: str, **fields: Any) -> None:
+        train(data=photos, out=str(folder / name), tell=tell, **{**FIELDS, **fields})
+
+    run("ddp", mixup=0.2, cutmix=1.0, augment="medium", ema=0.9, validation=0.25, epochs=2)
+    run("fsdp", shard="fsdp", ema=0.9, validation=0.25, epochs=2, save_every="2 steps", accumulate=2)
+    # Runs of one process go on with two, to the end.
+    train(out=str(folder / "alone"), resume=True, tell=tell)
+    train(out=str(folder / "alone-fsdp"), resume=True, shard="fsdp")
+    if dist.get_rank() == 0:
+        (folder / "said.txt").write_text("\n".join(said))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

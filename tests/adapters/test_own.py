@@ -168,3 +168,9 @@ def test_exported_with_its_tokens() -> None:
         program = torch.export.export(model, (images,))
         assert torch.allclose(program.module()(images), expected, atol=1e-5)
         program.run_decompositions({})
+
+
+def test_a_name_is_a_string() -> None:
+    for name in (None, 3, "vit"):
+        with pytest.raises(ModelLoadError, match="a model is named timm:NAME"):
+            vitrail.load_model(name)  # type: ignore[arg-type]

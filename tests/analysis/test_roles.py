@@ -25,6 +25,7 @@ from vitrail.analysis.roles import (
 )
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads import Heads, listen
+from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 
 GRID = (1, 2, 2)
@@ -37,6 +38,15 @@ def distilled(**options):
     model = timm.models.deit.VisionTransformerDistilled(**{**sizes, **options})
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
+    return model.eval()
+
+
+def own(*tokens, **options):
+    """One of our models, tiny, with every parameter drawn."""
+    sizes = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 3, "heads": 2, "num_classes": 5}
+    model = ViT(ViTConfig(**{**sizes, **options}, tokens=tokens))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
     return model.eval()
 
 
@@ -303,13 +313,12 @@ def test_one_token_has_nobody_to_be_compared_with(toy):
     assert found.collapsed == ()
 
 
-def test_parameters_of_our_own_models_go_by_name(toy):
-    toy.tokens = nn.ParameterDict({"colour": torch.randn(1, 1, 16), "cls": torch.randn(1, 2, 16)})
-    layout = TokenLayout((TokenSpan(Role.CLASS, 2, "cls"), TokenSpan(Role.TASK, 1, "colour")), GRID)
-    found = token_parameters(toy, layout)
+def test_parameters_of_our_own_models_go_by_name():
+    model = own(TokenSpec("cls", Role.CLASS, 2), TokenSpec("colour", Role.TASK, classes=3))
+    found = token_parameters(model, model.layout())
     assert list(found) == ["class:cls[0]", "class:cls[1]", "task:colour"]
-    assert torch.equal(found["class:cls[1]"], toy.tokens["cls"][0, 1])
-    assert token_parameters(toy, TokenLayout((TokenSpan(Role.CLASS, 3, "cls"),), GRID)) == {}
+    assert torch.equal(found["class:cls[1]"], model.tokens["cls"][0, 1])
+    assert token_parameters(model, TokenLayout((TokenSpan(Role.CLASS, 3, "cls"),), GRID)) == {}
 
 
 def test_listening_to_heads_by_role():
@@ -324,3 +333,120 @@ def test_listening_to_heads_by_role():
     assert [len(parts) for parts in found.values()] == [2, 2]
     assert torch.equal(found["cls[1]"][0], model["heads"].cls(x[:, 1]).detach())
     assert not model["heads"]._forward_hooks
+
+
+GATHERING = (
+    TokenSpec("cls", Role.CLASS, enters=-1),
+    TokenSpec("r", Role.REGISTER, 2),
+    TokenSpec("teacher", Role.DISTILLATION, enters=-1, visible=False),
+)
+
+
+def test_tokens_of_a_class_attention_stage():
+    model = own(*GATHERING, class_attention=2)
+    images = torch.randn(3, 3, 16, 16)
+    found = measure_roles(model, images, batch_size=2)
+    assert found.cosines.tokens == ("class:cls", "register:r[0]", "register:r[1]", "distillation:teacher")
+    assert found.cosines.layers == (3, 4)
+    assert found.parameters.tokens == found.cosines.tokens
+    with torch.no_grad():
+        model.norm = nn.Identity()  # recordings are from before it
+        features = model.forward_features(images)[:, :4]
+    assert torch.allclose(found.cosines.matrix[-1], cosine_matrix(features).mean(0), atol=1e-6)
+    assert found.heads.heads == ("cls", "teacher")
+    assert list(found.attention) == [4]
+    assert found.attention[4].tokens == ("class:cls", "distillation:teacher")
+    assert found.notes == ()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_attention_of_a_class_attention_stage_is_what_it_mixes_values_by():
+    model = own(*GATHERING, class_attention=2)
+    block, seen = model.blocks_token_only[1], []
+    block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    found = measure_roles(model, torch.randn(1, 3, 16, 16))
+    (queries,), others = seen[0][0], seen[0][1]
+    with torch.no_grad():
+        weights = block.weights(queries, **others)
+        x = block.norm1(torch.cat([queries, others["others"]], 1))
+        mixed = (weights @ block.attn._heads(block.attn.v(x))).transpose(1, 2).flatten(2)
+        assert torch.allclose(block.attn.proj(mixed), block.attn(x, 2, mask=others["mask"]), atol=1e-5)
+    assert weights[:, :, 0, 1].abs().max() == 0  # nobody reads the teacher but itself
+    maps = weights[..., 4:]
+    cosine = nn.functional.cosine_similarity(maps[:, :, 0], maps[:, :, 1], dim=-1).mean()
+    assert found.attention[4].overlap.cosine[0, 1].item() == pytest.approx(cosine.item(), abs=1e-5)
+
+
+def test_a_cait_is_measured_where_its_class_token_is():
+    model = vitrail.create_model("cait_xxs24", image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=4)
+    images = torch.randn(2, 3, 32, 32)
+    found = measure_roles(model, images, attention_layers=(0, -1))
+    assert found.cosines.tokens == ("class:cls",)
+    assert found.cosines.layers == (2, 3)
+    assert list(found.attention) == [3]
+    assert found.notes == (
+        "no attention of layer 0: its heads mix their weights after the softmax, so that some may be negative",
+    )
+    with vitrail.merge(model, r=2, unmerge=False):
+        assert "have merged" in measure_roles(model, images).notes[0]
+    with pytest.raises(InvalidOption, match="from -4 to 3"):
+        measure_roles(model, images, attention_layers=4)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_talking_heads_have_everything_but_maps():
+    model = own(TokenSpec("cls", Role.CLASS, 2), talking_heads=True)
+    found = measure_roles(model, torch.randn(2, 3, 16, 16))
+    assert found.attention == {}
+    assert "layer 2" in found.notes[0]
+    assert found.cosines.matrix.shape == (3, 2, 2)
+    assert found.parameters is not None
+    assert found.heads.heads == ("cls[0]", "cls[1]")
+
+
+def test_attention_may_be_left_out():
+    for none in ((), []):
+        found = measure_roles(distilled(), torch.randn(2, 3, 16, 16), attention_layers=none)
+        assert (found.attention, found.notes, found.pictures) == ({}, (), 2)
+
+
+def test_heads_of_added_tokens_are_compared():
+    model = distilled()
+    images = torch.randn(5, 3, 16, 16)
+    with vitrail.add_tokens(model, classes=2, tasks={"breed": 5}) as added:
+        for head in added.tokens.heads.values():
+            nn.init.normal_(head.weight)
+        found = measure_roles(model, images, batch_size=2)
+        with torch.no_grad():
+            features = added(images).features
+            said = [added.tokens.heads["classes"](features[:, index]) for index in range(2)]
+    assert found.heads.heads == ("class", "distillation", "classes[0]", "classes[1]")
+    expected = disagreement({"a": said[0], "b": said[1]})
+    assert found.heads.argmax[2, 3] == expected.argmax[0, 1]
+    assert found.heads.divergence[2, 3].item() == pytest.approx(expected.divergence[0, 1].item(), abs=1e-6)
+
+
+def test_heads_for_other_classes_are_left_out():
+    model = distilled()
+    with vitrail.add_tokens(model, classes=1, num_classes=7):
+        assert measure_roles(model, torch.randn(2, 3, 16, 16)).heads.heads == ("class", "distillation")
+
+
+def test_added_tokens_of_a_model_with_class_attention():
+    model = own(*GATHERING, class_attention=1)
+    with vitrail.add_tokens(model, registers=2):
+        found = measure_roles(model, torch.randn(2, 3, 16, 16))
+    assert found.cosines.tokens[-2:] == ("register:registers[0]", "register:registers[1]")
+    assert found.parameters.tokens == found.cosines.tokens
+
+
+def test_videos():
+    model = own(TokenSpec("cls", Role.CLASS, 2), image_size=(4, 8, 8), patch_size=(2, 4, 4))
+    found = measure_roles(model, torch.randn(2, 3, 6, 8, 8))
+    assert found.cosines.matrix.shape == (3, 2, 2)
+    assert found.attention[2].spread.patches == 12
+
+
+def test_nothing_is_no_model():
+    with pytest.raises(UnsupportedModel, match=r"expected a model.*; got NoneType"):
+        measure_roles(None, torch.randn(1, 3, 8, 8))

@@ -86,8 +86,14 @@ def test_compiles_as_one_graph():
 def test_wrong_use():
     with pytest.raises(InvalidOption, match="segmentation, depth, regression"):
         DenseHead(4, 2, "boxes")
-    with pytest.raises(InvalidOption, match="1 output or more"):
-        DenseHead(4, 0)
+    for width, classes, name in (
+        (4, 0, "classes=0"),
+        (4, "3", "classes='3'"),
+        (0, 3, "width=0"),
+        (True, 3, "width=True"),
+    ):
+        with pytest.raises(InvalidOption, match=f"{name}; expected a whole number, 1 or more"):
+            DenseHead(width, classes)
     head, x = made()
     with pytest.raises(UnsupportedInput, match="all 9 tokens"):
         head(x[:, :-1], LAYOUT)

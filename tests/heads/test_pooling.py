@@ -79,5 +79,10 @@ def test_heads_by_width():
     for width, heads in ((8, 3), (8, 0), (200, None)):
         with pytest.raises(InvalidOption, match="evenly"):
             AttentionPool(width, heads)
+    for width in (0, "8", None):
+        with pytest.raises(InvalidOption, match=r"width=.*expected a whole number, 1 or more"):
+            AttentionPool(width)
+    with pytest.raises(InvalidOption, match="evenly"):
+        AttentionPool(8, "2")
     with pytest.raises(InvalidOption, match="mlp_ratio"):
         AttentionPool(8, 2, mlp_ratio=-1)

@@ -18,17 +18,24 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tokens.md").read_text(en
 
 def test_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
-    names = {}
-    for block in blocks[:2]:
-        exec(compile(block, "docs/tokens.md", "exec"), names)
-    assert names["output"].by_role["colour"].shape == (1, 8)
-    assert names["model"].layout().indices("register") == range(2, 6)
-    exec(compile(blocks[2], "docs/tokens.md", "exec"), names)
-    assert names["output"].by_role["breed"].shape == (2, 37)
-    assert names["added"].layout.indices("task", "species") == range(6, 7)
-    assert names["added"].is_open
+    names, run = {}, {}
+    for section in PAGE.split("\n## "):
+        for block in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
+            exec(compile(block, "docs/tokens.md", "exec"), names)
+            run.setdefault(section.partition("\n")[0], []).append(dict(names))
+    (said,) = run["How to say it"]
+    assert said["output"].by_role["colour"].shape == (1, 8)
+    assert said["model"].layout().indices("register") == range(2, 6)
+    shaped, read = run["Pictures, videos, sound"]
+    assert shaped["video"].layout((16, 64, 64)).grid == (8, 4, 4)
+    assert not shaped["late"].layout(layer=11).indices("class")
+    assert read["features"].shape == (2, 41, 192)
+    assert read["dense"](read["features"], read["wide"].layout(), size=(64, 160)).shape == (2, 21, 64, 160)
+    (loaded,) = run["Weights of timm"]
+    assert loaded["fit"] == (["tokens.breed", "heads.breed.weight", "heads.breed.bias"], [])
+    extended = run["Roles for a model that exists"][0]
+    assert extended["output"].by_role["breed"].shape == (2, 37)
+    assert extended["added"].layout.indices("task", "species") == range(6, 7)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_what_follows_from_a_config() -> None:
         ({"position": "absolute"}, "one of learned, sincos, rotary, none"),
         ({"pool": "max"}, "pool='max'"),
         ({"mlp": "relu"}, "mlp='relu'"),
+        ({"mlp_ratio": 0.001}, "a hidden unit or more, so 1/24"),
         ({"mlp": "swiglu", "mlp_ratio": 1.375}, "even"),
         ({"drop_path": 1.0}, "a rate"),
         ({"norm_eps": 0}, "norm_eps=0"),
@@ -96,6 +97,40 @@ def test_names() -> None:
         create_model("resnet50")
     with pytest.raises(InvalidOption, match="no option classes"):
         create_model("vit_tiny_patch16", classes=3)
+    assert list_models("cait") == list_models("cait_*")
+    assert list_models("no") == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("deit_tiny_patch16_224", "deit_tiny_patch16"),
+        ("deit_small_distilled_patch16_224", "deit_small_patch16_distilled"),
+        ("vit_base_patch16_384", "vit_base_patch16"),
+        ("cait_xxs24_224", "cait_xxs24"),
+    ],
+)
+def test_names_of_timm_are_understood(theirs: str, ours: str) -> None:
+    with pytest.raises(InvalidOption, match=f"did you mean '{ours}'"):
+        create_model(theirs)
+
+
+def test_options_of_timm_are_understood() -> None:
+    with pytest.raises(InvalidOption, match="timm's embed_dim is width, timm's img_size is image_size here"):
+        create_model("vit_tiny_patch16", img_size=32, embed_dim=24)
+
+
+def test_what_is_no_name_and_no_config() -> None:
+    for name in (None, 3):
+        with pytest.raises(InvalidOption, match="by its name, a string"):
+            create_model(name)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="a pattern of names"):
+        list_models(3)  # type: ignore[arg-type]
+    for values in ([1], None, "vit"):
+        with pytest.raises(InvalidOption, match="written as a dict"):
+            ViTConfig.from_dict(values)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="no option 1"):
+        ViTConfig.from_dict({1: 2})  # type: ignore[dict-item]
 
 
 def test_depth_rule() -> None:

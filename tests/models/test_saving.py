@@ -113,6 +113,7 @@ def test_weights_that_do_not_fit_are_listed() -> None:
         load_states(model, states)
     for words in ("missing: tokens.cls", "unexpected: stray", "norm.bias is (3,), expected (24,)"):
         assert words in str(caught.value)
+    assert "strict" not in str(caught.value)  # the models' own way in has no such option
     del states["norm.bias"]
     load_states(model, states, strict=False)
 
@@ -150,3 +151,12 @@ def test_pushes_what_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         model.push_to_hub("mine")
     with pytest.raises(ModelLoadError, match="no network"):
         model.push_to_hub("me/mine", commit_message="fail")
+
+
+@pytest.mark.parametrize("name", ["runs/mistyped", "./mistyped", "~/mistyped-folder"])
+def test_what_looks_like_a_folder_is_not_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    with pytest.raises(ModelLoadError, match="is no folder"):
+        ViT.from_pretrained(name)

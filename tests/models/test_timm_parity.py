@@ -12,9 +12,10 @@ import torch
 from timm.layers import GluMlp, LayerNorm, RmsNorm, SwiGLUPacked
 from timm.models.cait import Cait
 from timm.models.deit import VisionTransformerDistilled
-from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
+import vitrail
 from tests.parity.models import redraw
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.models import (
@@ -235,6 +236,58 @@ def test_known_weights_start_a_model_with_further_tokens() -> None:
         assert off(model.forward_output(images(theirs)).logits, theirs(images(theirs))) < 1e-12
 
 
+def further(theirs: nn.Module, *tokens: TokenSpec, **options: Any) -> ViT:
+    """One of ours like timm's small ones, with other tokens."""
+    small = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 3, "heads": 2, "num_classes": 5, **options}
+    return create_model("vit_tiny_patch16", **small, tokens=tokens).double().eval()
+
+
+def test_positions_go_by_token() -> None:
+    theirs = drawn("registers-and-class")  # each of the four registers has a position
+    colour = TokenSpec("colour", Role.TASK, classes=3, visible=False)
+    tokens = (colour, TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER, 4))  # which have no position here
+    model = further(theirs, *tokens)
+    before = model.pos_embed[:, :1].clone()
+    fit = load_timm_state_dict(model, {**theirs.state_dict(), "stray": torch.zeros(1)}, strict=False)
+    assert fit.missing_keys == ["tokens.colour", "heads.colour.weight", "heads.colour.bias"]
+    assert fit.unexpected_keys == ["stray"]
+    assert torch.equal(model.pos_embed[:, :1], before)
+    assert torch.equal(model.pos_embed[:, 1:2], theirs.pos_embed[:, :1])
+    with torch.no_grad():
+        assert off(model.forward_output(images(theirs)).logits, theirs(images(theirs))) < 1e-12
+
+
+def test_a_token_without_position_in_the_file_has_none_afterwards() -> None:
+    theirs = drawn("deit3")
+    colour = TokenSpec("colour", Role.TASK, classes=3, visible=False)
+    model = further(theirs, TokenSpec("cls", Role.CLASS), colour, layer_scale=0.1)
+    load_timm_state_dict(model, theirs.state_dict(), strict=False)
+    with torch.no_grad():
+        assert off(model.forward_output(images(theirs)).logits, theirs(images(theirs))) < 1e-12
+
+
+def test_positions_of_another_grid_are_resampled() -> None:
+    theirs = vit(dynamic_img_size=True).double().eval()
+    redraw(theirs, seed=3)
+    model = further(theirs, TokenSpec("cls", Role.CLASS), image_size=(24, 56))
+    assert load_timm_state_dict(model, theirs.state_dict(), strict=False) == ([], [])
+    x = images(theirs, size=(24, 56))
+    with torch.no_grad():
+        assert off(model(x), theirs(x)) < 1e-12
+    with pytest.raises(ModelLoadError, match=r"pos_embed is \(1, 17, 32\), expected \(1, 22, 32\)"):
+        load_timm_state_dict(model, theirs.state_dict())
+    odd = {**theirs.state_dict(), "pos_embed": torch.zeros(1, 19, 32)}
+    with pytest.raises(ModelLoadError, match=r"pos_embed is \(1, 19, 32\)"):
+        load_timm_state_dict(model, odd, strict=False)
+
+
+def test_nothing_that_fits_is_an_error() -> None:
+    with pytest.raises(ModelLoadError, match="none of these weights"):
+        load_timm_state_dict(
+            further(vit(), TokenSpec("cls", Role.CLASS)), {"stem.weight": torch.zeros(2)}, strict=False
+        )
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -251,6 +304,8 @@ def test_known_weights_start_a_model_with_further_tokens() -> None:
         (partial(vit, embed_norm_layer=LayerNorm), "patch embedding"),
         (partial(vit, VisionTransformerDistilled, reg_tokens=4), "leaves them out"),
         (partial(nn.Linear, 3, 3), "Linear cannot become"),
+        (partial(int, 3), "int cannot become"),
+        (partial(vit, block_fn=ParallelScalingBlock), "blocks of another class"),
     ],
 )
 def test_models_that_ours_cannot_equal_are_refused(build: Callable[[], nn.Module], reason: str) -> None:
@@ -258,12 +313,102 @@ def test_models_that_ours_cannot_equal_are_refused(build: Callable[[], nn.Module
         from_timm(build())
 
 
+class Wrapped(nn.Module):
+    """As wrappers of linear layers are: without the layer's own attributes."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+
+def _other_heads(model: Any) -> None:
+    model.blocks[1].attn.num_heads, model.blocks[1].attn.head_dim = 4, 8
+
+
+def _other_scale(model: Any) -> None:
+    for block in model.blocks:
+        block.attn.scale = 1.0
+
+
+def _replaced_forward(model: Any) -> None:
+    model.blocks[2].mlp.forward = lambda x: 2 * x
+
+
+def _wrapped(model: Any) -> None:
+    for block in model.blocks:
+        block.attn.qkv = Wrapped(block.attn.qkv)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "heads": (_other_heads, "its block 1 differs from the first in attn"),
+    "scale": (_other_scale, "scaled in another way"),
+    "hook": (lambda model: model.blocks[0].register_forward_hook(lambda *_: None), r"blocks\.0 has hooks"),
+    "pre-hook": (lambda model: model.register_forward_pre_hook(lambda *_: None), "the model has hooks"),
+    "forward": (_replaced_forward, r"blocks\.2\.mlp has a forward of its own"),
+    "identity": (lambda model: model.blocks.__setitem__(1, nn.Identity()), "blocks of another class"),
+    "no blocks": (lambda model: setattr(model, "blocks", nn.Sequential()), "blocks of another class"),
+    "wrapped": (_wrapped, "wrapped or replaced"),
+    "epsilon": (
+        lambda model: setattr(model.blocks[2].norm1, "eps", 1e-3),
+        "its block 2 differs from the first in norm1",
+    ),
+    "scaled once": (lambda model: setattr(model.blocks[0], "ls1", nn.Identity()), "differs from the first in ls1"),
+    "drop path": (lambda model: setattr(model.blocks[1].drop_path1, "drop_prob", 0.2), "drop path neither rises"),
+    "head": (lambda model: setattr(model, "head", nn.Sequential(nn.Linear(32, 5))), "something else than linear"),
+    "head without bias": (
+        lambda model: setattr(model, "head", nn.Linear(32, 5, bias=False)),
+        "something else than linear",
+    ),
+    "merged": (lambda model: vitrail.merge(model, r=1), "remove the merging"),
+    "extended": (lambda model: vitrail.add_tokens(model, registers=1), "added tokens .* first"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_models_are_refused_instead_of_changed_back(change: str) -> None:
+    model = vit(init_values=0.1, drop_path_rate=0.1)
+    from_timm(model)
+    act, reason = CHANGES[change]
+    act(model)
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        from_timm(model)
+    assert "strict" not in str(caught.value)
+
+
+def test_stages_of_a_cait_must_agree() -> None:
+    model = small_cait("cait_xxs24")
+    for block in model.blocks_token_only:
+        block.attn.num_heads, block.attn.scale = 2, 8**-0.5
+    with pytest.raises(UnsupportedModel, match="different numbers of heads"):
+        from_timm(model)
+
+
+def test_a_replaced_head_counts_as_it_is() -> None:
+    model = vit().eval()
+    model.head = nn.Linear(32, 3)  # timm's own num_classes stays 5
+    ours, x = from_timm(model), images(model, torch.float32)
+    assert ours.config.num_classes == 3
+    torch.testing.assert_close(ours(x), model(x))
+
+
+def test_ours_is_refused_when_it_is_merged_or_no_model() -> None:
+    model = create_model("vit_tiny_patch16", image_size=32, depth=2)
+    with vitrail.merge(model, r=1), pytest.raises(UnsupportedModel, match="remove the merging"):
+        to_timm(model)
+    for call in (to_timm, timm_state_dict, partial(load_timm_state_dict, states={})):
+        with pytest.raises(UnsupportedModel, match=r"a vitrail\.ViT; got int"):
+            call(3)  # type: ignore[arg-type]
+    for states in (3, None, [1]):
+        with pytest.raises(ModelLoadError, match="expected a state_dict"):
+            load_timm_state_dict(model, states)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"tokens": (TokenSpec("cls", Role.CLASS, count=2),)}, "several class tokens"),
         ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("c", Role.TASK, classes=2))}, "task tokens"),
-        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("cls", Role.CLASS))}, "such order"),
+        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("cls", Role.CLASS))}, "in another order than class"),
         ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER))}, "positions for some"),
         ({"tokens": (TokenSpec("cls", Role.CLASS, enters=1),)}, "another layer"),
         ({"tokens": (TokenSpec("cls", Role.CLASS, visible=False),)}, "only read"),
@@ -273,9 +418,10 @@ def test_models_that_ours_cannot_equal_are_refused(build: Callable[[], nn.Module
                     TokenSpec(f"{role.value}_token", role, position=False) for role in (Role.CLASS, Role.DISTILLATION)
                 )
             },
-            "distillation token without position",
+            "which has a distillation token without position",
         ),
         ({"position": "rotary"}, "rotary"),
+        ({"fuse": "softmax"}, "fuse='softmax'"),
         ({"talking_heads": True}, "talking heads"),
         ({"class_attention": 1, "tokens": (TokenSpec("cls", Role.CLASS, enters=-1),)}, "without talking heads"),
         ({"image_size": (4, 32, 32), "patch_size": (2, 8, 8)}, "three dimensions"),

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from tests.models.mixes import MIXES, SMALL, built, pictures
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig, create_model
+from vitrail.models.layers import DropPath
 from vitrail.tokens import Role, TokenSpec
 
 CLASS = TokenSpec("cls", Role.CLASS)
@@ -201,3 +202,95 @@ def test_half_precision(name: str) -> None:
     for output in (cast, half):
         assert output.logits is not None
         torch.testing.assert_close(output.logits.float(), exact.logits, rtol=0.2, atol=0.2)
+
+
+def test_more_tokens_than_the_layout_says_are_refused() -> None:
+    model = ViT(ViTConfig(**SMALL))
+    model.tokens["cls"] = nn.Parameter(torch.zeros(1, 2, 24))
+    with pytest.raises(UnsupportedModel, match=r"'cls': \(1, 2, 24\).*its config says.*\(1, 1, 24\)"):
+        model(torch.zeros(1, 3, 16, 16))
+    model.tokens["cls"] = nn.Parameter(torch.zeros(1, 1, 24))
+    model.tokens["more"] = nn.Parameter(torch.zeros(1, 1, 24))
+    with pytest.raises(UnsupportedModel, match="'more'"):
+        model(torch.zeros(1, 3, 16, 16))
+
+
+def test_layouts_that_are_none() -> None:
+    model = ViT(ViTConfig(**SMALL))
+    for layer in (2, 99, -1, "1"):
+        with pytest.raises(InvalidOption, match="expected 0 to 1"):
+            model.layout(layer=layer)  # type: ignore[arg-type]
+    for size in ("x", 17, (16,), (16.0, 16.0), 0, (2, 16, 16)):
+        with pytest.raises(UnsupportedInput, match=r"expected \(height, width\)"):
+            model.layout(size)  # type: ignore[arg-type]
+    video = ViT(ViTConfig(**{**SMALL, "image_size": (4, 16, 16), "patch_size": (2, 4, 4)}))
+    with pytest.raises(UnsupportedInput, match=r"size 32 .* expected \(time, height, width\)"):
+        video.layout(32)
+
+
+def test_a_config_is_a_config() -> None:
+    with pytest.raises(InvalidOption, match="ViT takes a ViTConfig"):
+        ViT({"width": 24})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pool", "meant"), [("avg", "mean"), ("map", "attention"), ("mean", "mean"), ("token", "token")]
+)
+def test_reset_classifier_pools_as_timm_calls_it(pool: str, meant: str) -> None:
+    model = ViT(ViTConfig(**SMALL, tokens=(CLASS, COLOUR))).double().eval()
+    task = model.heads.colour.weight
+    model.reset_classifier(7, pool)
+    assert (model.config.pool, model.config.num_classes) == (meant, 7)
+    output = model.forward_output(pictures(model.config))
+    assert output.logits is not None
+    assert output.logits.shape == (2, 7)
+    assert model.heads.colour.weight is task
+    assert not model.heads.training
+    with pytest.raises(InvalidOption, match="pool='max'"):
+        model.reset_classifier(3, "max")
+    assert model.config.num_classes == 7
+
+
+def test_features_before_the_logits() -> None:
+    model = built(ViTConfig(**SMALL, tokens=(CLASS, COLOUR)))
+    features = model.forward_features(pictures(model.config))
+    assert torch.equal(model.forward_head(features, pre_logits=True), features[:, 0])
+    with pytest.raises(UnsupportedInput, match="features are"):
+        model.forward_head(features[0])
+
+
+def test_compiles_as_one_graph() -> None:
+    config = MIXES["class+distillation+registers+tasks+mixed"]
+    model = built(config)
+    x = pictures(config)
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(found.by_role, model(x).by_role)
+
+
+def test_blocks_with_their_own_drop_path_share_compiled_code() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    model = ViT(
+        ViTConfig(image_size=16, patch_size=8, width=16, depth=6, heads=2, num_classes=3, drop_path=0.5)
+    ).train()
+    for block in model.blocks:
+        block.compile(backend=counter)
+    with torch.no_grad():
+        model(torch.randn(2, 3, 16, 16))
+    torch.compiler.reset()
+    assert counter.frame_count == 2  # with drop path, and the first block without
+
+
+def test_drop_path_leaves_out_as_many_as_it_says_and_makes_up_for_them() -> None:
+    part = DropPath(0.25).train()
+    x = torch.ones(4000, 2, 3)
+    y = part(x)
+    assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert abs(float((y[:, 0, 0] == 0).float().mean()) - 0.25) < 0.03
+    assert torch.equal(y, y[:, :1, :1].expand_as(y))
+    part.drop_prob = 0.0
+    assert part(x) is x
+    part.drop_prob = 0.5
+    assert part.eval()(x) is x
+    assert part.train()(x.bfloat16()).dtype == torch.bfloat16

@@ -511,3 +511,16 @@ def test_wrapped_after_and_not_before(tmp_path):
             (output.logits.sum() + output.by_role["breed"].sum()).backward()
     finally:
         dist.destroy_process_group()
+
+
+def test_our_models_are_saved_apart_from_what_was_added(tmp_path):
+    model = create_model("vit_tiny_patch16", image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=3)
+    added = mix(model)
+    with pytest.raises(ModelLoadError, match=r"vitrail_tokens.*AddedTokens\.save"):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    added.save(tmp_path / "tokens.safetensors")
+    added.remove()
+    model.save_pretrained(tmp_path / "model")
+    again = vitrail.ViT.from_pretrained(tmp_path / "model")
+    assert vitrail.AddedTokens.load(again, tmp_path / "tokens.safetensors").specs == added.specs

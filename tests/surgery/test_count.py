@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
 from tests.surgery.models import ALL
-from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.models import create_model
+from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
+from vitrail.models import ViT, ViTConfig, create_model
 
 
 def counted(model: torch.nn.Module, images: torch.Tensor) -> int:
@@ -75,3 +75,18 @@ def test_bad_sizes() -> None:
         vitrail.count(model, "large")
     with pytest.raises((InvalidOption, UnsupportedInput)):
         vitrail.count(model, 0)
+    for wrong in ((64,), 33, (64, 65), 8, (1, 64, 64), True, torch.zeros(1, 3, 1, 64, 64)):
+        with pytest.raises(InvalidOption, match=r"\(height, width\)"):
+            vitrail.count(model, wrong)
+    with pytest.raises(UnsupportedModel, match="got NoneType"):
+        vitrail.count(None)  # type: ignore[arg-type]
+
+
+def test_videos() -> None:
+    sizes = {"image_size": (4, 16, 16), "patch_size": (2, 4, 4), "width": 24, "depth": 2, "heads": 2}
+    model = ViT(ViTConfig(**sizes))
+    assert vitrail.count(model).tokens == model.layout().num_tokens == 33
+    assert vitrail.count(model, (8, 32, 16)).tokens == model.layout((8, 32, 16)).num_tokens
+    assert vitrail.count(model, torch.zeros(1, 3, 6, 16, 16)).tokens == model.layout((6, 16, 16)).num_tokens
+    with pytest.raises(InvalidOption, match=r"size=32; .*\(time, height, width\)"):  # as model.layout(32)
+        vitrail.count(model, 32)

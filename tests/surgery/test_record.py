@@ -26,6 +26,7 @@ from vitrail.errors import (
     UnsupportedModel,
     VitrailWarning,
 )
+from vitrail.models import ViT, ViTConfig
 from vitrail.pictures import open_collection, read_picture, to_tensor
 from vitrail.surgery.record import stream
 
@@ -263,6 +264,8 @@ def test_bad_options_are_refused(toy: ToyViT, wrong: str) -> None:
 def test_bad_pictures_are_refused(toy: ToyViT) -> None:
     with pytest.raises(UnsupportedInput, match="got a tensor of"):
         vitrail.record(toy, torch.randn(3, 16, 16))
+    with pytest.raises(UnsupportedInput, match="got a tensor of"):
+        vitrail.record(toy, torch.randn(1, 3, 2, 16, 16))
     with pytest.raises(UnsupportedInput, match="no pictures"):
         vitrail.record(toy, [])
     with pytest.raises(PictureError, match=r"cat\.jpg: there is no such file"):
@@ -284,3 +287,23 @@ def test_block_by_itself_is_refused(toy: ToyViT) -> None:
 
     with watch(toy, ("tokens",)).hooked(), pytest.raises(BrokenPass, match="call the model"):
         toy.blocks[0](torch.randn(1, 17, 16, dtype=torch.float64))
+
+
+def test_videos() -> None:
+    model = ViT(
+        ViTConfig(image_size=(4, 16, 16), patch_size=(2, 4, 4), width=24, depth=3, heads=2, num_classes=3)
+    ).eval()
+    videos = torch.randn(3, 3, 6, 16, 8)
+    found = vitrail.record(model, videos, ("embedding", "tokens", "attention"), queries=["class", -1], batch_size=2)
+    assert found.layout.grid == (3, 4, 2)
+    assert found.queries == (0, 24)
+    assert torch.allclose(found.embedding, model.patch_embed(videos), atol=1e-6)  # type: ignore[arg-type]
+    for layer, out in enumerate(leaving(model, videos)):
+        assert torch.allclose(found.tokens[layer], out, atol=1e-5)
+    batches = vitrail.record(model, [(videos[:1], "labels"), (videos[1:], "labels")])
+    assert torch.allclose(batches.tokens[1], found.tokens[1], atol=1e-5)
+    with vitrail.merge(model, r=2):
+        assert vitrail.record(model, videos).tokens[1].shape == (3, 25, 24)
+    for wrong in (videos[:, :, 0], [videos[:, :, 0]]):
+        with pytest.raises(UnsupportedInput, match=r"videos are \(B, C, T, H, W\) for this model"):
+            vitrail.record(model, wrong)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from vitrail import Role, TokenLayout, TokenSpan
+from vitrail import Role, TokenLayout, TokenSpan, TokenSpec
+from vitrail.errors import InvalidOption
 
 
 @pytest.fixture
@@ -49,8 +50,40 @@ def test_positions_outside_are_errors(layout, index):
         layout.role_of(index)
 
 
-def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="grid"):
-        TokenLayout.of(Role.CLASS, grid=(1, 0, 4))
-    with pytest.raises(ValueError, match="other roles than patch"):
-        TokenLayout.of((Role.PATCH, 3), grid=(1, 2, 2))
+def test_roles_may_be_written_as_words():
+    layout = TokenLayout.of("class", ("register", 2), grid=[1, 2, 2])
+    assert layout == TokenLayout.of(Role.CLASS, (Role.REGISTER, 2), grid=(1, 2, 2))
+    assert layout.indices("class") == range(1)
+    assert layout.role_of(1) is Role.REGISTER
+    assert TokenSpan("task", 1, "colour").role is Role.TASK
+
+
+@pytest.mark.parametrize(
+    ("special", "grid", "words"),
+    [
+        ([Role.CLASS], (1, 0, 4), "grid"),
+        ([Role.CLASS], (2, 2), "grid"),
+        ([Role.CLASS], 4, "grid"),
+        ([Role.CLASS], (1, 2.0, 2), "grid"),
+        ([(Role.PATCH, 3)], (1, 2, 2), "other roles than patch"),
+        (["king"], (1, 2, 2), "a role is one of class, distillation, register, task, patch; got 'king'"),
+        ([("class", -1)], (1, 2, 2), "a whole number of tokens, 1 or more; got -1"),
+        ([("class", "2")], (1, 2, 2), "got '2' class"),
+        ([("class", 1, "cls")], (1, 2, 2), "pairs of a role and a count"),
+        ([TokenSpec("cls", "class")], (1, 2, 2), "from_specs takes the specs"),
+        ([3], (1, 2, 2), "TokenLayout.of takes roles"),
+    ],
+)
+def test_nonsense_is_refused(special, grid, words):
+    with pytest.raises(InvalidOption, match=words):
+        TokenLayout.of(*special, grid=grid)
+
+
+def test_other_nonsense_is_refused(layout):
+    with pytest.raises(InvalidOption, match="a tuple of TokenSpan"):
+        TokenLayout(("class",), (1, 2, 2))
+    with pytest.raises(InvalidOption, match="got 'king'"):
+        layout.indices("king")
+    for specs in (["class"], 3):
+        with pytest.raises(InvalidOption, match="a list of TokenSpec"):
+            TokenLayout.from_specs(specs, (1, 2, 2))

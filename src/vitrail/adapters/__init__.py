@@ -35,6 +35,8 @@ class Found:
 
 def find(model: nn.Module) -> Found:
     """Find the one supported trunk in a model: the model itself, or a part of it."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a model, a torch.nn.Module; got {type(model).__name__}")
     kinds = {kind: adapter for library in _loaded() for kind, adapter in library.trunks().items()}
     known = tuple(kinds)
     trunks: list[tuple[str, nn.Module]] = [
@@ -79,7 +81,7 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
 
     Options go to the library's own constructor.
     """
-    prefix, _, rest = name.partition(":")
+    prefix, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
     if prefix not in ADAPTERS or not rest:
         known = ", ".join(f"{prefix}:NAME" for prefix in ADAPTERS)
         raise ModelLoadError(f"a model is named {known}; got {name!r}")

@@ -248,8 +248,19 @@ class TrunkAdapter(ABC):
         """Give the token layout before the first block, for inputs of a size in pixels or of the model's own."""
 
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, int] | None = None) -> TokenLayout:
-        """Give the token layout as a block sees it, where tokens enter between blocks; −1 is the last block."""
+        """Give the token layout as a block sees it, where tokens enter between blocks; −1 is the last block.
+
+        Layers of a class-attention stage count on from the blocks.
+        """
         return self.layout(trunk, size)
+
+    def stage(self, trunk: nn.Module) -> Sequence[nn.Module]:
+        """Give the blocks of a class-attention stage after the others; each gives the tokens that gather (B, Q, D)."""
+        return ()
+
+    def stage_attention(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Give the attention (B, H, Q, N) of the tokens that gather, over them, other special ones, and patches."""
+        raise NotImplementedError
 
     @abstractmethod
     def resizes(self, trunk: nn.Module) -> bool:

@@ -30,15 +30,16 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
 from vitrail.models.position import coordinates, rotary_frequencies, rotate
+from vitrail.models.saving import CONFIG
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.tokens import Role, TokenLayout, TokenSpec
-from vitrail.tokens.spec import layout
 
 
 def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-    """Create a model by name, or read one from a folder that was saved."""
+    """Create a model by name, or read one from a folder that was saved, or from that of a training run."""
     if Path(name).is_dir():
-        return ViT.from_pretrained(name)
+        places = [Path(name), Path(name) / "best", Path(name) / "last"]
+        return ViT.from_pretrained(next((place for place in places if (place / CONFIG).is_file()), places[0]))
     if pretrained:
         raise ModelLoadError(
             f"there are no trained weights for {name!r} yet; give a folder that a model was saved to, or go on with "
@@ -123,11 +124,10 @@ class OwnEntryPoint:
 
     def _enter(self: Any, x: Tensor, entered: Sequence[TokenSpec], here: Sequence[TokenSpec], special: Any) -> Tensor:
         woven: Tensor = super()._enter(x, entered, here, special)  # type: ignore[misc]
-        spans = layout(entered, (1, 1, 1)).spans()
-        places = [
-            place for spec, (_, where) in zip(entered, spans, strict=False) if spec not in here for place in where
-        ]
-        hand_over(x, woven, places, layout(entered, (1, 1, 1)).special)
+        layout = TokenLayout.from_specs(entered, (1, 1, 1))
+        spans = zip(entered, layout.spans(), strict=False)
+        places = [place for spec, (_, where) in spans if spec not in here for place in where]
+        hand_over(x, woven, places, layout.special)
         return woven
 
 
@@ -146,7 +146,13 @@ class OwnTrunk(TrunkAdapter):
         return trunk.layout(size, layer=0)
 
     def layout_in(self, trunk: Any, layer: int, size: Any = None) -> TokenLayout:
-        return trunk.layout(size, layer=layer % trunk.config.depth)
+        return trunk.layout(size, layer=layer if layer >= 0 else trunk.config.depth + layer)
+
+    def stage(self, trunk: Any) -> Sequence[nn.Module]:
+        return list(trunk.blocks_token_only)
+
+    def stage_attention(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        return block.weights(*args, **kwargs)
 
     def resizes(self, trunk: Any) -> bool:
         return True

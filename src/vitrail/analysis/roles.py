@@ -19,11 +19,9 @@ from vitrail.adapters import find
 from vitrail.analysis.attention import Overlap, Spread, overlap, spread, token_maps
 from vitrail.analysis.base import Result
 from vitrail.analysis.probe_inputs import check_finite
+from vitrail.analysis.role_inputs import role_inputs
 from vitrail.errors import UnsupportedInput
-from vitrail.heads import listen
-from vitrail.surgery.appended import all_entered, layout_of, token_values
-from vitrail.surgery.asked import check_layers
-from vitrail.surgery.record import stream
+from vitrail.surgery.appended import token_values
 from vitrail.tokens import TokenLayout, TokenSpan
 
 
@@ -116,7 +114,7 @@ class Collapse(Result):
 
 @dataclass(frozen=True)
 class Roles(Result):
-    """All measures of one model on some pictures; what it does not have is None or empty."""
+    """All measures of one model on some pictures; what it does not have is None or empty, and ``notes`` may say why."""
 
     pictures: int
     cosines: Cosines
@@ -125,6 +123,7 @@ class Roles(Result):
     attention: dict[int, Looks]
     thresholds: Thresholds
     collapsed: tuple[Collapse, ...]
+    notes: tuple[str, ...] = ()
 
 
 def token_names(special: Iterable[TokenSpan]) -> tuple[str, ...]:
@@ -195,10 +194,10 @@ def disagreement(logits: Mapping[str, Tensor]) -> Disagreement:
 
 
 @torch.no_grad()
-def looks(attention: Tensor, layout: TokenLayout) -> Looks:
-    """Compare where the special tokens look, by their attention rows (B, H, S, N) in one layer."""
+def looks(attention: Tensor, layout: TokenLayout, tokens: Iterable[TokenSpan] | None = None) -> Looks:
+    """Compare where tokens look, by their attention rows (B, H, Q, N) in one layer; by default all special ones."""
     maps = token_maps(attention, layout)
-    return Looks(token_names(layout.special), overlap(maps), spread(maps))
+    return Looks(token_names(layout.special if tokens is None else tokens), overlap(maps), spread(maps))
 
 
 def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]:
@@ -247,41 +246,27 @@ def measure_roles(
 ) -> Roles:
     """Run any supported model on pictures and measure how far its special tokens differ.
 
-    Heads are compared where several answer for the same classes (see :func:`vitrail.heads.listen`).
+    Heads are compared where several answer for the same classes (see :func:`vitrail.heads.listen`), those of tokens
+    that were added among them. Tokens are compared in the layers that have all of them; layers of a class-attention
+    stage count on from the blocks.
 
     Args:
-        model: the model; it may be merged, and is not changed.
-        images: prepared pictures (B, C, H, W), or batches of them, all of one size.
-        attention_layers: layers whose attention is compared, negative numbers counted from the end.
+        model: the model; it may be merged, or have tokens added to it, and is not changed.
+        images: prepared pictures (B, C, H, W), videos (B, C, T, H, W), or batches of them, all of one size.
+        attention_layers: layers whose attention is compared, negative numbers counted from the end; () for none.
+            Where weights may be negative, as heads that talk have them, none is compared, and ``notes`` says so.
         batch_size, call: as for :func:`vitrail.record`.
         thresholds: what counts as collapsed.
     """
-    found = find(model)
-    kept = check_layers(attention_layers, len(found.blocks))
-    if not layout_of(found).num_special:
-        raise UnsupportedInput(f"this {type(found.trunk).__name__} has patches alone; there are no roles to compare")
-    entered = all_entered(found)
-    tokens: dict[int, list[Tensor]] = {}
-    rows: dict[int, list[Tensor]] = {layer: [] for layer in kept}
-    layouts = []
-    with listen(model) as answers:
-        for seen in stream(model, images, ("tokens", "attention"), batch_size=batch_size, call=call):
-            layouts.append(seen.layout)
-            for layer, x in seen.tokens.items():
-                if layer >= entered:
-                    tokens.setdefault(layer, []).append(x[:, : seen.layout.num_special].cpu())
-            for layer in kept:
-                rows[layer].append(seen.attention[layer].cpu())
-    if len(set(layouts)) != 1:
-        raise UnsupportedInput(f"pictures must be of one size, one or more of them; got {len(set(layouts))} grids")
-    layout = layouts[0]
-    cosines = token_cosines(torch.stack([torch.cat(parts) for parts in tokens.values()]), layout, tuple(tokens))
-    vectors = token_parameters(model, layout)
+    seen = role_inputs(model, images, attention_layers, batch_size, call)
+    cosines = token_cosines(torch.stack([*seen.tokens.values()]), seen.layout, tuple(seen.tokens))
+    vectors = token_parameters(model, seen.layout)
     parameters = ParameterCosines(tuple(vectors), cosine_matrix(torch.stack([*vectors.values()]))) if vectors else None
-    heads = disagreement({name: torch.cat(parts) for name, parts in answers.items()}) if len(answers) > 1 else None
-    attention = {layer: looks(torch.cat(parts), layout) for layer, parts in rows.items()}
+    heads = disagreement(seen.answers) if len(seen.answers) > 1 else None
+    attention = {layer: looks(*found) for layer, found in seen.attention.items()}
     pairs = collapsed(cosines, parameters, heads, attention, thresholds)
-    return Roles(sum(map(len, rows[kept[0]])), cosines, parameters, heads, attention, thresholds, pairs)
+    pictures = len(next(iter(seen.tokens.values())))
+    return Roles(pictures, cosines, parameters, heads, attention, thresholds, pairs, seen.notes)
 
 
 def _pairs(where: str, names: Sequence[str], values: Tensor, chosen: Tensor, limit: float) -> list[Collapse]:

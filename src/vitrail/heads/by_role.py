@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.heads.fusion import FUSE, Fuse, mean, mean_of_softmaxes
-from vitrail.heads.pooling import AttentionPool, linear
+from vitrail.heads.pooling import AttentionPool, check_size, linear
 from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
 
 Pool = Literal["token", "mean", "attention"]
@@ -71,6 +71,7 @@ class Heads(nn.Module):
         norm_eps: float | None = None,
     ) -> None:
         super().__init__()
+        check_size("width", width)
         self._specs = check_specs(specs)
         self._width, self._pool, self._fuse = width, pool, fuse
         _check_options(pool, fuse, attention, norm_eps)

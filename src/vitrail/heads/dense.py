@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.heads.pooling import linear
+from vitrail.heads.pooling import check_size, linear
 from vitrail.tokens import TokenLayout
 
 DenseKind = Literal["segmentation", "depth", "regression"]
@@ -28,8 +28,8 @@ class DenseHead(nn.Module):
         super().__init__()
         if kind not in get_args(DenseKind):
             raise InvalidOption(f"a dense head is for one of {', '.join(get_args(DenseKind))}; got {kind!r}")
-        if classes < 1:
-            raise InvalidOption(f"a dense head has 1 output or more; got {classes}")
+        check_size("width", width)
+        check_size("classes", classes)
         self.kind = kind
         self.head = linear(width, classes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,12 @@ def linear(width: int, outputs: int, device: torch.device | None = None, dtype: 
     nn.init.trunc_normal_(layer.weight, std=0.02)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def check_size(name: str, value: Any) -> None:
+    """Refuse a number of channels or outputs that is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidOption(f"{name}={value!r}; expected a whole number, 1 or more")
 
 
 class AttentionPool(nn.Module):
@@ -44,8 +51,10 @@ class AttentionPool(nn.Module):
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
+        check_size("width", width)
         self.num_heads = max(1, width // 64) if heads is None else heads
-        if self.num_heads < 1 or width % self.num_heads:
+        whole = isinstance(self.num_heads, int) and self.num_heads >= 1
+        if not whole or width % self.num_heads:
             raise InvalidOption(
                 f"heads of attention pooling share {width} channels evenly; got {self.num_heads} heads"
                 f"{' (one for 64 channels); say how many' if heads is None else ''}"

@@ -37,10 +37,18 @@ class ClassAttention(nn.Module):
 
     def forward(self, x: Tensor, queries: int, mask: Tensor | None = None) -> Tensor:
         """Give what the first ``queries`` tokens of (B, Q + M, D) read; ``mask`` (Q, Q + M) is true where they may."""
-        q = self.q_norm(self._heads(self.q(x[:, :queries])))
-        k, v = self.k_norm(self._heads(self.k(x))), self._heads(self.v(x))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        q, k = self._queries_and_keys(x, queries)
+        attended = F.scaled_dot_product_attention(q, k, self._heads(self.v(x)), attn_mask=mask)
         return self.proj(attended.transpose(1, 2).flatten(2))
+
+    def weights(self, x: Tensor, queries: int, mask: Tensor | None = None) -> Tensor:
+        """Give the attention (B, H, Q, Q + M) that `forward` mixes values by."""
+        q, k = self._queries_and_keys(x, queries)
+        scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
+        return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+
+    def _queries_and_keys(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+        return self.q_norm(self._heads(self.q(x[:, :queries]))), self.k_norm(self._heads(self.k(x)))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -64,3 +72,7 @@ class ClassAttentionBlock(nn.Module):
         everything = self.norm1(torch.cat([queries, others], 1))
         queries = queries + self.ls1(self.attn(everything, queries.shape[1], mask=mask))
         return queries + self.ls2(self.mlp(self.norm2(queries)))
+
+    def weights(self, queries: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Give the attention (B, H, Q, Q + M) of the queries over themselves and the others."""
+        return self.attn.weights(self.norm1(torch.cat([queries, others], 1)), queries.shape[1], mask)

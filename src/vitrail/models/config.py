@@ -25,6 +25,13 @@ _CHOICES = {
 _WHOLE = {"in_chans": 1, "width": 1, "depth": 1, "heads": 1, "num_classes": 0, "class_attention": 0}
 _RATES = ("drop_path", "dropout", "attention_dropout")
 _FLAGS = ("qkv_bias", "proj_bias", "qk_norm", "talking_heads", "pre_norm", "drop_path_uniform")
+_TIMM = {
+    "img_size": "image_size", "embed_dim": "width", "num_heads": "heads", "init_values": "layer_scale",
+    "global_pool": "pool", "drop_path_rate": "drop_path", "proj_drop_rate": "dropout", "pos_drop_rate": "dropout",
+    "attn_drop_rate": "attention_dropout", "pos_embed": "position", "reg_tokens": "tokens", "class_token": "tokens",
+    "depth_token_only": "class_attention",
+}  # fmt: skip
+"""What timm calls some of the options."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ class ViTConfig:
             elif value is not None or name != "layer_scale":
                 self._expect(name, number and value > 0, "a number more than 0")
         self._expect("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
+        self._expect("mlp_ratio", self.hidden >= 1, f"a hidden unit or more, so 1/{self.width} or more")
         self._expect("mlp", self.mlp == "gelu" or self.hidden % 2 == 0, f"an even number of halves, got {self.hidden}")
         if self.position == "rotary":
             needed = 2 * len(_sizes("patch_size", self.patch_size))
@@ -199,6 +207,8 @@ class ViTConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ViTConfig:
         """Build a config from plain values, as `to_dict` gives them; what is left out has its default."""
+        if not isinstance(values, Mapping):
+            raise InvalidOption(f"a config is written as a dict of options, as to_dict gives it; got {values!r}")
         check_options(values)
         return cls(**values)
 
@@ -213,9 +223,11 @@ def depth_rule(depth: int) -> float:
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise where an option is none of a config's."""
     known = {field.name for field in fields(ViTConfig)}
-    wrong = sorted(set(options) - known)
+    wrong = sorted(map(str, set(options) - known))
     if wrong:
-        raise InvalidOption(f"a model has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
+        meant = [f"timm's {name} is {_TIMM[name]}" for name in wrong if name in _TIMM]
+        hint = f" ({', '.join(meant)} here)" if meant else ""
+        raise InvalidOption(f"a model has no option {', '.join(wrong)}{hint}; it has {', '.join(sorted(known))}")
 
 
 def _sizes(name: str, value: Any, count: int = 2) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
 
@@ -51,8 +52,10 @@ MODELS: dict[str, ViTConfig] = {
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Give the names of our models, those that match a pattern such as ``"cait_*"``."""
-    return sorted(name for name in MODELS if fnmatch(name, pattern))
+    """Give the names of our models, those that match a pattern (``"*_patch16"``) or begin with it (``"cait"``)."""
+    if not isinstance(pattern, str):
+        raise InvalidOption(f"a pattern of names is a string such as 'cait'; got {pattern!r}")
+    return sorted(name for name in MODELS if fnmatch(name, pattern) or name.startswith(pattern))
 
 
 def model_config(name: str, **options: Any) -> ViTConfig:
@@ -61,7 +64,11 @@ def model_config(name: str, **options: Any) -> ViTConfig:
     Where a CaiT is given another depth, LayerScale begins as the rule for that depth says, unless it is given too.
     """
     if name not in MODELS:
-        raise InvalidOption(f"there is no model {name!r}; there are {', '.join(list_models())}")
+        # timm's names have the same words, in another order, and the size of pictures
+        near = [model for model in MODELS if set(model.split("_")) <= set(name.split("_"))]
+        near = near or get_close_matches(name, MODELS, n=1)
+        hint = f"; did you mean {max(near, key=len)!r}? The size of pictures is its image_size" if near else ""
+        raise InvalidOption(f"there is no model {name!r}{hint}; there are {', '.join(list_models())}")
     check_options(options)
     config = MODELS[name]
     depth = options.get("depth", config.depth)
@@ -80,6 +87,8 @@ def create_model(name: str, **options: Any) -> ViT:
     >>> model.num_prefix_tokens
     2
     """
+    if not isinstance(name, str):
+        raise InvalidOption(f"a model is created by its name, a string; got {name!r}. ViT(config) takes a config")
     if not name.startswith(("local-dir:", "hf-hub:")):
         return ViT(model_config(name, **options))
     wrong = sorted(set(options) - {"num_classes"})

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,10 +17,20 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ARCHITECTURE = "vitrail.ViT"
 
 
-def check_fit(kind: str, own: Mapping[str, Tensor], states: Mapping[str, Tensor], strict: bool = True) -> None:
+class Fit(NamedTuple):
+    """What did not meet when weights were loaded: the model's names that were not there, and names it does not have."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def check_fit(
+    kind: str, own: Mapping[str, Tensor], states: Mapping[str, Tensor], strict: bool = True, hint: str = ""
+) -> Fit:
     """Raise where a state_dict does not fit a model's own, and list all that does not.
 
-    Without ``strict``, names may be missing or unexpected; shapes must still agree.
+    Without ``strict``, names may be missing or unexpected, as long as some are there; shapes must still agree.
+    ``hint`` says what else there is to do about names.
     """
     missing = [name for name in own if name not in states]
     unexpected = [name for name in states if name not in own]
@@ -32,10 +42,16 @@ def check_fit(kind: str, own: Mapping[str, Tensor], states: Mapping[str, Tensor]
     if misshapen or (strict and (missing or unexpected)):
         wrong = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
         listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in wrong.items() if names)
-        hint = "" if misshapen else "; strict=False takes what is there"
+        hint = "" if misshapen else hint
         raise ModelLoadError(
             f"the weights do not fit this {kind}; {listed}. Build the model with the options of the weights{hint}"
         )
+    if len(missing) == len(own) and own:
+        raise ModelLoadError(
+            f"none of these weights is one of this {kind}; it has {', '.join(list(own)[:3])}, ..., and given are "
+            f"{', '.join(unexpected[:3]) or 'none'}, ..."
+        )
+    return Fit(missing, unexpected)
 
 
 def load_states(model: nn.Module, states: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> None:
@@ -107,7 +123,9 @@ def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
             raise ModelLoadError(f"{local} has no {file}; expected a folder that save_pretrained wrote")
         return path
     repository = text.removeprefix("hf-hub:").removeprefix("hf:")
-    if text.startswith("local-dir:") or local.is_absolute() or repository.count("/") != 1:
+    beside = len(local.parts) > 1 and local.parent.is_dir()  # then it is a folder's name with a typing error
+    meant = text.startswith(("local-dir:", ".", "~")) or local.is_absolute() or (beside and repository == text)
+    if meant or repository.count("/") != 1:
         raise ModelLoadError(f"{local} is no folder; expected one that save_pretrained wrote, or owner/name on the Hub")
     try:
         from huggingface_hub import hf_hub_download

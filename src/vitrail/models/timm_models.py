@@ -11,8 +11,8 @@ from torch import nn
 from vitrail.errors import UnsupportedModel
 from vitrail.models.config import ViTConfig
 from vitrail.models.saving import load_states
-from vitrail.models.timm_reading import read_config
-from vitrail.models.timm_weights import TIMM_TOKENS, load_timm_state_dict, timm_state_dict
+from vitrail.models.timm_reading import read_config, refuse_changed
+from vitrail.models.timm_weights import TIMM_TOKENS, check_ours, load_timm_state_dict, timm_state_dict
 from vitrail.models.vit import ViT
 
 
@@ -36,6 +36,8 @@ def to_timm(model: ViT) -> nn.Module:
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
+    check_ours(model)
+    refuse_changed(model)
     config = model.config
     _check_known(config)
     options = _options(config)
@@ -110,14 +112,15 @@ def _check_known(config: ViTConfig) -> None:
         "register specs side by side": names.count("reg_token") > 1,
         "a distillation token beside registers, or without a class token": "dist_token" in names
         and set(names) != {"cls_token", "dist_token"},
-        "distillation token without position": "dist_token" in names and positioned != {True},
-        "such order of tokens": names != sorted(names, key=[*TIMM_TOKENS.values(), ""].index),
+        "a distillation token without position": "dist_token" in names and positioned != {True},
+        "tokens in another order than class, distillation, registers": names
+        != sorted(names, key=[*TIMM_TOKENS.values(), ""].index),
         "tokens that enter at another layer": bool(late),
         "tokens that only read": not all(spec.visible for spec in specs),
         "class tokens with classes of their own": any(spec.classes is not None for spec in specs),
         "positions for some special tokens and not for others": len(positioned) > 1,
         f"position {config.position!r}": config.position not in ("learned", "none"),
-        f"fuse={config.fuse!r}": config.fuse != "logits" and "dist_token" in names,
+        f"fuse={config.fuse!r}": config.fuse == "softmax" or (config.fuse != "logits" and "dist_token" in names),
         "talking heads without class attention": config.talking_heads and not staged,
         "uniform drop path": config.drop_path_uniform and config.drop_path > 0 and not staged,
         "SwiGLU with attention pooling": config.mlp == "swiglu" and config.pool == "attention",
@@ -140,4 +143,6 @@ def _check_known(config: ViTConfig) -> None:
         }
     lacking = [reason for reason, true in reasons.items() if true]
     if lacking:
-        raise UnsupportedModel(f"timm has no {'; no '.join(lacking)}; save this model with save_pretrained instead")
+        raise UnsupportedModel(
+            f"timm has no equal of this model, which has {'; '.join(lacking)}; save it with save_pretrained instead"
+        )

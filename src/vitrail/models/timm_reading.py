@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import isclose
 from typing import Any, Literal
 
 from torch import nn
@@ -11,6 +12,9 @@ from torch import nn
 from vitrail.errors import UnsupportedModel
 from vitrail.models.config import CLASS_TOKEN, DISTILLATION_TOKEN, ViTConfig, depth_rule
 from vitrail.tokens import Role, TokenSpec
+
+_FREE = {"training", "fused_attn", "init_values", "grad_checkpointing"}
+"""What may differ from block to block without changing any number."""
 
 _POOLS: dict[str, Literal["token", "mean", "attention"]] = {"token": "token", "avg": "mean", "map": "attention"}
 
@@ -21,6 +25,7 @@ def read_config(model: nn.Module) -> ViTConfig:
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
+    refuse_changed(model)
     readers = {Cait: _cait, VisionTransformer: _vit, VisionTransformerDistilled: _vit}
     reader = readers.get(type(model))
     if reader is None:
@@ -29,6 +34,19 @@ def read_config(model: nn.Module) -> ViTConfig:
             f"{', '.join(kind.__name__ for kind in readers)}"
         )
     return reader(model)
+
+
+def refuse_changed(model: nn.Module) -> None:
+    """Refuse a model that does more than its class says: that would be left behind without a word."""
+    for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        if "_vitrail_plan" in vars(part):
+            raise UnsupportedModel(
+                "this model is merged, or tokens were added to it; remove the merging (`Merging.of(model).remove()`) "
+                "or the added tokens (`AddedTokens.of(model).remove()`) first"
+            )
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+            what = "has a forward of its own" if "forward" in vars(part) else "has hooks"
+            raise UnsupportedModel(f"{name or 'the model'} {what}, which would be left behind; take that away first")
 
 
 def _vit(model: Any) -> ViTConfig:
@@ -40,35 +58,36 @@ def _vit(model: Any) -> ViTConfig:
             "its patches are dropped while training": not isinstance(model.patch_drop, nn.Identity),
             "it pools special tokens too": model.pool_include_prefix,
             f"it pools by {model.global_pool!r}": model.global_pool not in ("token", "avg", "map"),
-            "it has blocks of another class": any(type(block) is not Block for block in model.blocks),
             "its norm comes after a token is picked": model.global_pool == "token" and _is_norm(model.fc_norm),
-            "it attends in another way": any(type(block.attn) is not Attention for block in model.blocks),
         }
     )
-    for block in model.blocks:
-        attention = block.attn
-        _refuse(
-            {
-                "its attention has a gate": getattr(attention, "gate", None) is not None,
-                "its attention has a norm of its output": not isinstance(attention.norm, nn.Identity),
-                "its heads do not add up to its width": attention.qkv.out_features != 3 * model.embed_dim,
-            }
-        )
+    _check_blocks(model, model.blocks, Block, Attention)
+    first = model.blocks[0]
+    attention = first.attn
+    scaled = not isinstance(first.ls1, nn.Identity)
+    _refuse(
+        {
+            "its attention has a gate": getattr(attention, "gate", None) is not None,
+            "its attention has a norm of its output": not isinstance(attention.norm, nn.Identity),
+            "its heads do not add up to its width": attention.qkv.out_features != 3 * model.embed_dim,
+            "only one of queries and keys has a norm": _is_norm(attention.q_norm) != _is_norm(attention.k_norm),
+            "only one of its branches is scaled": scaled != (not isinstance(first.ls2, nn.Identity)),
+        }
+    )
     pool = model.attn_pool
     if pool is not None:
         plain = type(pool) is AttentionPoolLatent and pool.latent_len == 1 and pool.pos_embed is None
-        right = plain and pool.num_heads == model.blocks[0].attn.num_heads and isinstance(pool.q, nn.Linear)
+        right = plain and pool.num_heads == attention.num_heads and _is_scaled(pool, model.embed_dim)
         normed = right and _is_norm(pool.norm) and isinstance(pool.q_norm, nn.Identity)
+        normed = normed and _are_linear(pool.q, pool.kv, pool.proj)
         _refuse({"its attention pooling is of another kind": not normed or _mlp(pool.mlp) != "gelu"})
-    first = model.blocks[0]
-    scaled = not isinstance(first.ls1, nn.Identity)
     return replace(
-        _common(model, [model.norm_pre, model.norm, model.fc_norm, first.attn.q_norm]),
+        _common(model, [model.norm_pre, model.norm, model.fc_norm, attention.q_norm, attention.k_norm]),
         tokens=_tokens(model),
         position="none" if model.pos_embed is None else "learned",
         layer_scale=float(first.ls1.init_values) if scaled else None,
-        qk_norm=_is_norm(first.attn.q_norm),
-        proj_bias=first.attn.proj.bias is not None,
+        qk_norm=_is_norm(attention.q_norm),
+        proj_bias=attention.proj.bias is not None,
         pool=_POOLS[model.global_pool],
         final_norm="tokens" if _is_norm(model.norm) else "pooled" if _is_norm(model.fc_norm) else "none",
         pre_norm=_is_norm(model.norm_pre),
@@ -83,17 +102,21 @@ def _cait(model: Any) -> ViTConfig:
     _refuse(
         {
             f"it pools by {model.global_pool!r}": model.global_pool not in ("token", "avg"),
-            "it has blocks of another class": any(type(block) is not LayerScaleBlock for block in model.blocks)
-            or any(type(block) is not LayerScaleBlockClassAttn for block in gathering),
-            "it attends in another way": any(type(block.attn) is not TalkingHeadAttn for block in model.blocks)
-            or any(type(block.attn) is not ClassAttn for block in gathering),
             "it has no class-attention layers": not gathering,
-            "its two stages have MLPs of different kinds": {_mlp(block.mlp) for block in gathering} != {"gelu"}
-            or any(block.mlp.fc1.out_features != model.blocks[0].mlp.fc1.out_features for block in gathering),
+        }
+    )
+    _check_blocks(model, model.blocks, LayerScaleBlock, TalkingHeadAttn)
+    _check_blocks(model, gathering, LayerScaleBlockClassAttn, ClassAttn)
+    first, last = model.blocks[0], gathering[0]
+    _refuse(
+        {
+            "its two stages have MLPs of different kinds": _mlp(last.mlp) != "gelu"
+            or last.mlp.fc1.out_features != first.mlp.fc1.out_features,
+            "its two stages have different numbers of heads": last.attn.num_heads != first.attn.num_heads,
         }
     )
     return replace(
-        _common(model, [model.norm, *(block.norm1 for block in gathering)]),
+        _common(model, [model.norm, last.norm1, last.norm2]),
         tokens=(replace(CLASS_TOKEN, enters=-1, position=False),),
         layer_scale=depth_rule(len(model.blocks)),  # timm does not keep the first value
         pool=_POOLS[model.global_pool],
@@ -109,19 +132,23 @@ def _common(model: Any, norms: Iterable[nn.Module]) -> ViTConfig:
 
     first = model.blocks[0]
     embed = model.patch_embed
-    blocks = [part for block in model.blocks for part in (block.norm1, block.norm2)]
-    norms = [norm for norm in (*norms, *blocks) if not isinstance(norm, nn.Identity)]
-    kinds = {_mlp(block.mlp) for block in model.blocks}
+    norms = [norm for norm in (*norms, first.norm1, first.norm2) if not isinstance(norm, nn.Identity)]
+    kind = _mlp(first.mlp)
+    _refuse({"its MLPs are neither of GELU nor of packed SwiGLU": kind is None})
+    heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
+    sizes = {head.out_features if _are_linear(head) and head.bias is not None else 0 for head in heads}
+    drops = {model.pos_drop.p, first.attn.proj_drop.p, *(getattr(first.mlp, name).p for name in ("drop1", "drop2"))}
     _refuse(
         {
             "its norms are not all LayerNorm": any(not _is_norm(norm) for norm in norms),
             "its norms have different epsilons": len({getattr(norm, "eps", None) for norm in norms}) > 1,
             "its patch embedding is of another kind": type(embed) is not PatchEmbed
             or not isinstance(embed.norm, nn.Identity)
+            or type(embed.proj) is not nn.Conv2d
             or embed.img_size is None,
-            "its MLPs are neither of GELU nor of packed SwiGLU": None in kinds or len(kinds) > 1,
-            "its dropouts after positions and projections differ, or it has one before the head": model.pos_drop.p
-            != first.attn.proj_drop.p
+            "it answers by something else than linear layers with a bias and as many classes each": len(sizes) > 1
+            or (sizes == {0} and not all(type(head) is nn.Identity for head in heads)),
+            "its dropouts after positions and projections differ, or it has one before the head": len(drops) > 1
             or model.head_drop.p > 0,
         }
     )
@@ -133,10 +160,10 @@ def _common(model: Any, norms: Iterable[nn.Module]) -> ViTConfig:
         depth=len(model.blocks),
         heads=first.attn.num_heads,
         mlp_ratio=first.mlp.fc1.out_features / model.embed_dim,
-        num_classes=model.num_classes,
+        num_classes=sizes.pop(),  # a head that was replaced may have others than the model says
         tokens=(),
         pool="mean",
-        mlp=kinds.pop(),  # type: ignore[arg-type]
+        mlp=kind,  # type: ignore[arg-type]
         qkv_bias=first.attn.qkv.bias is not None,
         norm_eps=first.norm1.eps,
         dropout=first.attn.proj_drop.p,
@@ -167,14 +194,59 @@ def _mlp(mlp: Any) -> str | None:
 
     if not isinstance(getattr(mlp, "norm", None), nn.Identity):
         return None
-    if type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear):
+    if not _are_linear(getattr(mlp, "fc1", None), getattr(mlp, "fc2", None)):
+        return None
+    if type(mlp) is Mlp:
         return "gelu" if type(mlp.act) is nn.GELU and mlp.act.approximate == "none" else None
     return "swiglu" if type(mlp) is GluMlp and type(mlp.act) is nn.SiLU and not mlp.gate_last else None
 
 
+def _check_blocks(model: Any, blocks: Iterable[Any], kind: type, attending: type) -> None:
+    """Refuse blocks that ours do not equal, or that differ from each other: a config says everything once."""
+    blocks = list(blocks)
+    _refuse({"it has blocks of another class": any(type(block) is not kind for block in blocks) or not blocks})
+    _refuse({"it attends in another way": any(type(block.attn) is not attending for block in blocks)})
+    first = _traits(blocks[0])
+    for number, block in enumerate(blocks):
+        traits = _traits(block)
+        differing = sorted(path or "itself" for path in first.keys() | traits if traits.get(path) != first.get(path))
+        _refuse({f"its block {number} differs from the first in {', '.join(differing)}": bool(differing)})
+    attention = blocks[0].attn
+    layers = [part for name, part in attention.named_children() if name in ("qkv", "q", "k", "v", "proj")]
+    _refuse(
+        {
+            "a linear layer of its attention is wrapped or replaced": not _are_linear(*layers),
+            "its attention is scaled in another way": not _is_scaled(attention, model.embed_dim),
+        }
+    )
+
+
+def _traits(block: nn.Module) -> dict[str, Any]:
+    """Describe a block by the class and the plain values of each part, less drop path, which rises with depth."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {
+        path: (type(part), {k: v for k, v in vars(part).items() if isinstance(v, plain) and k not in _FREE})
+        for path, part in block.named_modules()
+        if not path.startswith("drop_path")
+    }
+
+
 def _drop_path(parts: list[Any]) -> dict[str, Any]:
     rates = [getattr(part, "drop_prob", 0.0) for part in parts]
-    return {"drop_path": rates[-1], "drop_path_uniform": len(rates) > 1 and rates[0] == rates[-1] > 0}
+    uniform = len(rates) > 1 and rates[0] == rates[-1] > 0
+    steps = max(1, len(rates) - 1)
+    wanted = [rates[-1] if uniform else rates[-1] * layer / steps for layer in range(len(rates))]
+    odd = any(not isclose(rate, one, abs_tol=1e-6) for rate, one in zip(rates, wanted, strict=True))
+    _refuse({"its drop path neither rises evenly from 0 nor is the same in all blocks": odd and len(rates) > 1})
+    return {"drop_path": rates[-1], "drop_path_uniform": uniform}
+
+
+def _are_linear(*parts: Any) -> bool:
+    return all(type(part) is nn.Linear for part in parts)
+
+
+def _is_scaled(attention: Any, width: int) -> bool:
+    return isclose(attention.scale, (width // attention.num_heads) ** -0.5)
 
 
 def _is_norm(part: nn.Module) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import isqrt, prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.models.config import ViTConfig
-from vitrail.models.saving import check_fit
+from vitrail.models.position import resample
+from vitrail.models.saving import Fit, check_fit
 from vitrail.models.vit import ViT
 from vitrail.tokens import Role
 
@@ -29,6 +32,7 @@ _WRAPPERS = ("model", "state_dict", "teacher", "module")
 
 def timm_state_dict(model: ViT) -> dict[str, Tensor]:
     """Give a model's weights under timm's names."""
+    check_ours(model)
     table = _names(model.config)
     states = {_to_timm(name, table, model.config): value for name, value in model.state_dict().items()}
     foreign = [name for name in states if name.startswith(("tokens.", "heads."))]
@@ -37,19 +41,76 @@ def timm_state_dict(model: ViT) -> dict[str, Tensor]:
     return states
 
 
-def load_timm_state_dict(model: ViT, states: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+def load_timm_state_dict(model: ViT, states: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Fit:
     """Load weights of timm, or of the original DeiT, CaiT or DINOv2, or raise and load nothing.
 
     A file's wrappings (``{"model": ...}``, names that all begin with ``module.``) are taken off. Without ``strict``
-    names may be missing or unexpected, so that a model with further tokens can begin with known weights.
+    names may be missing or unexpected, so that a model with further tokens can begin with known weights: positions go
+    by token, and those of patches are resampled where the grid is another. Shapes must still agree.
     With ``assign`` the model takes the tensors themselves, with their precision and device.
+
+    Gives what was missing, by the model's own names, and what was unexpected, as torch's ``load_state_dict`` does.
     """
-    table = _names(model.config)
-    given = {_canonical(name, model.config): value for name, value in _unwrap(states).items()}
-    own = {_to_timm(name, table, model.config): name for name in model.state_dict()}
-    check_fit("model", {name: model.state_dict()[ours] for name, ours in own.items()}, given, strict)
+    check_ours(model)
+    table, config = _names(model.config), model.config
+    given = {_canonical(name, config): value for name, value in _unwrap(states).items()}
+    own = {_to_timm(name, table, config): name for name in model.state_dict()}
+    if not strict and model.pos_embed is not None and "pos_embed" in given:
+        given |= _placed(model, table, given)
+    values = {name: model.state_dict()[ours] for name, ours in own.items()}
+    fit = check_fit("model", values, given, strict, hint="; strict=False takes what is there")
     fitting = {own[name]: value for name, value in given.items() if name in own}
     model.load_state_dict(fitting, strict=False, assign=assign)
+    return Fit([own[name] for name in fit.missing_keys], fit.unexpected_keys)
+
+
+def check_ours(model: Any) -> None:
+    """Raise where a model is none of ours."""
+    if not isinstance(model, ViT):
+        raise UnsupportedModel(f"expected one of our models, a vitrail.ViT; got {type(model).__name__}")
+
+
+def _placed(model: ViT, table: Mapping[str, str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give positions and tokens of a file as a model with other tokens, or another grid, has them.
+
+    A token that the file does not know keeps the position it has. One that has no place for its position takes it
+    into its value, which is the same. What cannot be read stays as it is, and is refused by its shape.
+    """
+    config, positions = model.config, given["pos_embed"]
+    counts = {name: given[name].shape[1] for name in TIMM_TOKENS.values() if name in given}
+    split = _split(positions.shape[1], counts, config.grid) if positions.shape[2:] == (config.width,) else None
+    if split is None:
+        return {}
+    front, grid = split
+    starts = {name: sum(list(counts.values())[:index]) for index, name in enumerate(counts)}
+    assert model.pos_embed is not None
+    kept, rows, changed, start = model.pos_embed.detach().to(positions), [], {}, 0
+    for spec in config.tokens:
+        name = table.get(f"tokens.{spec.name}", "")
+        known = counts.get(name) == spec.count
+        there = known and starts[name] + spec.count <= front
+        row = positions[:, starts[name] : starts[name] + spec.count] if there else None
+        if config.positioned(spec):
+            own = kept[:, start : start + spec.count]
+            rows.append(row if row is not None else torch.zeros_like(own) if known else own)
+            start += spec.count
+        elif row is not None:
+            changed[name] = given[name] + row
+    rows.append(resample(positions[:, front:], grid, config.grid))
+    return {**changed, "pos_embed": torch.cat(rows, 1)}
+
+
+def _split(length: int, counts: Mapping[str, int], own: tuple[int, int, int]) -> tuple[int, Any] | None:
+    """Say how many positions of a file are those of special tokens, and the grid of the others: ours, or a square."""
+    fronts = [sum(list(counts.values())[:several]) for several in range(len(counts) + 1)]
+    for front in fronts:
+        if length - front == prod(own):
+            return front, own
+    for front in fronts:
+        side = isqrt(max(0, length - front))
+        if side and side * side == length - front:
+            return front, (1, side, side)
+    return None
 
 
 def _names(config: ViTConfig) -> dict[str, str]:
@@ -84,10 +145,12 @@ def _canonical(name: str, config: ViTConfig) -> str:
 
 
 def _unwrap(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    if not isinstance(states, Mapping):
+        raise ModelLoadError(f"expected a state_dict, a dict of tensors by name; got {type(states).__name__}")
     for wrapper in _WRAPPERS:
         if isinstance(inside := states.get(wrapper), Mapping):
             states = inside
-    wrong = [name for name, value in states.items() if not isinstance(value, Tensor)]
+    wrong = [n for n, value in states.items() if not isinstance(n, str) or not isinstance(value, Tensor)]
     if wrong or not states:
         raise ModelLoadError(
             f"a state_dict is a dict of tensors, maybe inside {' or '.join(map(repr, _WRAPPERS))}; got "

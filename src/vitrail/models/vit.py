@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.heads import AttentionPool, Heads, Output
 from vitrail.models.class_attention import ClassAttentionBlock
 from vitrail.models.config import ViTConfig
@@ -21,7 +22,9 @@ from vitrail.models.position import resample, rotary_table, sincos_table
 from vitrail.models.saving import load_states, push_folder, read_folder, write_folder
 from vitrail.models.sequence import pick, reading_mask, weave
 from vitrail.tokens import Role, TokenLayout, TokenSpec
-from vitrail.tokens.spec import layout
+
+POOLS = {"avg": "mean", "map": "attention"}
+"""What timm calls our ways of pooling."""
 
 
 class ViT(nn.Module):
@@ -37,6 +40,8 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        if not isinstance(config, ViTConfig):
+            raise InvalidOption(f"ViT takes a ViTConfig, which ViTConfig.from_dict makes of a dict; got {config!r}")
         self.config = config
         self.grad_checkpointing = False
         self.patch_embed = PatchEmbed(config)
@@ -44,7 +49,7 @@ class ViT(nn.Module):
             {spec.name: nn.Parameter(torch.zeros(1, spec.count, config.width)) for spec in config.tokens}
         )
         learned = config.position == "learned"
-        positions = self._num_positioned + layout((), config.grid).num_patches
+        positions = self._num_positioned + prod(config.grid)
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, config.width)) if learned else None
         self.pos_drop = nn.Dropout(config.dropout)
         self.norm_pre = layer_norm(config) if config.pre_norm else nn.Identity()
@@ -67,7 +72,13 @@ class ViT(nn.Module):
         With ``layer``, as that layer sees the sequence: without the tokens that enter later. In a class-attention
         layer the tokens that gather there are apart, in front; the layout names them with all others.
         """
-        return layout(self.config.tokens if layer is None else self._entered(layer), self._grid(size))
+        last = self.config.depth + self.config.class_attention - 1
+        if layer is not None and not (isinstance(layer, int) and 0 <= layer <= last):
+            raise InvalidOption(
+                f"layer={layer!r}; expected 0 to {last}, class-attention layers counted on from the blocks"
+            )
+        specs = self.config.tokens if layer is None else self._entered(layer)
+        return TokenLayout.from_specs(specs, self._grid(size))
 
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that weight decay should leave alone, beside norms and biases."""
@@ -78,11 +89,22 @@ class ViT(nn.Module):
         """Keep less for the backward pass: each block runs again there."""
         self.grad_checkpointing = enable
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Give the model new heads for ``num_classes``; heads with outputs of their own (tasks) stay as they are."""
-        config = replace(self.config, num_classes=num_classes)
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Give the model new heads for ``num_classes``; heads with outputs of their own (tasks) stay as they are.
+
+        With ``global_pool`` it pools in another way from now on: ``pool`` of the config, or as timm calls it.
+        """
+        pool: Any = self.config.pool if global_pool is None else POOLS.get(global_pool, global_pool)
+        config = replace(self.config, num_classes=num_classes, pool=pool)
         reference = self.patch_embed.proj.weight
-        self.heads.reset(num_classes, device=reference.device, dtype=reference.dtype)
+        if pool == self.config.pool:
+            self.heads.reset(num_classes, device=reference.device, dtype=reference.dtype)
+        else:
+            heads = _heads(config).to(reference.device, reference.dtype).train(self.training)
+            for spec in config.tokens:
+                if spec.classes:
+                    setattr(heads, spec.name, getattr(self.heads, spec.name))
+            self.heads = heads
         self.config = config
 
     # What the model does.
@@ -95,19 +117,26 @@ class ViT(nn.Module):
         """Give the logits, the answer of each head by name, and the features of all tokens."""
         return self._answer(self.forward_features(x))
 
-    def forward_head(self, features: Tensor) -> Tensor | Output:
-        """Give for features (B, N, D) what `forward` gives for inputs."""
+    def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor | Output:
+        """Give for features (B, N, D) what `forward` gives for inputs; or, as in timm, the pooled features (B, D)."""
+        if pre_logits:
+            return self.heads.pooled(features, self._layout_of(features))
         return self._short(self._answer(features))
 
     def _answer(self, features: Tensor) -> Output:
-        """Let the heads read features (B, N, D), of however many patches."""
+        return self.heads(features, self._layout_of(features))
+
+    def _layout_of(self, features: Tensor) -> TokenLayout:
+        """Give the layout of features (B, N, D), of however many patches."""
+        if features.dim() != 3:
+            raise UnsupportedInput(f"features are (pictures, tokens, channels); got {tuple(features.shape)}")
         patches = features.shape[1] - self.num_prefix_tokens
         if patches < 1:
             raise UnsupportedInput(
                 f"features of {features.shape[1]} tokens have no patches after the {self.num_prefix_tokens} special "
                 "tokens; expected all tokens, as forward_features gives them"
             )
-        return self.heads(features, layout(self.config.tokens, (1, 1, patches)))
+        return TokenLayout.from_specs(self.config.tokens, (1, 1, patches))
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Give the features (B, N, D) of all tokens after the last norm, in the order of `layout`."""
@@ -157,6 +186,7 @@ class ViT(nn.Module):
     def _embed(self, x: Tensor, grid: tuple[int, int, int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Give the patches (B, P, D) and the special tokens by name, with their positions."""
         config = self.config
+        self._check_tokens()
         x = self.patch_embed(x)
         special = dict(self.tokens.items())
         if self.pos_embed is not None:
@@ -192,17 +222,32 @@ class ViT(nn.Module):
         patch = self.config.patch
         if size is None:
             return self.config.grid
-        sides = (size,) * len(patch) if isinstance(size, int) else size
-        steps = tuple(side // step for side, step in zip(sides, patch, strict=False))
-        if len(sides) != len(patch) or min(steps) < 1 or any(s % p for s, p in zip(sides, patch, strict=True)):
+        sides = (size, size) if isinstance(size, int) else size
+        right = isinstance(sides, list | tuple) and len(sides) == len(patch)
+        right = right and all(isinstance(side, int | torch.SymInt) for side in sides)
+        if not right or any(side < step or side % step for side, step in zip(sides, patch, strict=True)):
             raise UnsupportedInput(
-                f"an input of size {tuple(sides)} cannot be cut into patches of {patch}; expected a multiple in each "
-                "direction. Resize or pad it"
+                f"an input of size {size!r} cannot be cut into patches of {patch}; expected ({', '.join(self._axes)}), "
+                "each a multiple. Resize or pad it"
             )
-        return (1, *steps)[-3:]  # type: ignore[return-value]
+        return (1, *(side // step for side, step in zip(sides, patch, strict=True)))[-3:]  # type: ignore[return-value]
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return ("time", "height", "width")[3 - len(self.config.patch) :]
+
+    def _check_tokens(self) -> None:
+        """Raise where somebody gave the model other tokens than its config says; it would not know which is which."""
+        wanted = {spec.name: (1, spec.count, self.config.width) for spec in self.config.tokens}
+        given = {name: tuple(value.shape) for name, value in self.tokens.items()}
+        if given != wanted:
+            raise UnsupportedModel(
+                f"the tokens of this model are {given}, and its config says {wanted}; build a model with such specs, "
+                "or add tokens with vitrail.add_tokens"
+            )
 
     def _check_input(self, x: Tensor) -> None:
-        axes = ("time", "height", "width")[3 - len(self.config.patch) :]
+        axes = self._axes
         if x.dim() != 2 + len(axes) or x.shape[1] != self.config.in_chans:
             raise UnsupportedInput(
                 f"expected an input of (batch, {self.config.in_chans} channels, {', '.join(axes)}); "
@@ -226,7 +271,15 @@ class ViT(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors`` into a folder, whole or not at all."""
-        write_folder(Path(folder), self.config.to_dict(), self.state_dict())
+        states = self.state_dict()
+        with torch.device("meta"):
+            own = ViT(self.config).state_dict()
+        if foreign := [name for name in states if name not in own]:
+            raise ModelLoadError(
+                f"this model has more than its config says: {', '.join(foreign[:8])}. Take that away first; what "
+                "vitrail.add_tokens added is saved by AddedTokens.save"
+            )
+        write_folder(Path(folder), self.config.to_dict(), states)
 
     def push_to_hub(self, repository: str, **options: Any) -> str:
         """Upload what `save_pretrained` writes to ``owner/name`` on the Hugging Face Hub; gives its address.

@@ -46,6 +46,7 @@ class Feed:
         limit: most pictures to look at.
         only: numbers of the pictures to give, in their order; None for all.
         with_labels: whether labels that come with batches are looked at.
+        frames: whether they are videos (B, C, T, H, W).
         skipped: pictures that could not be read at the last walk, and why.
     """
 
@@ -55,6 +56,7 @@ class Feed:
     limit: int | None = None
     only: tuple[int, ...] | None = None
     with_labels: bool = True
+    frames: bool = False
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -138,7 +140,7 @@ class Feed:
     def _from_batches(self, rank: int, world: int) -> Iterator[Piece]:
         start = 0
         for number, batch in enumerate(self.data):
-            images, labels = batch_parts(batch, self.with_labels)
+            images, labels = batch_parts(batch, self.with_labels, self.frames)
             if self.limit is not None:
                 images = images[: self.limit - start]
                 labels = None if labels is None else labels[: self.limit - start]
@@ -167,7 +169,9 @@ class Feed:
         return float("inf") if self.limit is None else self.limit
 
 
-def open_feed(data: Any, *, limit: int | None = None, labels: Any = None, with_labels: bool = True) -> Feed:
+def open_feed(
+    data: Any, *, limit: int | None = None, labels: Any = None, with_labels: bool = True, frames: bool = False
+) -> Feed:
     """Take whatever a user calls pictures.
 
     Args:
@@ -177,6 +181,7 @@ def open_feed(data: Any, *, limit: int | None = None, labels: Any = None, with_l
         labels: for files, what :func:`~vitrail.pictures.collection.open_collection` takes; for a tensor, one whole
             number for each picture.
         with_labels: whether batches that are tuples have labels in the second place; otherwise the first place counts.
+        frames: whether tensors are videos (B, C, T, H, W).
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InvalidOption(f"limit is the most pictures to look at, 1 or more; got {limit!r}")
@@ -187,27 +192,31 @@ def open_feed(data: Any, *, limit: int | None = None, labels: Any = None, with_l
     if all(hasattr(data, name) for name in ("batches", "part", "some", "__len__")):
         return Feed(data, "collection", limit=limit)
     if isinstance(data, Tensor):
-        if data.dim() != 4 or not len(data):
-            raise UnsupportedInput(f"pictures are one or more of (B, C, H, W); got a tensor of {tuple(data.shape)}")
+        if data.dim() != 4 + frames or not len(data):
+            raise UnsupportedInput(f"{_shape(frames)}, one or more; got a tensor of {tuple(data.shape)}")
         return Feed(data, "tensor", _as_labels(labels, len(data)), limit)
     if isinstance(data, Iterable):
         if labels is not None:
             raise InvalidOption("labels of batches come with them, as (pictures, labels); got both")
-        return Feed(data, "batches", limit=limit, with_labels=with_labels)
+        return Feed(data, "batches", limit=limit, with_labels=with_labels, frames=frames)
     raise UnsupportedInput(
         "pictures are files, a folder, a collection, a tensor (B, C, H, W) or batches of such tensors; got "
         f"{type(data).__name__}"
     )
 
 
-def batch_parts(batch: Any, with_labels: bool = True) -> tuple[Tensor, Tensor | None]:
+def batch_parts(batch: Any, with_labels: bool = True, frames: bool = False) -> tuple[Tensor, Tensor | None]:
     """Take a batch apart: pictures, or pictures and one whole number for each."""
     parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     images = parts[0] if parts else None
-    if not isinstance(images, Tensor) or images.dim() != 4:
+    if not isinstance(images, Tensor) or images.dim() != 4 + frames:
         what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise UnsupportedInput(f"a batch is a tensor (B, C, H, W), or (pictures, labels); got {what}")
+        raise UnsupportedInput(f"{_shape(frames)}, and a batch is such a tensor, or (pictures, labels); got {what}")
     return images, _as_labels(parts[1], len(images)) if with_labels and len(parts) > 1 else None
+
+
+def _shape(frames: bool) -> str:
+    return "videos are (B, C, T, H, W) for this model" if frames else "pictures are (B, C, H, W)"
 
 
 def _as_labels(labels: Any, count: int) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.surgery.appended import layout_of
+from vitrail.surgery.asked import is_whole
 from vitrail.surgery.cost import CostModel
 
 
@@ -44,10 +45,11 @@ def count(model: nn.Module, size: Any = None) -> Count:
 
     Args:
         model: any supported model.
-        size: an input, or its size in pixels, as one number or (height, width); by default the model's own.
+        size: an input, or its size in pixels, as one number, (height, width), or (time, height, width) for videos; by
+            default the model's own.
     """
     found = find(model)
-    layout = layout_of(found, _size(size))
+    layout = layout_of(found, _size(found, size))
     cost = CostModel.of(model, found)
     special, patches = layout.num_special, layout.num_patches
     plan = getattr(found.trunk, "_vitrail_plan", None)
@@ -69,17 +71,25 @@ def count(model: nn.Module, size: Any = None) -> Count:
     )
 
 
-def _size(size: Any) -> Any:
+def _size(found: Found, size: Any) -> Any:
+    """Give the sides of an input; those that were written down must be a whole number of patches."""
     if size is None:
         return None
+    embedding = found.adapter.patch_embedding(found.trunk)
+    conv = next((part for part in embedding.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)), None)
+    steps = (1, 1) if conv is None else conv.stride
+    expected = "(time, height, width)" if len(steps) == 3 else "(height, width), or one number for both"
     if isinstance(size, Tensor):
-        if size.dim() < 4:
-            raise InvalidOption(f"an input is (B, C, H, W), or longer for video; got a tensor of {tuple(size.shape)}")
+        if size.dim() != 2 + len(steps):
+            raise InvalidOption(
+                f"an input is a batch with channels, and {expected}; got a tensor of {tuple(size.shape)}"
+            )
         return tuple(size.shape[2:])
-    sides = (size, size) if isinstance(size, int) else tuple(size)
-    if not sides or any(not isinstance(side, int) or side < 1 for side in sides):
-        raise InvalidOption(f"size is an input, a number of pixels, or (height, width); got {size!r}")
-    return sides
+    sides = (size, size) if is_whole(size) else size
+    right = isinstance(sides, list | tuple) and len(sides) == len(steps) and all(map(is_whole, sides))
+    if not right or any(side < step or side % step for side, step in zip(sides, steps, strict=True)):
+        raise InvalidOption(f"size={size!r}; expected an input, or {expected}, each a multiple of the patches' {steps}")
+    return tuple(sides)
 
 
 def _parameters(model: nn.Module, found: Found) -> dict[str, int]:

@@ -21,8 +21,9 @@ from vitrail.tokens import TokenLayout
 Layers = dict[int, Tensor]
 
 Pictures = Any
-"""A file, a folder, several files, a parquet file; a collection of them; prepared pictures (B, C, H, W); or batches of
-such, each a tensor or a tuple that begins with one: whatever :func:`~vitrail.pictures.feed.open_feed` takes."""
+"""A file, a folder, several files, a parquet file; a collection of them; prepared pictures (B, C, H, W), or videos
+(B, C, T, H, W) for a model of such; or batches of them, each a tensor or a tuple that begins with one: whatever
+:func:`~vitrail.pictures.feed.open_feed` takes."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,9 @@ def _recording(seen: Seen, layers: tuple[int, ...]) -> Recording:
 
 def _batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:
     """Give batches of whatever pictures are; what could not be read is left out, and said."""
-    feed = data if isinstance(data, Feed) else open_feed(data, with_labels=False)
+    embedding = found.adapter.patch_embedding(found.trunk)
+    frames = any(isinstance(part, nn.Conv3d) for part in embedding.modules())
+    feed = data if isinstance(data, Feed) else open_feed(data, with_labels=False, frames=frames)
     for piece in feed.batches(found.adapter.preprocessing(found.trunk), batch_size):
         yield piece.images
     if feed.skipped:

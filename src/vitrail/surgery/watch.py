@@ -93,8 +93,7 @@ class Watch:
                 handle.remove()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        height, width = args[0].shape[-2:]
-        seen = Seen(layout_of(self.found, (height, width)))
+        seen = Seen(layout_of(self.found, tuple(args[0].shape[2:])))
         if "attention" in self.wanted.what:
             seen.queries = find_queries(self.wanted.queries, seen.layout)
         if "embedding" in self.wanted.what:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitrail.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from vitrail.tokens.spec import TokenSpec
 
 
 class Role(enum.StrEnum):
@@ -26,6 +34,14 @@ class TokenSpan:
     count: int = 1
     name: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, Role):
+            object.__setattr__(self, "role", as_role(self.role))
+        if not _is_whole(self.count) or self.count < 1:
+            raise InvalidOption(
+                f"a span has a whole number of tokens, 1 or more; got {self.count!r} {self.role} tokens"
+            )
+
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -43,16 +59,44 @@ class TokenLayout:
     grid: tuple[int, int, int]
 
     def __post_init__(self) -> None:
-        if any(span.role is Role.PATCH or span.count < 1 for span in self.special):
-            raise ValueError(f"special tokens must be other roles than patch, one or more each; got {self.special}")
-        if len(self.grid) != 3 or min(self.grid) < 1:
-            raise ValueError(f"the grid is (time, height, width), each 1 or more; got {self.grid}")
+        if not isinstance(self.special, tuple) or not all(isinstance(span, TokenSpan) for span in self.special):
+            raise InvalidOption(
+                f"special tokens are a tuple of TokenSpan; got {self.special!r}. TokenLayout.of takes roles, "
+                "TokenLayout.from_specs the specs of a model"
+            )
+        if any(span.role is Role.PATCH for span in self.special):
+            raise InvalidOption(f"special tokens are of other roles than patch; got {self.special}")
+        if isinstance(self.grid, list):
+            object.__setattr__(self, "grid", tuple(self.grid))
+        right = isinstance(self.grid, tuple) and len(self.grid) == 3 and all(map(_is_whole, self.grid))
+        if not right or min(self.grid) < 1:
+            raise InvalidOption(f"the grid is (time, height, width), each 1 or more; got {self.grid!r}")
 
     @classmethod
-    def of(cls, *special: Role | tuple[Role, int], grid: tuple[int, int, int]) -> TokenLayout:
+    def of(cls, *special: Role | str | tuple[Role | str, int], grid: tuple[int, int, int]) -> TokenLayout:
         """Build a layout from roles, or pairs of a role and a count; a count of zero is left out."""
-        pairs = [item if isinstance(item, tuple) else (item, 1) for item in special]
-        return cls(tuple(TokenSpan(role, count) for role, count in pairs if count), grid)
+        pairs = [(item, 1) if isinstance(item, str) else item for item in special]
+        wrong = [item for item in pairs if not isinstance(item, tuple) or len(item) != 2]
+        if wrong:
+            raise InvalidOption(
+                f"TokenLayout.of takes roles, or pairs of a role and a count; got {wrong[0]!r}. "
+                "TokenLayout.from_specs takes the specs of a model"
+            )
+        return cls(tuple(TokenSpan(as_role(role), count) for role, count in pairs if count != 0), grid)
+
+    @classmethod
+    def from_specs(cls, specs: Iterable[TokenSpec], grid: tuple[int, int, int]) -> TokenLayout:
+        """Build the layout of a model with these special tokens: in the order of their specs, then the patches.
+
+        >>> from vitrail import TokenSpec
+        >>> TokenLayout.from_specs([TokenSpec("colour", "task", classes=3)], (1, 2, 2)).indices("task", "colour")
+        range(0, 1)
+        """
+        try:
+            special = tuple(TokenSpan(spec.role, spec.count, spec.name) for spec in specs)
+        except (AttributeError, TypeError) as error:
+            raise InvalidOption(f"expected a list of TokenSpec objects; got {specs!r}") from error
+        return cls(special, grid)
 
     def with_grid(self, grid: tuple[int, int, int]) -> TokenLayout:
         """Give the same special tokens with another patch grid."""
@@ -87,7 +131,7 @@ class TokenLayout:
 
     def indices(self, role: Role | str, name: str | None = None) -> range | tuple[int, ...]:
         """Positions of a role (and name, where given); empty where the layout has none."""
-        role = Role(role)
+        role = as_role(role)
         found = [where for span, where in self.spans() if span.role is role and name in (None, span.name)]
         return found[0] if len(found) == 1 else tuple(index for where in found for index in where)
 
@@ -97,3 +141,14 @@ class TokenLayout:
             raise IndexError(f"token {index} of a sequence of {self.num_tokens}")
         index %= self.num_tokens
         return next(span.role for span, where in self.spans() if index in where)
+
+
+def as_role(role: Any) -> Role:
+    """Give a role that may be written as a word."""
+    if not isinstance(role, str) or role not in [member.value for member in Role]:
+        raise InvalidOption(f"a role is one of {', '.join(Role)}; got {role!r}")
+    return Role(role)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)

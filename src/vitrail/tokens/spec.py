@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from vitrail.errors import InvalidOption
-from vitrail.tokens.layout import Role, TokenLayout, TokenSpan
+from vitrail.tokens.layout import Role
 
 Kind = Literal["classification", "regression"]
 
@@ -63,9 +63,12 @@ class TokenSpec:
         match self.role:
             case Role.REGISTER:
                 self._expect("classes", self.classes is None, "None, for registers have no head; a task token has one")
+                self._expect("kind", self.kind == "classification", "none of its own, for registers have no head")
             case Role.TASK:
                 self._expect("classes", _whole(self.classes, 1), "the number of outputs of the task, 1 or more")
-            case _:
+            case Role.CLASS | Role.DISTILLATION:
+                one = self.role is Role.CLASS or self.count == 1
+                self._expect("count", one, "1; further teachers are task tokens with a head each")
                 given = self.classes is None or _whole(self.classes, 0)
                 self._expect("classes", given, "None (the model's num_classes), or 0 or more")
 
@@ -115,17 +118,12 @@ def check_specs(specs: Iterable[TokenSpec]) -> tuple[TokenSpec, ...]:
             "a head and a name are one TokenSpec with count=..."
         )
     distilled = [spec for spec in specs if spec.role is Role.DISTILLATION]
-    if sum(spec.count for spec in distilled) > 1:
+    if len(distilled) > 1:
         raise InvalidOption(
-            f"a model has at most one distillation token; got {sum(spec.count for spec in distilled)} "
+            f"a model has at most one distillation token; got {len(distilled)} "
             f"({', '.join(spec.name for spec in distilled)}). Further teachers are task tokens with a head each"
         )
     return specs
-
-
-def layout(specs: Iterable[TokenSpec], grid: tuple[int, int, int]) -> TokenLayout:
-    """Say which index is which token: the special tokens in the order of their specs, then the patches of ``grid``."""
-    return TokenLayout(tuple(TokenSpan(spec.role, spec.count, spec.name) for spec in specs), grid)
 
 
 def _role(role: Any) -> Role:

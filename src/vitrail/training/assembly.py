@@ -161,7 +161,7 @@ def make_parts(
         feed=feed,
         held=evaluated,
         augment=views,
-        mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0),
+        mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing),
         teacher=teacher,
         merging=merging,
         r=r,

@@ -41,6 +41,7 @@ NUMBERS: dict[str, tuple[float, float, str]] = {
     "max_unreadable": (-1, 1, "a share from 0 to 1"),
     "min_lr": (-1, 1, "a share from 0 to 1"),
     "erasing": (-1, 1, "a share from 0 to 1"),
+    "mixing": (-1, 1, "a share from 0 to 1"),
     "distillation_weight": (0, float("inf"), "a number above 0"),
     "temperature": (0, float("inf"), "a number above 0"),
     "lr": (0, float("inf"), "a number above 0"),

@@ -45,8 +45,8 @@ class Config:
 
     The recipe: ``epochs``, ``batch_size`` (over all processes), ``accumulate`` (parts that a batch is computed in),
     ``lr``, ``min_lr`` (share of it at the end), ``weight_decay``, ``warmup_epochs``, ``clip`` (norm of gradients; 0 for
-    none), ``ema`` (decay; 0 for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``augment``, ``crop_min``,
-    ``erasing``, ``repeats``, ``seed``.
+    none), ``ema`` (decay; 0 for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``mixing`` (share of
+    the pictures that either is done to), ``augment``, ``crop_min``, ``erasing``, ``repeats``, ``seed``.
 
     The machine: ``device``, ``dtype`` (``bf16`` is autocast), ``compile`` (``whole``, ``blocks`` or ``off``), ``shard``
     (``ddp``, or ``fsdp`` for what one device cannot hold), ``workers``.
@@ -99,6 +99,7 @@ class Config:
     smoothing: float | None = None
     mixup: float | None = None
     cutmix: float | None = None
+    mixing: float = 1.0
     augment: str | None = None
     crop_min: float | None = None
     erasing: float | None = None

@@ -1,0 +1,59 @@
+"""The page about training tells the truth: its commands and its Python run one after the other, made small."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from vitrail.cli.app import app
+from vitrail.models import MODELS
+from vitrail.training.presets import PRESETS
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+]
+PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with pictures of two colours, and presets and models that take seconds."""
+    monkeypatch.chdir(tmp_path)
+    pixels = np.random.default_rng(0)
+    for number in range(32):
+        kind = ("cat", "dog")[number % 2]
+        picture = pixels.integers(0, 90, (40, 48, 3), dtype=np.uint8)
+        picture[..., number % 2] += 120
+        (tmp_path / "photos" / kind).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(tmp_path / "photos" / kind / f"{number:02d}.jpg")
+    monkeypatch.setitem(PRESETS, "tiny", {**PRESETS["tiny"], "epochs": 2, "image_size": 32, "batch_size": 16})
+    shrunk = replace(MODELS["vit_tiny_patch16"], width=32, heads=2, depth=3)
+    monkeypatch.setitem(MODELS, "vit_tiny_patch16", shrunk)
+    return tmp_path
+
+
+def test_every_command_runs(small: Path) -> None:
+    assert len(COMMANDS) == 7
+    for line in COMMANDS:
+        name, *arguments = shlex.split(line)
+        assert name == "vitrail"
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+    assert (small / "runs/student/last/labels.json").is_file()
+    assert (small / "merged.json").is_file()
+    assert (small / "report.html").stat().st_size > 10_000
+    assert len(list((small / "glass").glob("*.png"))) >= 16
+    assert (small / "student.onnx").is_file()
+
+
+def test_the_python_runs(small: Path) -> None:
+    names: dict[str, object] = {}
+    exec(compile("\n".join(PYTHON), "docs/training.md", "exec"), names)
+    assert names["labels"].classes == {"label": ("cat", "dog")}  # type: ignore[attr-defined]
+    assert set(names["run"].evaluation.accuracy) == {"fused", "cls"}  # type: ignore[attr-defined]

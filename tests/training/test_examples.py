@@ -100,14 +100,16 @@ def test_known_classes_keep_their_numbers(tmp_path: Path) -> None:
 
 def test_known_classes_of_numbers(tmp_path: Path) -> None:
     path = table(tmp_path / "set.parquet", 4, label=[0, 1, 1, 0])
-    assert open_examples(path, classes={"label": ("cat", "dog")}).classes == {"label": ("cat", "dog")}
+    assert open_examples(path, classes={"label": ("0", "1")}).classes == {"label": ("0", "1")}
     with pytest.raises(InvalidOption, match="a class has the number 1; known are 1 classes"):
-        open_examples(path, classes={"label": ("cat",)})
+        open_examples(path, classes={"label": ("0",)})
+    with pytest.raises(InvalidOption, match="numbers without names, and those that are known have names"):
+        open_examples(path, classes={"label": ("cat", "dog")})
 
 
 def test_known_classes_say_which_columns(tmp_path: Path) -> None:
     path = table(tmp_path / "set.parquet", 2, breed=[0, 1], species=["y", "z"])
-    known = {"species": ("z", "y"), "breed": ("pug", "cat")}
+    known = {"species": ("z", "y"), "breed": ("0", "1")}
     examples = open_examples(path, classes=known)
     assert examples.classes == known
     assert examples.labels.tolist() == [[1, 0], [0, 1]]

@@ -29,7 +29,8 @@ def test_it_learns_and_says_where_everything_is(photos: str, tmp_path: Path) -> 
     done = run(photos, tmp_path / "run", epochs=12, validation=0.25, tell=events.append, lr=3e-3)
     assert done.evaluation.accuracy["fused"] == 1
     assert {path.name for path in done.folder.iterdir()} == {"best", "checkpoints", "config.yaml", "last", "log.jsonl"}
-    assert {event.kind for event in events} == {"reading", "train", "epoch", "evaluating", "evaluation", "saved"}
+    kinds = {"start", "reading", "train", "epoch", "evaluating", "evaluation", "saved"}
+    assert {event.kind for event in events} == kinds
     epochs = read_log(done.folder / "log.jsonl", "epoch")
     assert [line["epoch"] for line in epochs] == list(range(12))
     assert epochs[-1]["losses"]["cls"] < epochs[0]["losses"]["cls"]
@@ -200,3 +201,29 @@ def test_a_model_of_transformers(photos: str, tmp_path: Path) -> None:
     model, labels = load_trained(done.last)
     assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
     assert labels.classes == {"label": ("blue", "green", "red")}
+
+
+@pytest.mark.parametrize("keep", ["device", "workers"])
+def test_unreadable_pictures_are_named_on_screen_and_in_the_log(keep: str, tmp_path: Path) -> None:
+    folder = make_photos(tmp_path / "photos")
+    (folder / "red" / "0.png").write_bytes(b"no picture")
+    said: list[Event] = []
+    done = run(str(folder), tmp_path / "run", epochs=1, max_unreadable=0.1, keep_data=keep, workers=0, tell=said.append)
+    told = [event.text for event in said if event.kind == "note"]
+    assert any("1 pictures cannot be read" in text and "0.png" in text for text in told)
+    (line,) = read_log(done.folder / "log.jsonl", "unreadable")
+    assert (line["count"], len(line["names"])) == (1, 1)
+    (line,) = read_log(done.folder / "log.jsonl", "setting")
+    assert line["classes"] == {"label": 3}
+    assert any(event.kind == "start" and "3 classes" in event.text for event in said)
+
+
+def test_features_are_learned_beside_labels_and_beside_answers(photos: str, tmp_path: Path) -> None:
+    run(photos, tmp_path / "teacher", epochs=1)
+    both = {"teacher": str(tmp_path / "teacher"), "epochs": 1}
+    alone = run(photos, tmp_path / "alone", distillation="features", **both)
+    (line,) = read_log(alone.folder / "log.jsonl", "epoch")
+    assert line["losses"]["loss"] == pytest.approx((line["losses"]["cls"] + line["losses"]["features"]) / 2, rel=1e-4)
+    more = run(photos, tmp_path / "more", distillation="hard", feature_weight=0.5, **both)
+    (line,) = read_log(more.folder / "log.jsonl", "epoch")
+    assert {"features", "distillation", "cls"} <= line["losses"].keys()

@@ -74,3 +74,9 @@ def test_models_of_others_have_a_class_head() -> None:
 def test_what_does_not_fit_is_refused(model: object, classes: dict[str, tuple[str, ...]], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
         ask(model(), classes)  # type: ignore[operator]
+
+
+def test_a_class_token_beside_task_tokens_is_named_by_its_column() -> None:
+    model = tiny(CLASS, task("breed", 3), num_classes=2)
+    asked = ask(model, {"breed": ("a", "b", "c"), "species": ("cat", "dog")})
+    assert [one.label for one in asked] == ["task.breed", "task.species"]

@@ -57,3 +57,24 @@ def test_the_python_runs(small: Path) -> None:
     exec(compile("\n".join(PYTHON), "docs/training.md", "exec"), names)
     assert names["labels"].classes == {"label": ("cat", "dog")}  # type: ignore[attr-defined]
     assert set(names["run"].evaluation.accuracy) == {"fused", "cls"}  # type: ignore[attr-defined]
+
+
+def test_runs_of_other_libraries_go_by_the_same_names(small: Path) -> None:
+    """A model of timm that was trained here is loaded, inspected and named as ours are."""
+    import vitrail
+    from vitrail.training import evaluate, load_trained, train
+
+    options = {"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 8}
+    train(data="photos", model="timm:vit_tiny_patch16_224", options=options, preset="tiny", epochs=1, out="runs/timm")
+    trained, labels = load_trained("runs/timm")
+    for name in ("vitrail:runs/timm", "runs/timm", "vitrail:runs/timm/last"):
+        model = vitrail.load_model(name)
+        assert type(model) is type(trained)
+        assert vitrail.merge(model, r=1).is_applied
+    assert evaluate("vitrail:runs/timm", "photos").accuracy == evaluate("runs/timm", "photos").accuracy
+    found = evaluate("runs/timm/last", "photos", look=0, seconds=0)
+    assert found.notes[0] == f"measured: {Path('runs/timm/last')}"
+    assert labels.classes == {"label": ("cat", "dog")}
+    result = CliRunner().invoke(app, ["train", "--data", "photos", "--teacher", "runs/none", "--preset", "tiny"])
+    assert result.exit_code != 0
+    assert "there is no such folder" in " ".join(result.output.split())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -79,9 +80,11 @@ def supported() -> list[str]:
 def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     """Create a model by name, in eval mode: ``timm:NAME``, ``hf:REPO-OR-FOLDER``, or ``vitrail:NAME-OR-FOLDER``.
 
-    Options go to the library's own constructor.
+    A folder's name alone will do for models and runs of ours. Options go to the library's own constructor.
     """
     prefix, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if isinstance(name, str) and prefix not in ADAPTERS and Path(name).is_dir():
+        prefix, rest = "vitrail", name
     if prefix not in ADAPTERS or not rest:
         known = ", ".join(f"{prefix}:NAME" for prefix in ADAPTERS)
         raise ModelLoadError(f"a model is named {known}; got {name!r}")

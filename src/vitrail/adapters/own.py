@@ -26,11 +26,11 @@ from vitrail.adapters.base import (
 )
 from vitrail.adapters.passes import hand_over, open_pass
 from vitrail.adapters.pre_norm import PreNormBlock
+from vitrail.adapters.saved import load_saved
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
 from vitrail.models.position import coordinates, rotary_frequencies, rotate
-from vitrail.models.saving import CONFIG
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
@@ -38,8 +38,9 @@ from vitrail.tokens import Role, TokenLayout, TokenSpec
 def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     """Create a model by name, or read one from a folder that was saved, or from that of a training run."""
     if Path(name).is_dir():
-        places = [Path(name), Path(name) / "best", Path(name) / "last"]
-        return ViT.from_pretrained(next((place for place in places if (place / CONFIG).is_file()), places[0]))
+        return load_saved(name)
+    if "/" in name or name.startswith("."):
+        raise ModelLoadError(f"there is no folder {name!r}; expected that of a run, or of a model that was saved")
     if pretrained:
         raise ModelLoadError(
             f"there are no trained weights for {name!r} yet; give a folder that a model was saved to, or go on with "

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from vitrail.cli import console, options
 from vitrail.cli.together import one_speaks, said_once
+from vitrail.errors import InvalidOption
 
 if TYPE_CHECKING:
     from vitrail.training import Evaluation
@@ -46,6 +47,9 @@ def evaluate(
         typer.Option(help="Where to run; by default on CUDA if there is one.", show_default=False),
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="D", help="fp32 or bf16 (autocast).")] = "fp32",
+    max_unreadable: Annotated[
+        float, typer.Option("--max-unreadable", metavar="F", help="Share of pictures that may be unreadable.")
+    ] = 0.01,
     confusion: Annotated[bool, typer.Option("--confusion", help="Print which classes are taken for which.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all values here.")] = None,
 ) -> None:
@@ -57,6 +61,8 @@ def evaluate(
         from vitrail.training.parsing import read_merge
 
         plan = read_merge(merge)
+        if plan is not None and (plan.from_epoch or plan.over_epochs):
+            raise InvalidOption("from_epoch and over_epochs are for training; give what merges, like --merge r=8")
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
@@ -69,6 +75,7 @@ def evaluate(
                 batch=batch,
                 device=place,
                 dtype=dtype,
+                max_unreadable=max_unreadable,
                 progress=progress,
             )
         if json_file is not None and not console.out.quiet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,11 +32,19 @@ def one_speaks() -> Iterator[None]:
 
 @contextmanager
 def said_once() -> Iterator[None]:
-    """Leave it to the first process to tell what all of them found, and wait until it did."""
-    from vitrail.training.distributed import SaidElsewhere
+    """Leave it to the first process to tell what all of them found, and wait until it did.
+
+    A process that lost the others ends at once: threads of a broken connection would crash it on its way out.
+    """
+    from vitrail.training.distributed import LinkLost, SaidElsewhere
 
     try:
         yield
+    except LinkLost as error:
+        console.complain(str(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
     except SaidElsewhere as error:
         time.sleep(PAUSE)
         raise typer.Exit(2) from error

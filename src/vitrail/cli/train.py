@@ -134,6 +134,8 @@ def _shown() -> Iterator[Any]:
         def tell(event: Event) -> None:
             if event.kind == "note":
                 console.note(event.text)
+            elif event.kind == "start":
+                console.say(event.text)
             elif event.kind == "evaluation":
                 console.say(f"{_epochs(event)}  {_scores(event.values)}")
             elif event.kind in ("reading", "evaluating", "train"):

@@ -74,6 +74,7 @@ def assemble(config: Config, classes: Mapping[str, tuple[str, ...]], crew: Crew)
         teacher=teacher,
         share=config.distillation_weight,
         temperature=config.temperature or 3.0,
+        feature_weight=config.feature_weight,
         weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
     )
     merging: Merging | None = None
@@ -124,7 +125,8 @@ def _teacher(config: Config, built: Built, classes: Mapping[str, tuple[str, ...]
     if config.compile == "whole":
         model.compile()
     return Teacher(
-        model, given=built.preprocessing, expects=labels.preprocessing, features=config.distillation == "features",
+        model, given=built.preprocessing, expects=labels.preprocessing,
+        features=config.distillation == "features" or config.feature_weight > 0,
         outputs=outputs, device=crew.device, dtype=half,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training.config import Config
 from vitrail.training.parsing import read_tokens
-from vitrail.training.run import Labels, load_trained
+from vitrail.training.run import Labels, load_trained, named
 from vitrail.training.teacher import expected_by
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -44,7 +44,7 @@ def build(config: Config, classes: Classes) -> Built:
         return build_timm(config.model, _timm_options(config, classes), bool(config.pretrained), config.image_size)
     if config.model.startswith("hf:"):
         return _build_hf(config, classes)
-    model, labels = load_trained(config.model.removeprefix("local-dir:"))
+    model, labels = load_trained(named(config.model))
     return _go_on(config, model, labels, classes)
 
 
@@ -200,8 +200,10 @@ def _expected(model: nn.Module, size: int | None) -> Preprocessing:
 
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:
     """Load a model to learn from: a folder of a run or a model, ``timm:NAME``, ``hf:REPO``."""
-    if Path(name).is_dir():
-        return load_trained(name)
+    if named(name).is_dir():
+        return load_trained(named(name))
+    if ":" not in name:
+        raise ModelLoadError(f"teacher={name!r}: there is no such folder; expected that of a run, timm:NAME or hf:REPO")
     try:
         model = load_model(name)
     except ModelLoadError as error:

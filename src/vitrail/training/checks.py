@@ -45,7 +45,9 @@ NUMBERS: dict[str, tuple[float, float, str]] = {
     "distillation_weight": (0, float("inf"), "a number above 0"),
     "temperature": (0, float("inf"), "a number above 0"),
     "lr": (0, float("inf"), "a number above 0"),
-    **dict.fromkeys(("weight_decay", "clip", "mixup", "cutmix"), (-1, float("inf"), "a number, 0 or more")),
+    **dict.fromkeys(
+        ("weight_decay", "clip", "mixup", "cutmix", "feature_weight"), (-1, float("inf"), "a number, 0 or more")
+    ),
     **dict.fromkeys(("ema", "drop_path", "smoothing"), (-1, 1, "a share, 0 or more and less than 1")),
 }
 """Above which a number is, up to which, and how that is said; where 0 is allowed, the lower bound is −1."""
@@ -138,7 +140,7 @@ def check_together(config: Config) -> None:
 def _check_model(config: Config) -> None:
     name = config.model
     library, colon, _ = name.partition(":")
-    folder = Path(name).is_dir() or name.startswith("local-dir:")
+    folder = Path(name.removeprefix("vitrail:")).is_dir() or name.startswith("local-dir:")
     if not config.own and not folder and not (colon and library in ("timm", "hf")):
         known = sorted(MODELS)
         raise InvalidOption(

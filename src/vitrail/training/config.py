@@ -38,7 +38,7 @@ class Config:
       tokens are not, a token for each (``"tokens"``), or one class token with a head for each (``"shared"``).
     - ``weighting``: of tasks, ``"fixed"`` (with ``task_weights``) or ``"uncertainty"``.
     - ``teacher``: a model to learn from, by name or folder; ``distillation``: ``hard``, ``soft`` or ``features``, with
-      ``distillation_weight`` and, for soft, ``temperature``.
+      ``distillation_weight`` and, for soft, ``temperature``; ``feature_weight`` puts features beside hard or soft.
     - ``merge``: merging while training, ``"r=8,from_epoch=0,over_epochs=5"`` or a mapping.
     - ``recipe``: ``"labels"``, or ``"dino"``, which learns without them and takes ``recipe_options`` (those of
       `SelfLearner`). With ``labels="none"`` it is not evaluated either; else, by nearest neighbours.
@@ -82,6 +82,7 @@ class Config:
     distillation: str | None = None
     distillation_weight: float | None = None
     temperature: float | None = None
+    feature_weight: float = 0.0
     merge: Any = None
     recipe: str = "labels"
     recipe_options: dict[str, Any] = field(default_factory=dict)
@@ -176,7 +177,7 @@ class Config:
         values |= {name: value for name, value in derived.items() if getattr(self, name) is None}
         if self.teacher is not None:
             kind = self.distillation or "hard"
-            weights = {"hard": 0.5, "soft": 0.1, "features": 1.0}  # the first two are DeiT's
+            weights = {"hard": 0.5, "soft": 0.1, "features": 0.5}  # the first two are DeiT's
             values["distillation"] = kind
             if self.distillation_weight is None:
                 values["distillation_weight"] = weights[kind]

@@ -21,6 +21,10 @@ PATIENCE = timedelta(minutes=30)
 """How long processes wait for one that is busy, decoding pictures or compiling, before they give up."""
 
 
+class LinkLost(TrainingError):
+    """Another process ended, or cannot be reached."""
+
+
 class SaidElsewhere(TrainingError):
     """What the first process says, in another one: all end, and one of them tells why."""
 
@@ -135,7 +139,7 @@ def broken_links(crew: Crew, last: Callable[[], str]) -> Iterator[None]:
         lost = any(word in text.lower() for word in ("connection", "timed out", "timeout", "peer", "nccl", "gloo"))
         if crew.world == 1 or not lost:
             raise
-        raise TrainingError(
+        raise LinkLost(
             f"Process {crew.rank} of {crew.world} lost the others: one of them ended or hangs ({text[:200]}). {last()}"
         ) from error
 

@@ -186,7 +186,7 @@ def open_examples(
         raise PictureError(
             f"None of the {len(table)} pictures has a class ({', '.join(columns)}). Expected a folder with a folder of "
             "pictures for each class and nothing else in it (name PATH/train if the classes are there), or a column of "
-            "classes."
+            "classes; a recipe that needs none takes labels='none'."
         )
     return Examples(pictures, table[rows], found, rows.tolist(), len(table) - len(rows))
 
@@ -206,6 +206,12 @@ def _classes(column: str, labelled: Labelled, known: Sequence[str] | None) -> tu
         return names or tuple(str(number) for number in range(top)), numbers
     known = tuple(known)
     if not names:
+        if known != tuple(map(str, range(len(known)))):
+            raise InvalidOption(
+                f"{column}: the classes here are numbers without names, and those that are known have names "
+                f"({_some_of(known)}); which is which cannot be told. Expected names: a folder for each class, or a "
+                "column of names."
+            )
         if top > len(known):
             raise InvalidOption(f"{column}: a class has the number {top - 1}; known are {len(known)} classes.")
         return known, numbers

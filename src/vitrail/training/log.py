@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.errors import TrainingError, VitrailWarning
 from vitrail.training.objective import Terms
 
-Kind = Literal["note", "reading", "train", "epoch", "evaluating", "evaluation", "saved"]
+Kind = Literal["start", "note", "reading", "train", "epoch", "evaluating", "evaluation", "saved"]
 
 
 @dataclass(frozen=True)

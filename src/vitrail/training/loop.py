@@ -42,6 +42,7 @@ class Loop:
         self.best: dict[str, Any] | None = None
         self.evaluation: Evaluation | None = None
         self.seconds = 0.0
+        self._unreadable = 0
         self._parameters = [p for group in parts.optimizer.param_groups for p in group["params"]]
         self._evaluations = read_every("evaluate_every", config.evaluate_every)
         self._saves = read_every("save_every", config.save_every)
@@ -60,6 +61,7 @@ class Loop:
             stop = stack.enter_context(Stop.listening())
             self._started = self._begun = time.perf_counter()
             self._since = start
+            self._tell_unreadable(start)
             for step in range(start, self.total):
                 if step == start or step % self.per_epoch == 0:
                     self._set_merging(step // self.per_epoch)
@@ -189,6 +191,17 @@ class Loop:
         self.parts.log.write("epoch", step=done, epoch=epoch, losses=means, **values, **self._merged())
         self.parts.tell(Event("epoch", done, self.total, {"epoch": epoch, **means, **values}))
         self.meter.reset()
+        self._tell_unreadable(done)
+
+    def _tell_unreadable(self, done: int) -> None:
+        """Say which pictures could not be read, as soon as somebody tried."""
+        parts = self.parts
+        skipped = [*parts.feed.skipped, *(parts.held.skipped if parts.held is not None else ())]
+        if len(skipped) > self._unreadable:
+            self._unreadable = len(skipped)
+            few = "; ".join(why for _, why in skipped[:3])
+            parts.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
+            parts.tell(Event("note", text=f"{len(skipped)} pictures cannot be read and are left out: {few}"))
 
     def _evaluate(self, done: int) -> None:
         parts, config = self.parts, self.parts.config

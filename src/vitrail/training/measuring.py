@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vitrail.training.evaluate import evaluate as evaluate_model
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.examples import open_examples
 from vitrail.training.feeds import Keep, make_feed
-from vitrail.training.run import Labels, load_trained
+from vitrail.training.run import Labels, load_trained, named
 from vitrail.training.teacher import expected_by
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -33,8 +34,10 @@ def evaluate(
     dtype: str = "fp32",
     keep_data: Keep = "auto",
     workers: int | None = None,
+    max_unreadable: float = 0.01,
     progress: Callable[[str, int, int], None] | None = None,
-    **more: Any,
+    look: int = 256,
+    seconds: float = 1.0,
 ) -> Evaluation:
     """Measure a trained model: accuracy of each head and of all together, calibration, confusion, speed.
 
@@ -46,14 +49,15 @@ def evaluate(
         labels: columns of labels; by default those that the model was trained with.
         merge: options of ``vitrail.merge``; ``{"r": 0}`` for none.
         batch, device, dtype: how to run it; ``bf16`` is autocast.
-        keep_data, workers: how pictures are read, as for training.
+        keep_data, workers, max_unreadable: how pictures are read, as for training.
         progress: called with what is done, how far it is, and how far it goes.
-        more: what else the lower function takes: ``look``, ``seconds``.
+        look: how many pictures collapse and artifacts are measured on.
+        seconds: how long to measure speed for.
     """
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
     with joined(device) as crew:
-        net, known = (model, None) if isinstance(model, nn.Module) else load_trained(model)
+        net, known = (model, None) if isinstance(model, nn.Module) else load_trained(named(model))
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != ["label"]:
             columns = tuple(known.classes)
@@ -69,16 +73,31 @@ def evaluate(
         count = len(examples)
         feed = make_feed(
             examples, side=expects.size[0], batch=max(count // crew.world, 1) * crew.world, seed=0, device=crew.device,
-            rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, progress=reading,
+            rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
+            progress=reading,
         )  # fmt: skip
         plain = Augment("none", expects.size[0], expects.mean, expects.std).plain
+        notes = _notes(known, merge)
         try:
-            return evaluate_model(
+            found = evaluate_model(
                 net.to(crew.device), feed, prepare=plain, merge=merge, batch=batch, dtype=DTYPES[dtype],
-                progress=lambda done: _tell(crew, progress, "evaluating", done * crew.world, count), **more,
+                progress=lambda done: _tell(crew, progress, "evaluating", done * crew.world, count), look=look,
+                seconds=seconds,
             )  # fmt: skip
+            return replace(found, notes=(*notes, *found.notes))
         finally:
             feed.close()
+
+
+def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Say what is easily taken for granted: which model of a run it is, and that it was trained to be merged."""
+    if known is None:
+        return ()
+    where = f"measured: {known.folder}"
+    trained: Mapping[str, Any] = known.trained.get("merge") or {}
+    if merge is not None or not trained:
+        return (where,)
+    return where, f"it was trained with merging (r={trained.get('r')}) and is measured without; merge= says otherwise"
 
 
 def _classes(known: Labels, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:

@@ -13,6 +13,9 @@ from vitrail.models import ViT
 from vitrail.tokens import Role
 from vitrail.training.answers import CLASS, DISTILLATION
 
+LABEL = "label"
+"""What the column is called that nobody named."""
+
 FUSED = "fused"
 """What the one answer of a model to its own question is called, beside those of its heads."""
 
@@ -103,7 +106,8 @@ def ask(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tuple[Questio
         if name in heads.tasks:
             found.append(Question(name, column, tuple(names), (name,), task=True, own=False))
         else:
-            found.append(Question(name, column, tuple(names), heads.own, start, len(rest) > 1))
+            one_of_several = len(rest) > 1 or (len(classes) > 1 and name != LABEL)
+            found.append(Question(name, column, tuple(names), heads.own, start, one_of_several))
             start += len(names)
     for head, needed in outputs_of(heads, found).items():
         check_outputs(head, heads.sizes.get(head, needed), needed)

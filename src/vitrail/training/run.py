@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters import load_model
+from vitrail.adapters.saved import load_saved, model_folder, read_config
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT
-from vitrail.models.saving import CONFIG, WEIGHTS, write_folder
+from vitrail.models.saving import write_folder
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.training.teacher import expected_by
 
@@ -81,10 +81,13 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
     is_run = (folder / SETTINGS).is_file()
     taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if taken and not (is_run and overwrite):
-        what = "a run already" if is_run else "something that is no run"
+        if not is_run:
+            raise TrainingError(
+                f"{folder} holds something that is no run, and nothing was changed; name another with -o"
+            )
         raise TrainingError(
-            f"{folder} holds {what}, and nothing was changed. Go on with it by --resume, begin anew in its place "
-            "by --overwrite (runs only), or name another folder with -o"
+            f"{folder} holds a run already, and nothing was changed. Go on with it by --resume, begin anew in its "
+            "place by --overwrite, or name another folder with -o"
         )
 
 
@@ -136,20 +139,12 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
 
     Of a run the best model is taken where there was an evaluation, and else the last; name ``RUN/last`` for that one.
     """
-    folder = model_folder(Path(path).expanduser())
-    try:
-        told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder / CONFIG} could not be read: {error}") from error
-    architecture = str(told.get("architecture", ""))
-    if architecture.startswith("timm:"):
-        model = load_model(architecture, pretrained=False, **told.get("options", {}))
-        model.load_state_dict(_weights(folder), strict=True)
-        model.eval()
-    elif "model_type" in told:
-        told, model = {"architecture": "hf"}, load_model(f"hf:{folder}")
-    else:
-        told, model = {}, ViT.from_pretrained(folder)
+    folder = model_of(Path(path).expanduser())
+    model, told = load_saved(folder), read_config(folder)
+    if "model_type" in told:
+        told = {"architecture": "hf"}
+    elif isinstance(model, ViT):
+        told = {}
     values = _read_labels(folder)
     expects = values.get("preprocessing")
     preprocessing = Preprocessing(**expects) if expects else expected_by(model)
@@ -157,24 +152,19 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     return model, Labels(classes, preprocessing, values.get("trained", {}), told, folder)
 
 
-def model_folder(path: Path) -> Path:
-    """Find the model in a folder: the folder itself, or the best or last model of a run."""
-    for folder in (path, path / BEST, path / LAST):
-        if (folder / CONFIG).is_file():
-            return folder
-    if (path / SETTINGS).is_file():
-        raise ModelLoadError(f"{path} is a run that has no model yet; go on with it by --resume")
-    raise ModelLoadError(f"{path} holds no model; expected a folder of a run, or one with {CONFIG} and {WEIGHTS}")
+def named(model: str | Path) -> Path:
+    """Give the folder that a name means, with the prefix of our models or without it."""
+    return Path(str(model).removeprefix("vitrail:").removeprefix("local-dir:"))
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def model_of(path: Path) -> Path:
+    """Find the model in a folder; of a run that has none yet, say so."""
     try:
-        return load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"{folder / WEIGHTS} could not be read: {error}") from error
+        return model_folder(path)
+    except ModelLoadError:
+        if (path / SETTINGS).is_file():
+            raise ModelLoadError(f"{path} is a run that has no model yet; go on with it by --resume") from None
+        raise
 
 
 def _read_labels(folder: Path) -> dict[str, Any]:

@@ -98,10 +98,24 @@ def _write_settings(config: Config, resume: bool, overwrite: bool) -> None:
 
 
 def _introduce(parts: Parts, start: int, total: int) -> None:
-    skipped = [*parts.feed.skipped, *(parts.held.skipped if parts.held else ())]
-    if skipped:
-        named = "; ".join(why for _, why in skipped[:3])
-        parts.tell(Event("note", text=f"{len(skipped)} pictures cannot be read and are left out: {named}"))
+    config, held = parts.config, 0 if parts.held is None else parts.held.count
+    classes = ", ".join(f"{name}: {len(names)} classes" for name, names in parts.classes.items()) or "no labels"
+    weights = sum(weight.numel() for weight in parts.built.model.parameters())
+    told = {
+        "pictures": parts.feed.count,
+        "held_out": held,
+        "parameters": weights,
+        "steps": total,
+        "model": config.model,
+    }
+    parts.log.write("setting", step=start, classes={name: len(names) for name, names in parts.classes.items()}, **told)
+    evaluated = f", {held:,} to evaluate on" if held else ""
+    text = (
+        f"{parts.feed.count:,} pictures to learn from{evaluated} ({classes}); {config.model} with "
+        f"{weights / 1e6:.3g} M parameters; {config.epochs} epochs of {total // (config.epochs or 1)} steps, "
+        f"{config.batch_size} pictures each"
+    )
+    parts.tell(Event("start", text=text))
     if start >= total:
         parts.tell(Event("note", text=f"All {total} steps were done already; there is nothing left to train."))
 

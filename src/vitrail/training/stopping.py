@@ -1,4 +1,4 @@
-"""Being asked to stop (Ctrl-C, a scheduler's SIGTERM): the step is finished and saved, then training ends."""
+"""Being asked to stop (Ctrl-C, a scheduler's SIGTERM, a closed terminal): the step is finished and saved first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from vitrail.errors import TrainingError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Interrupted(TrainingError):

@@ -20,7 +20,8 @@ from vitrail.tokens import TokenSpec
 from vitrail.training.evaluate import evaluate, merged_as
 from vitrail.training.selfsup import balanced
 
-IMAGES, LABELS = torch.randn(20, 3, 16, 16), torch.randint(3, (20, 1))
+DRAW = torch.Generator().manual_seed(0)
+IMAGES, LABELS = torch.randn(20, 3, 16, 16, generator=DRAW), torch.randint(3, (20, 1), generator=DRAW)
 
 
 class Fed:

@@ -17,7 +17,8 @@ from vitrail.training.learner import Learner, Taught
 from vitrail.training.objective import Objective
 from vitrail.training.teacher import Teacher
 
-IMAGES, LABELS = torch.randn(4, 3, 16, 16), torch.tensor([[0], [2], [1], [1]])
+DRAW = torch.Generator().manual_seed(0)
+IMAGES, LABELS = torch.randn(4, 3, 16, 16, generator=DRAW), torch.tensor([[0], [2], [1], [1]])
 TWO = torch.tensor([[0, 3], [1, 0], [1, 2], [0, 0]])
 
 

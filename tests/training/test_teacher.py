@@ -11,7 +11,7 @@ from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.training.teacher import Teacher, expected_by
 
-IMAGES = torch.randn(2, 3, 16, 16)
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 GIVEN = Preprocessing((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.5))
 OWN = Preprocessing((16, 16), (0.1, 0.2, 0.3), (0.5, 0.5, 0.25))
 

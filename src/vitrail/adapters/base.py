@@ -132,6 +132,14 @@ def is_plain(module: nn.Module, *kinds: type) -> bool:
     return type(module) in kinds and ordinary and not module._forward_hooks and not module._forward_pre_hooks
 
 
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Give keys and values (B, heads, N, d) as many heads as queries have."""
+    if k.shape[1] == q.shape[1]:
+        return k, v
+    repeats = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+
+
 class BlockAdapter(ABC):
     """The parts of one kind of block that attends, then feeds.
 

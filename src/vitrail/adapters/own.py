@@ -31,7 +31,7 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
 from vitrail.models.position import coordinates, rotary_frequencies, rotate
-from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
 
@@ -160,8 +160,7 @@ class OwnTrunk(TrunkAdapter):
 
     def preprocessing(self, trunk: Any) -> Preprocessing:
         size = trunk.config.image_size
-        mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-        return Preprocessing((size, size) if isinstance(size, int) else tuple(size)[-2:], mean, std)
+        return Preprocessing((size, size) if isinstance(size, int) else tuple(size)[-2:], MEAN, STD)
 
     def entry_points(self) -> type:
         return OwnEntryPoint

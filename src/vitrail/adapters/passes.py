@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,26 +44,36 @@ class Pass:
 
 
 class _Local(threading.local):
-    current: Pass | None = None
+    current: Any = None
 
 
 class _Traced:
     def __init__(self) -> None:
-        self.current: Pass | None = None
+        self.current: Any = None
 
 
-_local = _Local()
-_traced = _Traced()
-"""Where the pass is while the compiler follows a forward run: it cannot look into thread-locals, and runs alone."""
+class Place:
+    """Something that each thread has for itself, as the attribute ``current`` of what `here` gives.
+
+    While the compiler follows a forward run it is elsewhere: it cannot look into thread-locals, and runs alone.
+    """
+
+    def __init__(self) -> None:
+        self.local = _Local()
+        self.traced = _Traced()
+
+    def here(self) -> _Local | _Traced:
+        """Give where it is now."""
+        return self.traced if torch.compiler.is_compiling() else self.local
 
 
-def _place() -> _Local | _Traced:
-    return _traced if torch.compiler.is_compiling() else _local
+_pass = Place()
 
 
 def current_pass() -> Pass | None:
     """Give the innermost pass that is open in this thread."""
-    return _place().current
+    found: Pass | None = _pass.here().current
+    return found
 
 
 @contextmanager
@@ -75,7 +86,7 @@ def open_pass(
     unmasked: bool = False,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
-    place = _place()
+    place = _pass.here()
     outer = place.current
     place.current = Pass(trunk, layout, rotary, expose, gridded, unmasked)
     try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, TrunkAdapter, at_work, forward_class, is_plain
 from vitrail.adapters.passes import open_pass
 from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
-from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.tokens import Role, TokenLayout
 
 
@@ -256,7 +256,7 @@ class Dinov2Trunk(TransformersTrunk):
         return ((Role.CLASS, 1), (Role.REGISTER, getattr(trunk.config, "num_register_tokens", 0)))
 
     def preprocessing(self, trunk: Any) -> Preprocessing:
-        return Preprocessing(super().preprocessing(trunk).size, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        return Preprocessing(super().preprocessing(trunk).size, MEAN, STD)
 
 
 class Dinov2BackboneTrunk(Dinov2Trunk):

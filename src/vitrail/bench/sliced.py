@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.adapters.base import BlockAdapter, BlockCall
+from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
 from vitrail.errors import InvalidOption
 from vitrail.surgery.swap import swap
 
@@ -50,10 +50,7 @@ def _sliced_forward(mine: Slice, block: nn.Module, x: Tensor, call: BlockCall) -
     if call.rope is not None:
         table = call.rope[..., : q.shape[2] - mine.special, :]
         q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
-    if k.shape[1] != q.shape[1]:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    attended = _attend(parts, block, q, k, v)
+    attended = _attend(parts, block, q, *repeat_heads(q, k, v))
     branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
     # cut before the sum: the same values for fewer bytes, and the norm is given a tensor without holes
     x = x[:, :length] + branch[:, :length]

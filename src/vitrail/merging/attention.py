@@ -28,12 +28,15 @@ def proportional_attention(
         scale: factor of the scores, 1/√d by default.
         dropout: probability with which attention weights are dropped.
     """
-    bias = mask if size is None else _biased(size.log().to(q.dtype)[:, None, None, :], mask)
+    bias = mask if size is None else key_bias(size, mask, q)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale)
 
 
-def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """Put a mask on top of a bias."""
+def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """Give sizes (B, N) and a mask, boolean or added, as one bias on scores (B, H, Q, N), in the dtype of ``like``."""
+    if size is None and mask is None:
+        return None
+    bias = like.new_zeros(1, 1, 1, 1) if size is None else size.log().to(like.dtype)[:, None, None]
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask

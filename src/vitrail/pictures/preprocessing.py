@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and spread of ImageNet's colours, which many models are trained with."""
+
 
 @dataclass(frozen=True)
 class Preprocessing:

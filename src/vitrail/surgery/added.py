@@ -18,7 +18,7 @@ from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, NotMerged, UnsupportedInput, UnsupportedModel
 from vitrail.surgery.added_checks import check_mix, outputs_of, specs_of
 from vitrail.surgery.added_module import START, AddedModule, read_added, write_added
-from vitrail.surgery.appended import layout_of
+from vitrail.surgery.appended import added_to, layout_of
 from vitrail.surgery.beside import receiving
 from vitrail.surgery.checks import extended_trunk, refuse_extended, refuse_meta, refuse_patched, refuse_registers
 from vitrail.surgery.cost import CostModel
@@ -151,7 +151,7 @@ class AddedTokens:
     @property
     def is_applied(self) -> bool:
         """Whether the model still has them."""
-        return getattr(getattr(self.found.trunk, "_vitrail_plan", None), "added", None) is self.tokens
+        return added_to(self.found) is self.tokens
 
     @property
     def is_open(self) -> bool:

@@ -24,7 +24,7 @@ def layout_of(found: Found, size: tuple[int, int] | None = None) -> TokenLayout:
     more: tuple[TokenSpan, ...] = ()
     if handle is not None:
         more = (TokenSpan(Role.REGISTER, handle.registers, NAME),)
-    added = _added(found)
+    added = added_to(found)
     if added is not None:
         more = tuple(TokenSpan(spec.role, spec.count, spec.name) for spec in added.specs)
     return TokenLayout((*layout.special, *more), layout.grid)
@@ -32,7 +32,7 @@ def layout_of(found: Found, size: tuple[int, int] | None = None) -> TokenLayout:
 
 def token_values(found: Found) -> dict[tuple[Role, str], Tensor]:
     """Give the learned values (1, count, D) of special tokens, those added among them, by role and name."""
-    added = _added(found)
+    added = added_to(found)
     more = {} if added is None else {(spec.role, spec.name): added.values[spec.name] for spec in added.specs}
     return {**found.adapter.token_parameters(found.trunk), **more}
 
@@ -42,10 +42,11 @@ def all_entered(found: Found) -> int:
     last = found.adapter.layout_in(found.trunk, -1)
     layers = range(len(found.blocks))
     first = next(layer for layer in layers if found.adapter.layout_in(found.trunk, layer) == last)
-    added = _added(found)
+    added = added_to(found)
     return first if added is None else max(first, *(spec.enters for spec in added.specs))
 
 
-def _added(found: Found) -> Beside | None:
+def added_to(found: Found) -> Beside | None:
+    """Give what `vitrail.add_tokens` added to a model, where something was."""
     plan: Any = getattr(found.trunk, "_vitrail_plan", None)
     return None if plan is None else plan.added

@@ -11,7 +11,6 @@ Shapes: B batch, H heads, N tokens of the model, E tokens beside them, d channel
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
@@ -20,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter
+from vitrail.adapters.base import BlockAdapter, repeat_heads
+from vitrail.adapters.passes import Place
 from vitrail.tokens import TokenSpec
 
 CLOSED = -torch.inf
@@ -106,19 +106,20 @@ def prepare(parts: BlockAdapter, block: nn.Module, beside: Tensor) -> Reading:
     return Reading(h, q, *repeat_heads(q, k, v))
 
 
-def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Give keys and values as many heads as queries have."""
-    if k.shape[1] == q.shape[1]:
-        return k, v
-    repeats = q.shape[1] // k.shape[1]
-    return k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+def with_beside(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: Tensor) -> Tensor:
+    """Give the bias on scores (B, H, Q, N + E) whose last keys are such tokens.
 
-
-def among(count: int, gate: Tensor | None, like: Tensor) -> Tensor:
-    """Give the bias (E, E) with which such tokens read each other: the gate's, and none for themselves."""
-    bias = like.new_full((), CLOSED) if gate is None else gate.to(like.dtype)
-    itself = torch.eye(count, dtype=torch.bool, device=like.device)
-    return torch.where(itself, bias.new_zeros(()), bias)
+    Args:
+        bias: on the others (B or 1, 1, Q or 1, N); None for none.
+        itself: (Q, E), where a query is the token that it would read: there is no gate before oneself.
+        gate: of the layer; None while it is closed.
+        scores: what the bias is for.
+    """
+    rows, extra = itself.shape
+    front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias.to(scores.dtype)
+    front = front.expand(-1, -1, rows, scores.shape[-1] - extra)
+    own = torch.where(itself, 0.0, scores.new_full((), CLOSED) if gate is None else gate.to(scores.dtype))
+    return torch.cat([front, own.expand(front.shape[0], 1, -1, -1)], -1)
 
 
 def read(
@@ -139,10 +140,9 @@ def read(
     work = torch.promote_types(reading.q.dtype, torch.float32)
     q = reading.q * scale
     scores = torch.cat([q @ k.transpose(-2, -1), q @ reading.k.transpose(-2, -1)], -1).to(work)
-    extra, others = q.shape[2], k.shape[2]
-    front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias.to(work)
-    biases = front.expand(-1, -1, extra, others), among(extra, gate, scores).expand(front.shape[0], 1, -1, -1)
-    weights = parts.weigh(block, scores, torch.cat(biases, -1)).to(v.dtype)
+    others = k.shape[2]
+    itself = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
+    weights = parts.weigh(block, scores, with_beside(bias, itself, gate, scores)).to(v.dtype)
     weights = F.dropout(weights, parts.attention_dropout(block))
     attended = weights[..., :others] @ v + weights[..., others:] @ reading.v
     return attended.transpose(1, 2).flatten(2)
@@ -173,22 +173,8 @@ def widen(
     )
 
 
-class _Local(threading.local):
-    waiting: list[Tensor] | None = None
-
-
-class _Traced:
-    def __init__(self) -> None:
-        self.waiting: list[Tensor] | None = None
-
-
-_local = _Local()
-_traced = _Traced()
-"""Where whoever waits is found while the compiler follows a run: it cannot look into thread-locals, and runs alone."""
-
-
-def _place() -> _Local | _Traced:
-    return _traced if torch.compiler.is_compiling() else _local
+_waiting = Place()
+"""Who waits for tokens: a list to put them into, or None."""
 
 
 @contextmanager
@@ -196,19 +182,19 @@ def receiving() -> Iterator[list[Tensor]]:
     """Take what tokens beside a model have become (B, E, D), once for each forward run of this thread inside."""
     found: list[Tensor] = []
     # A model that is compiled by itself looks in the other place, whoever calls it.
-    places: list[_Local | _Traced] = [_traced] if torch.compiler.is_compiling() else [_local, _traced]
-    outer = [place.waiting for place in places]
+    places: list[Any] = [_waiting.traced] if torch.compiler.is_compiling() else [_waiting.local, _waiting.traced]
+    outer = [place.current for place in places]
     for place in places:
-        place.waiting = found
+        place.current = found
     try:
         yield found
     finally:
         for place, before in zip(places, outer, strict=True):
-            place.waiting = before
+            place.current = before
 
 
 def deliver(beside: Tensor) -> None:
     """Hand tokens that have left the last block to whoever waits for them."""
-    waiting = _place().waiting
+    waiting = _waiting.here().current
     if waiting is not None:
         waiting.append(beside)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
-from vitrail.surgery.appended import layout_of
+from vitrail.surgery.appended import added_to, layout_of
 from vitrail.surgery.asked import is_whole
 from vitrail.surgery.cost import CostModel
 
@@ -55,7 +55,7 @@ def count(model: nn.Module, size: Any = None) -> Count:
     plan = getattr(found.trunk, "_vitrail_plan", None)
     nothing = (0,) * len(found.blocks)
     merges = nothing if plan is None else plan.solve(patches).per_layer
-    added = getattr(plan, "added", None)
+    added = added_to(found)
     beside = ((), False) if added is None else (added.counts(), added.is_open)
     special -= cost.late[-1] + (0 if added is None else added.counts()[-1])
     by_part = cost.parts(special, patches, merges, *beside)

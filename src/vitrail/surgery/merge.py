@@ -13,6 +13,7 @@ from torch import nn
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, NotMerged, UnsupportedModel
 from vitrail.merging import Schedule
+from vitrail.surgery.appended import added_to
 from vitrail.surgery.checks import (
     as_pictures,
     merged_trunk,
@@ -90,7 +91,7 @@ def merge(
     resizes = found.adapter.resizes(found.trunk)
     mask = parse_protect(protect, layout.grid, resizes)
     cost = CostModel.of(model, found)
-    added = getattr(getattr(found.trunk, "_vitrail_plan", None), "added", None)
+    added = added_to(found)
     plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added)  # type: ignore[arg-type]
     plan.change(wanted)
     install(found, plan)

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail import kernels
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Rotary
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Rotary, repeat_heads
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
-from vitrail.surgery.beside import Reading, finish, prepare, read, repeat_heads, widen
+from vitrail.merging.attention import key_bias
+from vitrail.surgery.beside import Reading, finish, prepare, read, widen
 from vitrail.surgery.dense import dense_block, dense_forward
 from vitrail.surgery.plan import Plan
 from vitrail.tokens import TokenLayout, TokenSpan
@@ -130,16 +131,6 @@ def _attend(
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
     weights = F.dropout(parts.weigh(block, scores, key_bias(size, call.mask, scores)), dropout).to(v.dtype)
     return (weights @ v).transpose(1, 2).flatten(2)
-
-
-def key_bias(size: Tensor | None, mask: Tensor | None, scores: Tensor) -> Tensor | None:
-    """Give sizes (B, N) and a mask as one bias on scores (B, H, Q, N)."""
-    if size is None and mask is None:
-        return None
-    bias = scores.new_zeros(1, 1, 1, 1) if size is None else size.log().to(scores.dtype)[:, None, None]
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
 def _read(

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vitrail.adapters import Found, find
-from vitrail.adapters.base import BlockAdapter, BlockCall
+from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
-from vitrail.surgery.appended import MARK, layout_of
+from vitrail.merging.attention import key_bias
+from vitrail.surgery.appended import MARK, added_to, layout_of
 from vitrail.surgery.asked import BY_LAYER, check_layers, check_what, find_queries, listed
-from vitrail.surgery.beside import CLOSED, Reading, prepare
-from vitrail.surgery.running import Carried, key_bias, read_mask
+from vitrail.surgery.beside import Reading, prepare, with_beside
+from vitrail.surgery.running import Carried, read_mask
 from vitrail.tokens import Role, TokenLayout
 
 
@@ -182,7 +183,7 @@ class Watch:
         """Say where in the recording's layout the tokens are that have entered by a layer."""
         full = self._now(layer).layout
         here = {(span.role, span.name) for span in self._layout_in(layer).special}
-        added = getattr(getattr(self.found.trunk, "_vitrail_plan", None), "added", None)
+        added = added_to(self.found)
         late = {spec.name for spec in added.specs if spec.enters > layer} if added is not None else set()
         own = {(span.role, span.name) for span in self._layout_in(-1).special}
         gone = {
@@ -249,8 +250,7 @@ def attention_rows(
             assert carried.state.positions is not None
             table = carried.rotary.table(carried.state.layer, carried.state.positions)
         q, k = parts.rotate(block, q, table), parts.rotate(block, k, table)
-    if k.shape[1] != q.shape[1]:
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    k, _ = repeat_heads(q, k, k)
     scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
     work = torch.promote_types(q.dtype, torch.float32)
     if carried is not None:
@@ -273,10 +273,7 @@ def attention_rows(
         assert carried.plan.added is not None
         gate = carried.plan.added.gate(carried.state.layer)
         itself = torch.tensor(queries, device=k.device).unsqueeze(1) == special + torch.arange(extra, device=k.device)
-        own = torch.where(itself, 0.0, scores.new_full((), CLOSED) if gate is None else gate.to(work))
-        front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias
-        front = front.expand(-1, -1, len(queries), k.shape[2] - extra)
-        bias = torch.cat([front, own.expand(front.shape[0], 1, -1, -1)], -1)
+        bias = with_beside(bias, itself, gate, scores)
     return parts.weigh(block, scores, bias)
 
 

@@ -141,8 +141,9 @@ def make_parts(
 ) -> Parts:
     """Read the pictures, compile and wrap the model, and make the optimiser."""
     built, teacher, learner, merging, r = made
-    feed = _feed(config, crew, examples, tell, "pictures to learn from")
-    evaluated = None if held is None else _feed(config, crew, held, tell, "pictures to evaluate on", len(held))
+    steps = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
+    feed = _feed(config, crew, examples, tell, "pictures to learn from", **steps)
+    evaluated = None if held is None else _feed(config, crew, held, tell, "pictures to evaluate on")
     strength: Any = config.augment
     expects, least = built.preprocessing, config.crop_min or 1.0
     augment = Augment(strength, expects.size[0], expects.mean, expects.std, crop_min=least, erasing=config.erasing)
@@ -189,22 +190,21 @@ def wrap(learner: nn.Module, config: Config, crew: Crew) -> nn.Module:
     return wrap_ddp(learner, crew, unused=not isinstance(model, ViT))
 
 
-def _feed(config: Config, crew: Crew, examples: Examples, tell: Tell, what: str, batch: int | None = None) -> Feed:
+def _feed(config: Config, crew: Crew, examples: Examples, tell: Tell, what: str, **steps: int) -> Feed:
+    """Make a feed; without a word about its steps it is for sweeps alone."""
+
     def reading(done: int, total: int) -> None:
         tell(Event("reading", done, total, text=what))
 
-    world = crew.world
     return make_feed(
         examples,
         side=config.side or 1,
-        batch=config.batch_size or 1 if batch is None else max(batch // world, 1) * world,
-        seed=config.seed,
-        repeats=config.repeats or 1 if batch is None else 1,
         device=crew.device,
         rank=crew.rank,
-        world=world,
+        world=crew.world,
         keep=config.keep_data,  # type: ignore[arg-type]
         workers=config.workers,
         max_unreadable=config.max_unreadable,
         progress=reading,
+        **steps,
     )

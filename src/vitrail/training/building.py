@@ -15,14 +15,13 @@ from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
 from vitrail.models.position import resample
 from vitrail.models.registry import model_config
-from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training.config import Config
 from vitrail.training.parsing import read_tokens
 from vitrail.training.run import Labels, load_trained, named
 from vitrail.training.teacher import expected_by
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 Classes = Mapping[str, Sequence[str]]
 
 

@@ -136,6 +136,26 @@ class Unreadable:
             )
 
 
+class KnownFeed:
+    """What every feed knows before it has read anything."""
+
+    def __init__(
+        self, examples: Examples, share: Share, side: int, device: torch.device, unreadable: Unreadable
+    ) -> None:
+        self.classes = examples.classes
+        self.count = len(examples)
+        self.steps_per_epoch = share.steps_per_epoch
+        self.side = side
+        self._share = share
+        self._device = device
+        self._unreadable = unreadable
+
+    @property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Names of the pictures that could not be read so far, and why."""
+        return self._unreadable.named
+
+
 def make_feed(
     examples: Examples,
     *,

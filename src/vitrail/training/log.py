@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import TrainingError, VitrailWarning
+from vitrail.models.saving import write_whole
 from vitrail.training.objective import Terms
 
 Kind = Literal["start", "note", "reading", "train", "epoch", "evaluating", "evaluation", "saved"]
@@ -131,12 +131,7 @@ class Log:
         if self._path is None or not self._path.exists():
             return
         kept = [line for line, values in _read(self._path) if values.get("step", 0) <= step]
-        draft = self._path.with_name(f".{self._path.name}.draft")
-        with draft.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
+        write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def close(self) -> None:
         """Close what is open."""

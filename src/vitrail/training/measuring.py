@@ -15,7 +15,7 @@ from vitrail.training.augment import Augment
 from vitrail.training.distributed import Crew, joined
 from vitrail.training.evaluate import evaluate as evaluate_model
 from vitrail.training.evaluation import Evaluation
-from vitrail.training.examples import open_examples
+from vitrail.training.examples import LABEL, open_examples
 from vitrail.training.feeds import Keep, make_feed
 from vitrail.training.run import Labels, load_trained, named
 from vitrail.training.teacher import expected_by
@@ -59,7 +59,7 @@ def evaluate(
     with joined(device) as crew:
         net, known = (model, None) if isinstance(model, nn.Module) else load_trained(named(model))
         columns = tuple(labels)
-        if known is not None and known.classes and not columns and list(known.classes) != ["label"]:
+        if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
         classes = None if known is None else _classes(known, columns)
         examples = open_examples(data, labels=columns, classes=classes)
@@ -72,7 +72,7 @@ def evaluate(
 
         count = len(examples)
         feed = make_feed(
-            examples, side=expects.size[0], batch=max(count // crew.world, 1) * crew.world, seed=0, device=crew.device,
+            examples, side=expects.size[0], device=crew.device,
             rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
             progress=reading,
         )  # fmt: skip

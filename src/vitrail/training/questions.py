@@ -12,9 +12,7 @@ from vitrail.heads.by_role import PATCH
 from vitrail.models import ViT
 from vitrail.tokens import Role
 from vitrail.training.answers import CLASS, DISTILLATION
-
-LABEL = "label"
-"""What the column is called that nobody named."""
+from vitrail.training.examples import LABEL
 
 FUSED = "fused"
 """What the one answer of a model to its own question is called, beside those of its heads."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.errors import PictureError
 from vitrail.training.examples import Examples
-from vitrail.training.feeds import Batch, Progress, Share, Unreadable
+from vitrail.training.feeds import Batch, KnownFeed, Progress, Share, Unreadable
 
 AT_ONCE = 512
 """Pictures that are copied to the device at once, and decoded ahead at most."""
@@ -21,7 +21,7 @@ AT_ONCE = 512
 MOST_WORKERS = 16
 
 
-class ResidentFeed:
+class ResidentFeed(KnownFeed):
     """Examples whose pictures are on the device; a batch is one lookup."""
 
     def __init__(
@@ -34,22 +34,11 @@ class ResidentFeed:
         workers: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.classes = examples.classes
-        self.count = len(examples)
-        self.steps_per_epoch = share.steps_per_epoch
-        self.side = side
-        self._share = share
-        self._unreadable = unreadable
-        self._device = device
+        super().__init__(examples, share, side, device, unreadable)
         self._labels = examples.labels.to(device)
         self._images = torch.empty(self.count, 3, side, side, dtype=torch.uint8, device=device)
         self._fill(examples, default_workers() if workers is None else workers, progress)
         self._places = self._replacements()
-
-    @property
-    def skipped(self) -> list[tuple[str, str]]:
-        """Names of the pictures that could not be read, and why."""
-        return self._unreadable.named
 
     def batch(self, step: int) -> Batch:
         """Give this process's part of a step's batch."""

@@ -12,7 +12,6 @@ A model folder has ``config.json`` and ``model.safetensors``, as ``save_pretrain
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from vitrail.adapters.saved import load_saved, model_folder, read_config
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT
-from vitrail.models.saving import write_folder
+from vitrail.models.saving import write_folder, write_whole
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.training.teacher import expected_by
 
@@ -107,15 +106,9 @@ def claim(folder: Path, *, overwrite: bool) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file, whole or not at all."""
-    draft = path.with_name(f".{path.name}.draft")
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise TrainingError(f"{path} could not be written ({error.strerror or error})") from error
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from vitrail.errors import PictureError, TrainingError
 from vitrail.training.examples import Examples
-from vitrail.training.feeds import Batch, Share, Unreadable
+from vitrail.training.feeds import Batch, KnownFeed, Share, Unreadable
 from vitrail.training.resident import default_workers, to_device
 
 
@@ -23,7 +23,7 @@ class _Read(NamedTuple):
     faults: list[tuple[int, str]]
 
 
-class WorkerFeed:
+class WorkerFeed(KnownFeed):
     """Examples that are read when they are wanted, some steps ahead; any step may be the first."""
 
     def __init__(
@@ -35,22 +35,11 @@ class WorkerFeed:
         unreadable: Unreadable,
         workers: int | None = None,
     ) -> None:
-        self.classes = examples.classes
-        self.count = len(examples)
-        self.steps_per_epoch = share.steps_per_epoch
-        self.side = side
+        super().__init__(examples, share, side, device, unreadable)
         self._examples = examples
-        self._share = share
-        self._device = device
-        self._unreadable = unreadable
         self._workers = default_workers() if workers is None else workers
         self._next = -1
         self._batches: Iterator[_Read] = iter(())
-
-    @property
-    def skipped(self) -> list[tuple[str, str]]:
-        """Names of the pictures that could not be read so far, and why."""
-        return self._unreadable.named
 
     def batch(self, step: int) -> Batch:
         """Give this process's part of a step's batch; steps one after the other are read ahead."""

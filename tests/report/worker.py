@@ -13,12 +13,16 @@ if __name__ == "__main__":
     rank, world, meeting, folder, out = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    ended = 0
     try:
         report = vitrail.inspect(planted(), folder, batch_size=4, name="planted")
+        assert (report is None) == (rank > 0)
+        if report is not None:
+            Path(out).write_text(report.to_json(), encoding="utf-8")
     except vitrail.errors.VitrailError as error:
         Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
-        sys.exit(3)
-    assert (report is None) == (rank > 0)
-    if report is not None:
-        Path(out).write_text(report.to_json(), encoding="utf-8")
-    dist.destroy_process_group()
+        ended = 3
+    finally:  # whoever leaves with the group still up may crash the others on their way out
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.exit(ended)

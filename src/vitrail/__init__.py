@@ -31,6 +31,7 @@ from vitrail.surgery import (
 from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 
 if TYPE_CHECKING:
+    from vitrail.adapters.saved import class_names
     from vitrail.models import ViT, ViTConfig, create_model, from_timm, list_models, to_timm
     from vitrail.report.compare import compare
     from vitrail.report.inspect import inspect
@@ -57,6 +58,7 @@ __all__ = [
     "ViTConfig",
     "ablate",
     "add_tokens",
+    "class_names",
     "compare",
     "count",
     "create_model",
@@ -73,6 +75,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "class_names": "vitrail.adapters.saved",
     **dict.fromkeys(("Report", "compare", "inspect"), "vitrail.report"),
     **dict.fromkeys(("ViT", "ViTConfig", "create_model", "from_timm", "list_models", "to_timm"), "vitrail.models"),
 }

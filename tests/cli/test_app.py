@@ -1,22 +1,16 @@
-"""The command line itself: help, version, notes, and the demo."""
+"""The command line itself: help, version, and notes."""
 
-import json
+import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 from typer.testing import CliRunner
 
 import vitrail
 from vitrail.cli import app, console
-from vitrail.cli.demo import HONESTY, run_demo
 from vitrail.errors import SaturatedWarning
-from vitrail.pictures import read_picture
 
 
 def test_version() -> None:
@@ -69,56 +63,15 @@ def test_paths_and_markup_are_printed_as_they_are(capsys: pytest.CaptureFixture[
     assert captured.err == f"Error: {text}\n"
 
 
-def test_demo_writes_sheets_and_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pixels = np.zeros((40, 80, 3), dtype=np.uint8)
-    pixels[:, 40:] = (250, 200, 40)
-    Image.fromarray(pixels).save(tmp_path / "halves.png")
-    threads = torch.get_num_threads()
-    runs = run_demo(
-        tmp_path / "out",
-        longest=64,
-        strengths={"gentle": 0.5, "strong": 0.25},
-        pictures={"halves": tmp_path / "halves.png"},
-    )
-    assert torch.get_num_threads() == threads
-    assert [run.input_size for run in runs] == [(32, 64), (32, 64)]
-    assert [run.cost.tokens_after[-1] for run in runs] == [5, 3]
-    assert [run.pictures[0].panes for run in runs] == [4, 2]
-
-    sheet = np.asarray(read_picture(tmp_path / "out" / "halves.png"))
-    assert (sheet[4:44, 4:84] == pixels).all()
-    # Two panes are left, and they are the two halves: similar colours merged, different ones did not.
-    strong = sheet[4 + 40 + 6 + 4 :, 4:84][:40]
-    assert tuple(strong[20, 5]) == (0, 0, 0)
-    assert tuple(strong[20, 75]) == (250, 200, 40)
-
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))
-    assert summary["note"] == HONESTY
-    assert [run["weights"] for run in summary["runs"]] == ["random", "random"]
-    assert "weights are random" in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
-    captured = capsys.readouterr()
-    assert "weights are random" in captured.err
-    assert str((tmp_path / "out").resolve()) in captured.out
-
-
-def test_demo_is_the_same_each_time(tmp_path: Path) -> None:
-    Image.effect_noise((64, 48), 90).convert("RGB").save(tmp_path / "noise.png")
-    for name in ("one", "two"):
-        run_demo(tmp_path / name, longest=64, strengths={"half": 0.5}, pictures={"noise": tmp_path / "noise.png"})
-        torch.rand(3)
-    assert read_picture(tmp_path / "one" / "noise.png") == read_picture(tmp_path / "two" / "noise.png")
-
-
-def test_demo_command_takes_a_folder_and_answers_mistakes_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders: list[Path] = []
-    monkeypatch.setattr("vitrail.cli.demo.run_demo", folders.append)
-    assert CliRunner().invoke(app, ["demo"]).exit_code == 0
-    assert CliRunner().invoke(app, ["demo", "-o", "elsewhere"]).exit_code == 0
-    assert folders == [Path("demo"), Path("elsewhere")]
-    monkeypatch.undo()
-    (tmp_path / "file").touch()
-    result = CliRunner().invoke(app, ["demo", "-o", str(tmp_path / "file")])
-    assert result.exit_code == 2
-    assert "could not be made" in result.stderr
+def test_a_reader_that_leaves_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as file:
+        patient = console.Patient(file=file)
+        for _ in range(3):
+            patient.print("nobody reads this")
+        assert patient.quiet
+    code = "from vitrail.cli import console\nfor i in range(9999): console.say('x' * 99)\nconsole.note('the end')"
+    piped = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" | head -1'], capture_output=True, text=True)
+    assert piped.stdout == f"{'x' * 99}\n"
+    assert piped.stderr == "Note: the end\n"

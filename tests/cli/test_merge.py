@@ -38,6 +38,33 @@ def photos(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- good use
 
 
+def test_a_trained_model_names_its_classes(photos: Path, tmp_path: Path) -> None:
+    tokens = [vitrail.TokenSpec("cls", vitrail.Role.CLASS), vitrail.TokenSpec("shape", vitrail.Role.TASK, classes=4)]
+    sizes = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, "num_classes": 2}
+    torch.manual_seed(0)
+    model = vitrail.create_model("vit_tiny_patch16", tokens=tokens, **sizes).eval()
+    model.save_pretrained(tmp_path / "model")
+    classes = {"label": ["cat", "dog"], "shape": ["disc", "ring", "star", "bar"]}
+    (tmp_path / "model" / "labels.json").write_text(json.dumps({"classes": classes}), encoding="utf-8")
+    result = run("merge", f"vitrail:{tmp_path / 'model'}", photos / "a.png", "-r", "4", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["pictures"][0]
+    batch = to_tensor([read_picture(photos / "a.png")], vitrail.adapters.preprocessing(model))
+    said = {}
+    for when, r in (("before", 0), ("after", 4)):
+        with vitrail.merge(model, r=r), torch.no_grad():
+            output = model(batch)
+        for name, logits in (("label", output.logits), ("shape", output.by_role["shape"])):
+            likely, places = logits[0].double().softmax(0).sort(descending=True)
+            guesses = found[f"guesses_{when}"][name]
+            assert [one["name"] for one in guesses] == [classes[name][place] for place in places[:3]]
+            assert [one["probability"] for one in guesses] == pytest.approx(likely[:3].tolist(), abs=1e-6)
+            said[when, name] = guesses[0]["name"]
+    before, after = (", ".join(said[when, name] for name in classes) for when in ("before", "after"))
+    words = f"same: {before}" if before == after else f"{before} → {after}"
+    assert words in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
+
+
 def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     result = run("merge", MODEL, photos, "-r", "1", "-o", out, *TINY)
@@ -239,7 +266,7 @@ def test_a_size_that_the_model_refuses_is_answered_in_words(photos: Path, saved_
 
 
 def test_an_output_that_says_nothing_about_the_picture_is_answered_in_words() -> None:
-    from vitrail.cli.model import _values
+    from vitrail.cli.asking import _values
 
     with pytest.raises(UnsupportedInput, match=r"gave a dict.*logits"):
         _values(torch.nn.Identity(), {})

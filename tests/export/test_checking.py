@@ -131,3 +131,27 @@ def test_names_of_outputs() -> None:
     ]
     with pytest.raises(ExportError, match=r"gave a str.*Expected a tensor"):
         named_tensors("logits")
+
+
+SIZES = {"image_size": 16, "patch_size": 8, "width": 32, "depth": 1, "heads": 2}
+
+
+def test_each_task_is_an_output_of_its_own(tmp_path: Path) -> None:
+    """Also where one head answers them all, as parts of one tensor."""
+    classes = '{"classes": {"colour": ["red", "blue"], "shape": ["disc", "ring", "star"]}}'
+    counts = {"colour": 2, "shape": 3}
+    tasks = [vitrail.TokenSpec(name, vitrail.Role.TASK, classes=count) for name, count in counts.items()]
+    shared = vitrail.create_model("vit_tiny_patch16", num_classes=5, **SIZES)
+    apart = vitrail.create_model("vit_tiny_patch16", num_classes=0, tokens=tasks, **SIZES)
+    for name, made in (("shared", shared), ("apart", apart)):
+        made.save_pretrained(tmp_path / name)
+        (tmp_path / name / "labels.json").write_text(classes, encoding="utf-8")
+        model = vitrail.load_model(f"vitrail:{tmp_path / name}")
+        result = export(model, tmp_path / f"{name}.pt2", batch=2)
+        assert result.outputs == {task: (2, count) for task, count in counts.items()}
+        images = torch.randn(2, 3, 16, 16)
+        got = torch.export.load(tmp_path / f"{name}.pt2").module()(images)
+        said = model.forward_output(images)
+        wanted = {"colour": said.logits[:, :2], "shape": said.logits[:, 2:]} if name == "shared" else said.by_role
+        for task in counts:
+            torch.testing.assert_close(got[task], wanted[task], atol=1e-5, rtol=1e-4)

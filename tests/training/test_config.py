@@ -33,6 +33,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "tokens: a distillation token learns from a teach",
     ),
     "distilled model without teacher": ({"model": "deit_tiny_patch16_distilled"}, "model: a distillation token learns"),
+    "features of dropped patches": (
+        {"teacher": "timm:x", "feature_weight": 1.0, "options": {"patch_drop": 0.5}},
+        "feature_weight needs every patch, and options: patch_drop leaves some out",
+    ),
+    "graphs of a word": ({"graphs": "yes"}, "graphs='yes'; expected true or false"),
     "soft without teacher": ({"distillation": "soft"}, "distillation='soft' needs a teacher"),
     "temperature of hard": (
         {"teacher": "t", "distillation": "hard", "temperature": 2},
@@ -97,7 +102,7 @@ def test_a_folder_that_holds_something_is_left_alone(photos: str, tmp_path: Path
 def test_presets_decide_everything(preset: str) -> None:
     for count in (9, 100, 9469, 1_281_167):
         config = Config(data="x", preset=preset).resolved(count)
-        derived = ("side", "image_size", "patch_size", "workers", "pretrained", "labels")
+        derived = ("side", "image_size", "patch_size", "workers", "pretrained", "labels", "graphs")
         given = ("tokens", "teacher", "distillation", "distillation_weight", "temperature", "merge")
         assert [n for n, v in config.to_dict().items() if v is None and n not in derived + given] == []
         assert config.batch_size is not None

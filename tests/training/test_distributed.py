@@ -40,7 +40,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(Cut):
         train(data=str(photos), out=str(folder / "alone"), save_every="2 steps", tell=cut_at(5), **FIELDS)
     shutil.copytree(folder / "alone", folder / "alone-fsdp")
-    for code, _, errors in finish(start(2, "-m", "tests.training.together", str(folder)), 120):
+    for code, _, errors in finish(start(2, "-m", "tests.training.together", str(folder))):
         assert code == 0, errors
     return folder
 

@@ -13,10 +13,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import vitrail
+from tests.training.data import table
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.tokens import TokenSpec
+from vitrail.training import evaluate as measure
+from vitrail.training import train
 from vitrail.training.evaluate import evaluate, merged_as
 from vitrail.training.selfsup import balanced
 
@@ -101,6 +104,43 @@ def test_tasks_and_their_control() -> None:
     )
     assert found.accuracy["task.shape.cls"] == found.accuracy["task.shape"]
     assert (found.collapse, found.outliers) == ({}, {})
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_data_may_have_labels_for_some_of_the_tasks(shared: bool) -> None:
+    model = (tiny(num_classes=6) if shared else tiny(task("colour", 2), task("shape", 4), num_classes=0)).eval()
+    labels = torch.stack([torch.randint(2, (20,)), torch.randint(4, (20,))], 1)
+    both = evaluate(model, [(IMAGES, labels)], classes=TASKS, seconds=0, look=0)
+    some = {"shape": TASKS["shape"]}
+    found = evaluate(model, [(IMAGES, labels[:, 1])], classes=some, known=TASKS, seconds=0, look=0)
+    assert found.accuracy == {name: share for name, share in both.accuracy.items() if name.startswith("task.shape")}
+    assert torch.equal(found.confusion["task.shape"], both.confusion["task.shape"])
+    assert found.classes == {"task.shape": TASKS["shape"]}
+    turned = {"shape": TASKS["shape"], "colour": TASKS["colour"]}  # columns in another order are the same columns
+    again = evaluate(model, [(IMAGES, labels.flip(1))], classes=turned, known=TASKS, seconds=0, look=0)
+    assert again.accuracy == both.accuracy
+
+
+def test_one_task_is_evaluated_by_its_name_where_the_data_has_no_other(tmp_path: Path) -> None:
+    colours, shapes = [number % 2 for number in range(12)], [number % 3 for number in range(12)]
+    whole = table(tmp_path / "whole.parquet", 12, colour=colours, shape=shapes)
+    part = table(tmp_path / "part.parquet", 12, shape=shapes)
+    options = {"width": 32, "depth": 1, "heads": 2}
+    common = {"preset": "tiny", "epochs": 1, "batch_size": 4, "validation": None, "device": "cpu", "image_size": 16}
+    for heads in ("tokens", "shared"):
+        run = train(
+            data=str(whole), tasks=["colour", "shape"], heads=heads, patch_size=8, options=options,
+            model="vit_tiny_patch16", out=str(tmp_path / heads), **common,
+        )  # fmt: skip
+        both = measure(run.folder, whole, device="cpu", seconds=0, look=0)
+        found = measure(run.folder, part, labels=["shape"], device="cpu", seconds=0, look=0)
+        assert found.accuracy["task.shape"] == both.accuracy["task.shape"]
+        assert torch.equal(found.confusion["task.shape"], both.confusion["task.shape"])
+        assert list(found.classes) == ["task.shape"]
+    with pytest.raises(
+        InvalidOption, match=r"'size' is none of the columns that .* was trained with, which are colour"
+    ):
+        measure(run.folder, part, labels=["size"], device="cpu")
 
 
 def test_a_plain_net_has_no_tokens_to_look_at() -> None:

@@ -13,7 +13,8 @@ from PIL import Image
 
 from tests.training.data import Pairs, class_folders, encoded, picture, shard, table
 from vitrail.errors import InvalidOption, PictureError
-from vitrail.training.examples import Examples, open_examples, square
+from vitrail.training.examples import Examples, open_examples
+from vitrail.training.samples import square
 
 
 def numbers(examples: Examples) -> list[int]:

@@ -57,6 +57,20 @@ def test_cutmix(images: Tensor) -> None:
         assert float(mixed.share[number]) == pytest.approx(left, abs=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(8, 1, 12, 20), (8, 2, 5, 12, 20)])
+def test_any_shape_is_mixed_as_its_slices_are(shape: tuple[int, ...]) -> None:
+    """The same share and the same box for every channel and every moment."""
+    values, numbers, shares = torch.rand(shape), torch.rand(8, 6), torch.rand(8, 2)
+    mix = Mix(0.8, 1.0)
+    mixed = mix.apply(values, numbers, shares)
+    assert mixed.images.shape == shape
+    slices = values.flatten(1, -3)
+    for number in range(slices.shape[1]):
+        alone = mix.apply(slices[:, number, None], numbers, shares)
+        assert torch.equal(mixed.images.flatten(1, -3)[:, number, None], alone.images)
+        assert torch.equal(mixed.share, alone.share)
+
+
 def test_both_and_how_often() -> None:
     images = torch.rand(2000, 1, 4, 4)
     mixed = Mix(0.8, 1.0, probability=0.5, switch=0.25)(images, generator("cpu", 2))

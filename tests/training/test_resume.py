@@ -17,6 +17,7 @@ from tests.training.toys import FIELDS, ROOT, make_photos, same, weights
 from vitrail.errors import InvalidOption, TrainingError, VitrailWarning
 from vitrail.training import Event, read_log, train
 from vitrail.training import checkpoint as checkpoints
+from vitrail.training.run import last_evaluation
 from vitrail.training.stopping import Interrupted
 
 RANDOM = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "drop_path": 0.2, "ema": 0.9, "clip": 0.5}
@@ -154,6 +155,20 @@ def test_a_finished_run_has_nothing_left_to_do(photos: str, tmp_path: Path) -> N
     train(out=str(run.folder), resume=True, tell=lambda event: said.append(event.text))
     assert any("nothing left to train" in text for text in said)
     assert same(weights(run.last), before)
+
+
+def test_the_last_evaluation_is_read_back_from_the_log(photos: str, tmp_path: Path) -> None:
+    fields = {**FIELDS, "validation": 0.25}
+    run = train(data=photos, out=str(tmp_path / "run"), **fields)
+    found = last_evaluation(run.folder)
+    assert run.evaluation is not None
+    assert found is not None
+    assert found.summary() == run.evaluation.summary()
+    assert (found.score, found.classes) == (run.evaluation.score, run.evaluation.classes)
+    again = train(out=str(run.folder), resume=True).evaluation
+    assert again is not None
+    assert again.summary() == found.summary()
+    assert last_evaluation(train(data=photos, out=str(tmp_path / "none"), **FIELDS).folder) is None
 
 
 def test_what_is_computed_cannot_change_and_how_it_is_computed_can(photos: str, stopped: Path, tmp_path: Path) -> None:

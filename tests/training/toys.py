@@ -78,7 +78,7 @@ def start(world: int, *arguments: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], seconds: float = 60) -> list[tuple[int, str, str]]:
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, str, str]]:
     """Wait for processes: exit code, output and errors of each."""
     try:
         return [(process.returncode, *said) for process in processes for said in [process.communicate(timeout=seconds)]]

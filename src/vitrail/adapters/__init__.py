@@ -83,8 +83,8 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     A folder's name alone will do for models and runs of ours. Options go to the library's own constructor.
     """
     prefix, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if isinstance(name, str) and prefix not in ADAPTERS and Path(name).is_dir():
-        prefix, rest = "vitrail", name
+    if isinstance(name, str) and name and prefix not in ADAPTERS and Path(name).is_dir():
+        prefix, rest = "vitrail", f"local-dir:{name}"
     if prefix not in ADAPTERS or not rest:
         known = ", ".join(f"{prefix}:NAME" for prefix in ADAPTERS)
         raise ModelLoadError(f"a model is named {known}; got {name!r}")

@@ -7,7 +7,6 @@ and sees every patch again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ from vitrail.adapters.base import (
 )
 from vitrail.adapters.passes import hand_over, open_pass
 from vitrail.adapters.pre_norm import PreNormBlock
-from vitrail.adapters.saved import load_saved
-from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
+from vitrail.adapters.saved import EMBEDDED, PREFIX, load_saved, named
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
 from vitrail.models.position import coordinates, rotary_frequencies, rotate
@@ -36,9 +35,10 @@ from vitrail.tokens import Role, TokenLayout, TokenSpec
 
 
 def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-    """Create a model by name, or read one from a folder that was saved, or from that of a training run."""
-    if Path(name).is_dir():
-        return load_saved(name)
+    """Create a model by name, or read one that comes with us, one that was saved to a folder, or that of a run."""
+    folder = named(f"{PREFIX}{name}")
+    if folder.is_dir() or name in EMBEDDED:
+        return load_saved(folder)
     if "/" in name or name.startswith("."):
         raise ModelLoadError(f"there is no folder {name!r}; expected that of a run, or of a model that was saved")
     if pretrained:
@@ -179,6 +179,11 @@ class OwnTrunk(TrunkAdapter):
         config = trunk.config
         if config.position != "rotary":
             return None
+        if trunk.training and config.patch_drop:
+            raise UnsupportedInput(
+                "this model leaves patches out in training and has rotary position: where a patch came from is then "
+                "not known; train it with patch_drop=0, or merge in eval mode only"
+            )
         weight = trunk.patch_embed.proj.weight
         dtype, axes = torch.promote_types(weight.dtype, torch.float32), len(config.patch)
         frequencies = rotary_frequencies(config.head_width, axes, weight.device, dtype)

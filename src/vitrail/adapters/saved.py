@@ -1,4 +1,4 @@
-"""Models in folders: ours, and those of libraries as training saves them."""
+"""Models in folders: ours, those of libraries as training saves them, and those that come with the package."""
 
 from __future__ import annotations
 
@@ -7,13 +7,39 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.errors import ModelLoadError
 from vitrail.models.saving import CONFIG, WEIGHTS
 
+PREFIX = "vitrail:"
+LABELS = "labels.json"
+"""Beside a trained model: the names of its classes, what it expects of a picture, and how it was trained."""
+
 PLACES = (".", "best", "last")
 """Where in a folder a model is looked for: the folder of a run has its best and its last one."""
+
+EMBEDDED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
+"""Trained models that come with the package, ``vitrail:NAME``, and their folders."""
+
+_NAMES = "_vitrail_class_names"  # where a loaded model keeps them
+
+
+def named(model: str | Path) -> Path:
+    """Give the folder that a name means, with the prefix of our models or without it.
+
+    The names of embedded models mean these, whatever folders there are; ``vitrail:local-dir:tiny`` is a folder.
+    """
+    name = str(model).removeprefix(PREFIX)
+    if name != str(model) and name in EMBEDDED:
+        return EMBEDDED[name]
+    return Path(name.removeprefix("local-dir:")).expanduser()
+
+
+def is_saved(model: str | Path) -> bool:
+    """Say whether a name means a folder with a model, of a run or of its own."""
+    return any((named(model) / place / CONFIG).is_file() for place in PLACES)
 
 
 def model_folder(path: Path) -> Path:
@@ -21,6 +47,12 @@ def model_folder(path: Path) -> Path:
     for place in PLACES:
         if (path / place / CONFIG).is_file():
             return path / place if place != "." else path
+    for name, folder in EMBEDDED.items():
+        if folder == path:
+            raise ModelLoadError(
+                f"{PREFIX}{name} is not part of this installation: {folder} has no {CONFIG}. Install a version of "
+                "Vitrail that comes with it, or name the folder of a run"
+            )
     raise ModelLoadError(f"{path} holds no model; expected a folder of a run, or one with {CONFIG} and {WEIGHTS}")
 
 
@@ -35,11 +67,48 @@ def read_config(folder: Path) -> dict[str, Any]:
     return told
 
 
+def read_labels(folder: Path) -> dict[str, Any]:
+    """Read what a model folder says about the model's classes and training; nothing where it says nothing."""
+    try:
+        values = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder / LABELS} could not be read: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
 def load_saved(path: str | Path) -> nn.Module:
-    """Load the model of a folder, or of a run's folder, in evaluation mode."""
+    """Load the model of a folder, or of a run's folder, in evaluation mode; it knows the names of its classes.
+
+    Weights in half precision are a way to save space: the model itself is in float32.
+    """
+    folder = model_folder(Path(path).expanduser())
+    model = _load(folder)
+    if any(value.dtype in (torch.float16, torch.bfloat16) for value in model.parameters()):
+        model = model.float()
+    names = read_labels(folder).get("classes", {})
+    setattr(model, _NAMES, {question: tuple(classes) for question, classes in names.items()})
+    return model
+
+
+def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Give the names of the classes that a trained model answers with, by the column of labels that it learnt.
+
+    They are known of models that training saved and `load_model` or ``load_trained`` loaded, of their copies and of
+    what is wrapped around them; of any other model nothing is known, and the dict is empty.
+
+    Example:
+        >>> model = vitrail.load_model("vitrail:runs/student")  # doctest: +SKIP
+        >>> vitrail.class_names(model)  # doctest: +SKIP
+        {'label': ('cat', 'dog')}
+    """
+    return dict(next((vars(part)[_NAMES] for part in model.modules() if _NAMES in vars(part)), {}))
+
+
+def _load(folder: Path) -> nn.Module:
     from vitrail.models import ViT
 
-    folder = model_folder(Path(path).expanduser())
     told = read_config(folder)
     architecture = str(told.get("architecture", ""))
     if architecture.startswith("timm:"):

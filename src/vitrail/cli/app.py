@@ -91,15 +91,39 @@ def merge(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: vitrail demo -o demo")
+@app.command(
+    epilog="Examples:\n\nvitrail demo -o demo\n\nvitrail demo --model runs/student --pictures photos/ -o student"
+)
 def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="RUN",
+            help="A trained model: the folder of a run. By default the one that comes with Vitrail.",
+            show_default=False,
+        ),
+    ] = None,
+    pictures: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--pictures",
+            metavar="PATH",
+            help="Pictures, or a folder of them, instead of the samples.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Folder for the results.")] = Path("demo"),
 ) -> None:
-    """Show it on three sample pictures, with a small model and random weights: no download, some seconds."""
+    """Show what a trained model says about pictures while its tokens merge: no download, some seconds.
+
+    Writes for each picture a sheet with the answers, the stained glass and the attention of special tokens, a report
+    on the model, and a summary. Where no trained model is installed, the weights are random.
+    """
     with console.user_errors(), console.notes():
         from vitrail.cli.demo import run_demo
 
-        run_demo(out)
+        run_demo(out, model, pictures or ())
 
 
 app.command(epilog=EPILOG)(bench)

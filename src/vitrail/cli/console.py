@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,20 @@ from rich.text import Text
 
 from vitrail.errors import VitrailError, VitrailWarning
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+
+class Patient(Console):
+    """A console whose reader may leave (``vitrail train … | head -1``): it then says no more, and work goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on, and give what is still buffered to nobody."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+
+out = Patient(highlight=False)
+err = Patient(stderr=True, highlight=False)
 
 
 def say(text: str, style: str = "") -> None:

@@ -28,6 +28,7 @@ EVALUATE_EPILOG = (
     "Examples:\n\n"
     "vitrail evaluate runs/student val.parquet\n\n"
     "vitrail evaluate runs/student/last photos/ --merge r=8 --json result.json\n\n"
+    "vitrail evaluate runs/pets breeds.parquet --tasks breed\n\n"
     "On several devices: torchrun --nproc-per-node 4 -m vitrail evaluate runs/student val.parquet"
 )
 
@@ -39,7 +40,10 @@ def evaluate(
         str | None, typer.Option(metavar="MERGE", help="Merge tokens, like r=8 or keep=0.5,schedule=decreasing.")
     ] = None,
     labels: Annotated[
-        str | None, typer.Option(metavar="COLUMNS", help="Columns of labels; by default those of the training.")
+        str | None,
+        typer.Option(
+            "--labels", "--tasks", metavar="COLUMNS", help="Columns of labels; by default all those of the training."
+        ),
     ] = None,
     batch: Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Pictures to run at once.")] = 256,
     device: Annotated[

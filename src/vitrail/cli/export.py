@@ -99,7 +99,8 @@ def run_export(
     import torch
 
     import vitrail
-    from vitrail.cli.model import cost_of, load
+    from vitrail.cli.asking import cost_of
+    from vitrail.cli.model import load
     from vitrail.export.api import check_path, export
 
     precision = None if dtype is None else getattr(torch, DTYPES[dtype])

@@ -164,7 +164,8 @@ def run_inspect(name: str, collection: Collection, settings: Settings, crew: Pro
     import torch
     from PIL import Image
 
-    from vitrail.cli.model import ask, load
+    from vitrail.cli.asking import ask
+    from vitrail.cli.model import load
     from vitrail.report import inspect as look
 
     def ready() -> Any:

@@ -11,8 +11,9 @@ from PIL import Image
 
 import vitrail
 from vitrail.cli import console
+from vitrail.cli.asking import ask, cost_of, paint
 from vitrail.cli.files import Names, make_folder, write_picture
-from vitrail.cli.model import Loaded, ask, cost_of, load, paint
+from vitrail.cli.model import Loaded, load
 from vitrail.cli.summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
 from vitrail.errors import PictureError
 from vitrail.pictures import check_picture, contact_sheet, find_pictures, read_picture
@@ -39,7 +40,7 @@ def run_merge(
     A picture that cannot be read is reported and skipped if there are others.
     """
     paths = find_pictures(pictures)
-    good, skipped = _check(paths)  # before the model is loaded, which may take long
+    good, skipped = readable(paths)  # before the model is loaded, which may take long
     with console.err.status(f"Loading {model}"):
         loaded = load(model, random=random, size=size, device=device)
     with vitrail.merge(loaded.model, **options) as merging:  # wrong options are found before anything is written
@@ -73,7 +74,7 @@ def run_merge(
     return summary
 
 
-def _check(paths: Sequence[Path]) -> tuple[list[Path], list[Skipped]]:
+def readable(paths: Sequence[Path]) -> tuple[list[Path], list[Skipped]]:
     """Sort out what is no picture, and say what is used of those with several frames."""
     good: list[Path] = []
     skipped: list[Skipped] = []

@@ -1,4 +1,4 @@
-"""A model by name, and what it answers with and without merging."""
+"""A model by name, ready for pictures, and what to say where it cannot be had."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import os
 import re
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 import vitrail
 from vitrail.adapters import find
-from vitrail.cli.summary import Cost, Result
-from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
-from vitrail.pictures import Preprocessing, stained_glass, to_tensor
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
+from vitrail.pictures import Preprocessing
+
+if TYPE_CHECKING:
+    from vitrail.training.questions import Question
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready for pictures."""
+    """A model that is ready for pictures; ``questions`` are what it answers, where its classes have names."""
 
     name: str
     model: nn.Module
@@ -38,20 +38,12 @@ class Loaded:
     layout: vitrail.TokenLayout
     device: torch.device
     random: bool
+    questions: tuple[Question, ...] = ()
 
     @property
     def weights(self) -> str:
         """Where the weights are from, in a word."""
         return "random" if self.random else "pretrained"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A model's output as one vector, whether it scores classes, and how long it took."""
-
-    values: Tensor
-    is_classes: bool
-    seconds: float
 
 
 def load(
@@ -77,66 +69,17 @@ def load(
         raise _wrong_size(name, expected.size) from error
     if size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2]):
         raise _wrong_size(name, size)
-    return Loaded(name, model.to(place), expected, layout, place, random)
+    return Loaded(name, model.to(place), expected, layout, place, random, _questions(model))
 
 
-def cost_of(loaded: Loaded, merging: vitrail.Merging) -> Cost:
-    """Count tokens and FLOPs for one picture."""
-    size = loaded.preprocessing.size
-    after = merging.tokens_per_layer(size)
-    before = [loaded.layout.num_tokens] * len(after)
-    return Cost(before, after, merging.flops(size, merged=False), merging.flops(size))
+def _questions(model: nn.Module) -> tuple[Question, ...]:
+    """Say which of a model's outputs are which classes, where these have names."""
+    names = vitrail.class_names(model)
+    if not names:
+        return ()
+    from vitrail.training.questions import ask as ask_for
 
-
-@torch.inference_mode()
-def ask(loaded: Loaded, picture: Image.Image) -> Answer:
-    """Run the model, merged or not, on one picture."""
-    batch = to_tensor([picture], loaded.preprocessing).to(loaded.device)
-    start = _now(loaded.device)
-    try:
-        output = loaded.model(batch)
-    except (AssertionError, ValueError) as error:  # how the libraries refuse a size
-        height, width = loaded.preprocessing.size
-        raise UnsupportedInput(
-            f"{loaded.name} does not take pictures of {height} × {width} pixels ({error}). Leave --size out."
-        ) from error
-    seconds = _now(loaded.device) - start
-    values, is_classes = _values(loaded.model, output)
-    return Answer(values.flatten().double().cpu(), is_classes, seconds)
-
-
-def paint(
-    loaded: Loaded, merging: vitrail.Merging, picture: Image.Image, name: str, before: Answer
-) -> tuple[Image.Image, Result]:
-    """Run the merged model on one picture, paint its groups, and compare its answer with the unmerged one."""
-    with merging.track() as trace:
-        after = ask(loaded, picture)
-    groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
-    same = bool(before.values.argmax() == after.values.argmax()) if before.is_classes else None
-    panes = int(trace.groups[0].unique().numel())
-    result = Result(name, panes, _cosine(before, after), same, before.seconds, after.seconds)
-    return stained_glass(picture, groups), result
-
-
-def _cosine(before: Answer, after: Answer) -> float | None:
-    """Cosine of two answers; None where one has no direction."""
-    lengths = float(before.values.norm() * after.values.norm())
-    cosine = float(before.values @ after.values) / lengths if lengths > 0 else float("nan")
-    return min(max(cosine, -1.0), 1.0) if cosine == cosine else None
-
-
-def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
-    """Find what a model says about the whole picture: class scores, else pooled features, else all tokens."""
-    if isinstance(output, Tensor):
-        return output, output.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
-    for name in ("logits", "pooler_output", "last_hidden_state"):
-        value = getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return value, name == "logits"
-    raise UnsupportedInput(
-        f"The model gave a {type(output).__name__}. Expected a tensor, or an output with logits, "
-        "pooler_output or last_hidden_state. Use vitrail.merge from Python for this model."
-    )
+    return ask_for(model, names)
 
 
 def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:
@@ -280,9 +223,3 @@ def _device(name: str | None) -> torch.device:
     if name == "cuda" and not available:
         raise InvalidOption("--device cuda: no CUDA device can be used here. Expected cpu. Leave --device out.")
     return torch.device(name or ("cuda" if available else "cpu"))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -24,7 +24,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, or hf:REPO-OR-FOLDER.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, or vitrail:RUN.")]
 R = Annotated[
     str | None,
     typer.Option("-r", "--r", metavar="N", help="Tokens to merge in each layer, or one number for each, with commas."),

@@ -18,8 +18,21 @@ COLUMNS = ("picture", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (
     "Panes: groups of patches in the picture. Tokens: those that leave the last block, without → with "
     "merging. GFLOPs: 10⁹ multiply-adds for one picture. Cosine: between the model's outputs without and "
-    "with merging. Top-1: whether the most likely class stays the same. Ms: one pass each, so a rough figure."
+    "with merging. Top-1: whether the most likely class stays the same, by name where names are known. Ms: one pass "
+    "each, so a rough figure."
 )
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A class by its name, and how likely the model takes it to be."""
+
+    name: str
+    probability: float
+
+
+Guesses = dict[str, list[Guess]]
+"""The most likely classes, the likeliest first, by question: a model may have learnt several columns of labels."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for one picture. ``cosine`` and ``same_top1`` are None where they mean nothing."""
+    """What came out for one picture.
+
+    ``cosine`` and ``same_top1`` are None where they mean nothing; guesses are empty where classes have no names.
+    """
 
     picture: str
     panes: int
@@ -42,7 +58,19 @@ class Result:
     same_top1: bool | None
     seconds_before: float
     seconds_after: float
+    guesses_before: Guesses = field(default_factory=dict)
+    guesses_after: Guesses = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def top1(self) -> str:
+        """Whether the most likely class stays the same, and which it is, in a few words."""
+        if self.same_top1 is None:
+            return "–"
+        if not self.guesses_before:
+            return "same" if self.same_top1 else "other"
+        before, after = first_names(self.guesses_before), first_names(self.guesses_after)
+        return f"same: {before}" if before == after else f"{before} → {after}"
 
 
 @dataclass(frozen=True)
@@ -76,11 +104,16 @@ class Summary:
                 f"{cost.tokens_before[-1]} → {cost.tokens_after[-1]}",
                 f"{cost.flops_before / 1e9:.3g} → {cost.flops_after / 1e9:.3g}",
                 "–" if result.cosine is None else f"{result.cosine:.4f}",
-                {None: "–", True: "same", False: "other"}[result.same_top1],
+                result.top1,
                 f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
             )
             for result in self.pictures
         ]
+
+
+def first_names(guesses: Guesses) -> str:
+    """Name the most likely class of each question."""
+    return ", ".join(best[0].name for best in guesses.values())
 
 
 def table(runs: Sequence[Summary], title: str) -> Table:

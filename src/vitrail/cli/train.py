@@ -168,6 +168,8 @@ def _scores(values: dict[str, Any]) -> str:
 
 def _conclude(run: Run) -> None:
     """Say where things are, and what to do next."""
+    from vitrail.adapters.saved import read_labels
+
     folder = run.folder
     console.say(f"The run is in {folder}", style="bold")
     console.say(
@@ -180,6 +182,10 @@ def _conclude(run: Run) -> None:
     console.say(f"  vitrail evaluate {name} DATA             # how good it is, head by head; --merge r=8 with merging")
     if not _is_ours(folder / "last"):
         return
+    if read_labels(folder / "last").get("classes"):
+        console.say(
+            f"  vitrail demo --model {name}              # its answers, merged more and more, and its attention"
+        )
     console.say(f"  vitrail inspect vitrail:{name} PICTURES  # artifact tokens, attention, what tokens hold")
     console.say(f"  vitrail export vitrail:{name} -r 8 -o model.onnx")
 

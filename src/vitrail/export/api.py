@@ -18,7 +18,7 @@ from vitrail.export.base import INPUT, Batch, ExportResult, Format, Shape, Trace
 from vitrail.export.checking import DRAWS, TOLERANCES, compare, count_tokens
 from vitrail.export.files import publish, workshop
 from vitrail.export.onnx import Onnx
-from vitrail.export.program import Plain, heeding_interrupts, named_tensors, trace
+from vitrail.export.program import Plain, heeding_interrupts, trace
 from vitrail.export.pt2 import Pt2
 from vitrail.surgery import Merging
 
@@ -226,7 +226,7 @@ def _first_run(plain: Plain, merging: Merging | None, images: Tensor) -> tuple[l
 
 def _run(plain: Plain, images: Tensor) -> dict[str, Tensor]:
     try:
-        return named_tensors(plain.model(images))
+        return plain.outputs(images)
     except VitrailError:
         raise
     except Exception as error:

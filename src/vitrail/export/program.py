@@ -5,13 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.adapters.saved import class_names
 from vitrail.errors import ExportError, VitrailError, VitrailWarning
 from vitrail.export.base import first_line
+from vitrail.heads import Output
+
+if TYPE_CHECKING:
+    from vitrail.training.questions import Question
 
 
 class Plain(nn.Module):
@@ -23,11 +28,29 @@ class Plain(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self._shared = _questions(model)
         self.eval()  # the model is in this mode already
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
-        outputs = named_tensors(self.model(images))
+        outputs = self.outputs(images)
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+    def outputs(self, images: Tensor) -> dict[str, Tensor]:
+        """Give the outputs by name; where one head answers several tasks, each task's part by the task's name."""
+        said = self.model(images)
+        if isinstance(said, Tensor) and self._shared:
+            return {one.name: one.read(said) for one in self._shared}
+        return named_tensors(said)
+
+
+def _questions(model: nn.Module) -> tuple[Question, ...]:
+    """Say what a model answers, where training taught it several things."""
+    names = class_names(model)
+    if len(names) < 2:
+        return ()
+    from vitrail.training.questions import ask
+
+    return ask(model, names)
 
 
 def named_tensors(result: Any) -> dict[str, Tensor]:
@@ -42,7 +65,9 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
 
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Output):  # what our models with tasks give: answers, and features that are not exported
+        yield from _walk({"logits": value.logits, **value.by_role}, name)
+    elif isinstance(value, Tensor):
         yield name or "output", value
     elif isinstance(value, Mapping):
         for key, part in value.items():

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from vitrail.kernels import ops
-from vitrail.merging import Assignment, proportional_attention
-from vitrail.merging import match as reference_match
+from vitrail.merging import METHODS, Assignment, proportional_attention
 from vitrail.merging.matching import Order, Protected
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -105,13 +104,18 @@ class KernelAssignment(Assignment):
         return ops.merge(x, size, self.member, self.start)
 
 
-def match(k: Tensor, r: int, protected: Protected = 0, order: Order = "paper") -> Assignment:
+FUSED = ("tome",)
+"""Methods that the kernels know."""
+
+
+def match(k: Tensor, r: int, protected: Protected = 0, order: Order = "paper", method: str = "tome") -> Assignment:
     """Match tokens by their keys (B, H, N, d), averaged over heads."""
-    if r and isinstance(protected, int) and order == "paper" and k.shape[-1] <= WIDEST and usable(k):
+    known = method in FUSED and isinstance(protected, int) and order == "paper"
+    if r and known and k.shape[-1] <= WIDEST and usable(k):
         target, member, start = ops.match(k, r, protected)
         return KernelAssignment(target, k.shape[2] - r, member, start)
     metric = k.mean(1, dtype=torch.promote_types(k.dtype, torch.float32))
-    return reference_match(metric, r, protected, order)
+    return METHODS[method](metric, r, protected, order)
 
 
 def attention(

@@ -3,7 +3,8 @@
 from vitrail.merging.assignment import Assignment
 from vitrail.merging.attention import proportional_attention
 from vitrail.merging.matching import match
+from vitrail.merging.methods import METHODS
 from vitrail.merging.schedule import Room, Schedule, Solution
 from vitrail.merging.state import MergeState
 
-__all__ = ["Assignment", "MergeState", "Room", "Schedule", "Solution", "match", "proportional_attention"]
+__all__ = ["METHODS", "Assignment", "MergeState", "Room", "Schedule", "Solution", "match", "proportional_attention"]

@@ -25,6 +25,7 @@ class MergeState:
         layer: the layer that comes next.
         protected: which of the present tokens may not merge.
         order: how tokens are ordered after a merge.
+        method: how it is found which tokens merge; one of ``METHODS``.
         size: members of each present token (B, N); None while all have one.
         log2_size: log₂ of it, where it is known already.
         assignment: where each original token is now; None while nothing merged.
@@ -35,6 +36,7 @@ class MergeState:
     layer: int = 0
     protected: Protected = 0
     order: Order = "paper"
+    method: str = "tome"
     size: Tensor | None = None
     log2_size: Tensor | None = None
     assignment: Assignment | None = None

@@ -16,6 +16,7 @@ Position = Literal["learned", "sincos", "rotary", "none"]
 FinalNorm = Literal["tokens", "pooled", "none"]
 
 _CHOICES = {
+    "stem": ("patches", "convolutions"),
     "position": ("learned", "sincos", "rotary", "none"),
     "mlp": ("gelu", "swiglu"),
     "pool": ("token", "mean", "attention"),
@@ -23,13 +24,13 @@ _CHOICES = {
     "final_norm": ("tokens", "pooled", "none"),
 }
 _WHOLE = {"in_chans": 1, "width": 1, "depth": 1, "heads": 1, "num_classes": 0, "class_attention": 0}
-_RATES = ("drop_path", "dropout", "attention_dropout")
+_RATES = ("drop_path", "dropout", "attention_dropout", "patch_drop")
 _FLAGS = ("qkv_bias", "proj_bias", "qk_norm", "talking_heads", "pre_norm", "drop_path_uniform")
 _TIMM = {
     "img_size": "image_size", "embed_dim": "width", "num_heads": "heads", "init_values": "layer_scale",
     "global_pool": "pool", "drop_path_rate": "drop_path", "proj_drop_rate": "dropout", "pos_drop_rate": "dropout",
     "attn_drop_rate": "attention_dropout", "pos_embed": "position", "reg_tokens": "tokens", "class_token": "tokens",
-    "depth_token_only": "class_attention",
+    "depth_token_only": "class_attention", "patch_drop_rate": "patch_drop",
 }  # fmt: skip
 """What timm calls some of the options."""
 
@@ -41,6 +42,8 @@ class ViTConfig:
     - ``image_size``, ``patch_size``: one number, (height, width), or (time, height, width) for video; a spectrogram
       is a picture of one channel, (frequency, time). Other input sizes work too; this is the one that learned
       positions are kept for.
+    - ``stem``: each patch projected by itself, as usual; or ``"convolutions"`` of 3 by 3 that halve the picture until a
+      pixel is a patch (Xiao et al., 2021: easier to train, and far better on few pictures).
     - ``mlp_ratio``: outputs of the first linear layer over ``width``; with SwiGLU its two halves count together.
     - ``tokens``: the special tokens, in their order in front of the patches.
     - ``position``: of the patches. Learned positions may be shared by special tokens; rotary ones turn patches only.
@@ -48,6 +51,7 @@ class ViTConfig:
     - ``pool``, ``fuse``: what the heads read, and how class and distillation heads become one answer.
     - ``final_norm``: of every token, as usual; ``"pooled"``, of the pooled patches alone; or none.
     - ``pre_norm``: a norm before the first block, and then no bias in the patch embedding.
+    - ``patch_drop``: share of the patches that are left out while training, others of each input.
     - ``drop_path``: of the last block, rising linearly from 0; of every block with ``drop_path_uniform``.
     - ``class_attention``: so many layers after the blocks, in which the tokens that enter there gather from all the
       others, which those layers no longer change.
@@ -62,6 +66,7 @@ class ViTConfig:
     mlp_ratio: float = 4.0
     num_classes: int = 1000
     tokens: tuple[TokenSpec, ...] = (CLASS_TOKEN,)
+    stem: Literal["patches", "convolutions"] = "patches"
     position: Position = "learned"
     layer_scale: float | None = None
     qk_norm: bool = False
@@ -75,6 +80,7 @@ class ViTConfig:
     pre_norm: bool = False
     drop_path: float = 0.0
     drop_path_uniform: bool = False
+    patch_drop: float = 0.0
     dropout: float = 0.0
     attention_dropout: float = 0.0
     class_attention: int = 0
@@ -89,6 +95,13 @@ class ViTConfig:
         for name, sides in (("patch_size", patch), ("image_size", image)):
             if not isinstance(getattr(self, name), int):
                 object.__setattr__(self, name, sides)  # a list, as JSON gives it, becomes a tuple
+        halvings = len(patch) == 2 and patch[0] == patch[1] and patch[0].bit_count() == 1 and patch[0] > 1
+        if self.stem == "convolutions" and not (halvings and self.width % (patch[0] // 2) == 0):
+            raise InvalidOption(
+                f"stem='convolutions' halves a picture and doubles its channels until a pixel is a patch; expected a "
+                f"square patch_size of 2, 4, 8, 16 ... and a width that is a multiple of half of it, got {patch} and "
+                f"{self.width}"
+            )
         self._check_tokens()
 
     def _check_values(self) -> None:

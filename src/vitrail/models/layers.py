@@ -11,17 +11,33 @@ from vitrail.models.position import rotate
 
 
 class PatchEmbed(nn.Module):
-    """Cut the input into patches that do not overlap, and project each: (B, C, [T,] H, W) to (B, P, D)."""
+    """Turn the input into patches, and project each: (B, C, [T,] H, W) to (B, P, D).
+
+    Patches are cut out and do not overlap; after a stem of convolutions they are its pixels.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         conv = nn.Conv2d if len(config.patch) == 2 else nn.Conv3d
-        bias = not config.pre_norm
-        self.proj = conv(config.in_chans, config.width, config.patch, stride=config.patch, bias=bias)  # type: ignore[arg-type]
+        convolved = config.stem == "convolutions"
+        self.stem = convolutions(config) if convolved else nn.Identity()
+        channels, side = (config.width, (1, 1)) if convolved else (config.in_chans, config.patch)
+        self.proj = conv(channels, config.width, side, stride=side, bias=not config.pre_norm)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed the patches, row by row."""
-        return self.proj(x).flatten(2).transpose(1, 2)
+        return self.proj(self.stem(x)).flatten(2).transpose(1, 2)
+
+
+def convolutions(config: ViTConfig) -> nn.Sequential:
+    """Build a stem: each layer halves the picture and doubles the channels, up to the width of the model."""
+    layers: list[nn.Module] = []
+    before, halvings = config.in_chans, config.patch[0].bit_length() - 1
+    for left in reversed(range(halvings)):
+        channels = config.width >> left
+        layers += [nn.Conv2d(before, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        before = channels
+    return nn.Sequential(*layers)
 
 
 class Attention(nn.Module):

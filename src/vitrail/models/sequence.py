@@ -32,6 +32,15 @@ def pick(specs: Sequence[TokenSpec], x: Tensor) -> dict[str, Tensor]:
     return {spec.name: part for spec, part in zip(specs, x.split([spec.count for spec in specs], 1), strict=True)}
 
 
+def drop_patches(x: Tensor, rope: Tensor | None, share: float) -> tuple[Tensor, Tensor | None]:
+    """Leave out a share of the patches (B, P, D), chosen anew for each input, with what turns them (P, d)."""
+    count = max(round(x.shape[1] * (1 - share)), 1)
+    kept = torch.rand(x.shape[:2], device=x.device).argsort(1)[:, :count]
+    if rope is not None:
+        rope = rope[kept].unsqueeze(1)  # (B, 1, P, d): the same for all heads
+    return x.gather(1, kept.unsqueeze(-1).expand(-1, -1, x.shape[2])), rope
+
+
 def reading_mask(specs: Sequence[TokenSpec], patches: int, queries: int, device: torch.device) -> Tensor | None:
     """Say who reads whom: (queries, keys), true where the query may read.
 

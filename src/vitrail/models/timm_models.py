@@ -107,6 +107,8 @@ def _check_known(config: ViTConfig) -> None:
     late = [spec for spec in specs if config.entry(spec) != (config.depth if staged else 0)]
     reasons = {
         "input of three dimensions": len(config.patch) == 3,
+        "a stem of convolutions": config.stem != "patches",
+        "patches that are left out while training": config.patch_drop > 0,
         "task tokens": "" in names,
         "several class tokens": sum(s.count for s, name in zip(specs, names, strict=True) if name == "cls_token") > 1,
         "register specs side by side": names.count("reg_token") > 1,

@@ -20,7 +20,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.layers import Block, PatchEmbed, layer_norm
 from vitrail.models.position import resample, rotary_table, sincos_table
 from vitrail.models.saving import load_states, push_folder, read_folder, write_folder
-from vitrail.models.sequence import pick, reading_mask, weave
+from vitrail.models.sequence import drop_patches, pick, reading_mask, weave
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
 POOLS = {"avg": "mean", "map": "attention"}
@@ -144,9 +144,11 @@ class ViT(nn.Module):
         self._check_input(x)
         grid = self._grid(tuple(x.shape[2:]))
         x, special = self._embed(x, grid)
-        patches = x.shape[1]
         axes = len(config.patch)
         rope = rotary_table(grid, config.head_width, axes, x) if config.position == "rotary" else None
+        if self.training and config.patch_drop:
+            x, rope = drop_patches(x, rope, config.patch_drop)
+        patches = x.shape[1]
         here: tuple[TokenSpec, ...] = ()
         mask = None
         for layer, block in enumerate(self.blocks):

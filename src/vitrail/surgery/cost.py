@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
@@ -53,7 +54,7 @@ class CostModel:
         counted = {id(part) for root in (*patch_parts, *found.blocks) for part in root.modules()}
         rest = [part for part in model.modules() if id(part) not in counted]
         return cls(
-            per_patch=_weights(part for root in patch_parts for part in root.modules()),
+            per_patch=sum(map(_per_patch, patch_parts)),
             fixed=_weights(rest),
             blocks=tuple(map(_block_cost, found.block_adapters, found.blocks)),
             late=late_tokens(found),
@@ -101,6 +102,15 @@ def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:
         for roots in (parts.attend_parts(block), parts.feed_parts(block))
     )
     return BlockCost(attend, feed, 2 * heads * channels + parts.pair_weights(block), channels)
+
+
+def _per_patch(root: nn.Module) -> int:
+    """Count how many weights a patch meets; what comes before a stride is met at each of the places that it skips."""
+    times, total = 1, 0
+    for part in reversed(list(root.modules())):
+        total += times * _weights([part])
+        times *= prod(part.stride) if isinstance(part, nn.Conv2d | nn.Conv3d) else 1
+    return total
 
 
 def _weights(parts: Iterable[nn.Module]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,8 +77,8 @@ def _size(found: Found, size: Any) -> Any:
     if size is None:
         return None
     embedding = found.adapter.patch_embedding(found.trunk)
-    conv = next((part for part in embedding.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)), None)
-    steps = (1, 1) if conv is None else conv.stride
+    strides = [part.stride for part in embedding.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)]
+    steps = tuple(map(prod, zip(*strides, strict=True))) if strides else (1, 1)
     expected = "(time, height, width)" if len(steps) == 3 else "(height, width), or one number for both"
     if isinstance(size, Tensor):
         if size.dim() != 2 + len(steps):

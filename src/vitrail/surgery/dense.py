@@ -31,6 +31,7 @@ def serves(x: Tensor, state: MergeState) -> bool:
         x.dtype in (torch.bfloat16, torch.float16)
         and isinstance(state.protected, int)
         and state.order == "paper"
+        and state.method in kernels.FUSED
         and kernels.usable(x)
         and not torch.is_autocast_enabled(x.device.type)
     )

@@ -121,7 +121,9 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
     solution = plan.solve(patches)
     plan.report(solution, patches)
     per_layer = solution.wanted if plan.pictures_decide else solution.per_layer
-    state = MergeState(per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order)
+    state = MergeState(
+        per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order, method=plan.method
+    )
     return Carried(plan, layout, state, entered.rotary, entered.expose, entered.unmasked)
 
 

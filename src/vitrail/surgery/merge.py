@@ -12,7 +12,7 @@ from torch import nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, NotMerged, UnsupportedModel
-from vitrail.merging import Schedule
+from vitrail.merging import METHODS, Schedule
 from vitrail.surgery.appended import added_to
 from vitrail.surgery.checks import (
     as_pictures,
@@ -47,6 +47,7 @@ def merge(
     order: str = "paper",
     protect: Any = None,
     unmerge: bool = True,
+    method: str = "tome",
 ) -> Merging:
     """Merge similar tokens between attention and MLP in every block of a model, in place.
 
@@ -71,6 +72,8 @@ def merge(
             (pictures, patches) or (pictures, height, width) for one batch.
         unmerge: give every patch its token back after the last block, so that pooling, heads and dense outputs are
             exact. With False the merged tokens come out, special ones in front.
+        method: ``"tome"``, Token Merging. For comparisons, ``"random"`` merges tokens whichever they are, and
+            ``"prune"`` leaves out the tokens that Token Merging would merge; neither has fast kernels.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
@@ -84,6 +87,8 @@ def merge(
             raise InvalidOption(f"{name} is True or False; got {value!r}")
     if order not in ("paper", "original"):
         raise InvalidOption(f"order is 'paper' or 'original'; got {order!r}")
+    if method not in METHODS:
+        raise InvalidOption(f"method is one of {', '.join(METHODS)}; got {method!r}")
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
@@ -92,7 +97,7 @@ def merge(
     mask = parse_protect(protect, layout.grid, resizes)
     cost = CostModel.of(model, found)
     added = added_to(found)
-    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added)  # type: ignore[arg-type]
+    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=method)  # type: ignore[arg-type]
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
@@ -164,7 +169,7 @@ class Merging:
             config["r"] = list(wanted.r)
         else:
             config["schedule"] = wanted.shape
-        config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge)
+        config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge, method=plan.method)
         if plan.protect is not None:
             config["protect"] = plan.protect.tolist()
         return config

@@ -31,6 +31,7 @@ class Plan:
         layout: the model's tokens at its own input size.
         merges: whether it is a merging at all, and not only there for tokens that were added.
         added: tokens that go beside the model's own.
+        method: how it is found which tokens merge.
         solved: merges per layer by number of patches, for the present schedule.
     """
 
@@ -45,6 +46,7 @@ class Plan:
     resizes: bool = False
     merges: bool = True
     added: Beside | None = None
+    method: str = "tome"
     warned: set[int] = field(default_factory=set)
     hooks_reported: bool = False
     solved: dict[int, Solution] = field(default_factory=dict, repr=False)
@@ -73,7 +75,7 @@ class Plan:
         nothing = Schedule.parse(self.depth, 0)
         return replace(
             self, schedule=nothing, proportional=True, order="paper", unmerge=True, protect=None, merges=False,
-            warned=set(), hooks_reported=False, solved={},
+            method="tome", warned=set(), hooks_reported=False, solved={},
         )  # fmt: skip
 
     @property

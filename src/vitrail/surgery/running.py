@@ -72,7 +72,7 @@ def merged_forward(
     h = parts.attend_norm(block, x)
     q, k, v = parts.qkv(block, h)
     r = state.possible()
-    step = kernels.match(k.detach(), r, state.protected, state.order) if r else None
+    step = kernels.match(k.detach(), r, state.protected, state.order, state.method) if r else None
     if call.rope is not None:
         table = call.rope
         if state.size is not None and carried.rotary is not None and state.positions is not None:

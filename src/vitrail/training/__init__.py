@@ -1,12 +1,14 @@
-"""Training and evaluating: one command or one call, from labelled pictures to a model folder.
+"""Training and evaluating: one command or one call, from labelled pictures or arrays to a model folder.
 
 train, Config, PRESETS          a run, what it is asked for, and what one word stands for
 Run, load_trained, Labels       a finished run, and a trained model with the names of its classes
 evaluate, Evaluation            how good a model is, head by head and fused
 open_examples, Examples         labelled pictures, wherever they come from
+Arrays                          labelled tensors: sounds, videos, anything
 Event, read_log                 what a run says while it goes on, and what it said
 """
 
+from vitrail.training.arrays import Arrays
 from vitrail.training.config import Config
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.examples import Examples, open_examples
@@ -18,6 +20,7 @@ from vitrail.training.start import train
 
 __all__ = [
     "PRESETS",
+    "Arrays",
     "Config",
     "Evaluation",
     "Event",

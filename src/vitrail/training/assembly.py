@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
+from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.surgery import Merging, merge
-from vitrail.training.augment import Augment
 from vitrail.training.building import Built, build, load_teacher
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.checks import NO_LABELS
@@ -19,6 +20,7 @@ from vitrail.training.config import Config
 from vitrail.training.distributed import Crew, repeated, wrap_ddp, wrap_fsdp
 from vitrail.training.examples import Examples, open_examples
 from vitrail.training.feeds import Feed, make_feed
+from vitrail.training.fitting import check_fits, prepares
 from vitrail.training.learner import Learner
 from vitrail.training.log import Event, Log, Tell
 from vitrail.training.mixing import Mix
@@ -40,18 +42,19 @@ START = 0
 
 
 def open_data(config: Config) -> tuple[Examples, Examples | None]:
-    """Open the training pictures, and those to evaluate on: files of their own, or a share that is held out."""
+    """Open the training data, and that to evaluate on: data of its own, or a share that is held out."""
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
     examples = open_examples(config.data, labels=columns)
     held = None
-    if columns is None:
-        return examples.take(config.share, config.seed), None
-    if isinstance(config.validation, float):
+    if isinstance(config.validation, float) and columns is not None:
         examples, held = examples.split(config.validation, config.seed)
-    elif config.validation is not None:
+    elif config.validation is not None and columns is not None:
+        if isinstance(config.validation, str) and config.validation.startswith("<"):
+            raise InvalidOption("validation: the run was started with a data set from Python; give it again")
         held = open_examples(config.validation, labels=columns, classes=examples.classes)
+    check_fits(config, examples, held)
     return examples.take(config.share, config.seed), held
 
 
@@ -120,6 +123,8 @@ def _teacher(config: Config, built: Built, classes: Mapping[str, tuple[str, ...]
             f"teacher={config.teacher!r} has {size} outputs and there are {len(wanted)} classes; finetune it on the "
             "same classes first, or learn its features (distillation='features')"
         )
+    if not isinstance(built.preprocessing, Preprocessing) or not isinstance(labels.preprocessing, Preprocessing | None):
+        raise InvalidOption(f"teacher={config.teacher!r}: teachers are for pictures, and one of the two models is not")
     half = torch.bfloat16 if config.dtype == "bf16" and crew.device.type == "cuda" else None
     _lay_out(model, crew)
     if config.compile == "whole":
@@ -144,9 +149,8 @@ def make_parts(
     steps = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
     feed = _feed(config, crew, examples, tell, "pictures to learn from", **steps)
     evaluated = None if held is None else _feed(config, crew, held, tell, "pictures to evaluate on")
-    strength: Any = config.augment
-    expects, least = built.preprocessing, config.crop_min or 1.0
-    augment = Augment(strength, expects.size[0], expects.mean, expects.std, crop_min=least, erasing=config.erasing)
+    built = replace(built, preprocessing=examples.normalising() or built.preprocessing)
+    augment: Any = prepares(built.preprocessing, config.augment, config.crop_min or 1.0, config.erasing)
     views = augment if config.recipe == "labels" else Views(augment)
     wrapped = wrap(learner, config, crew)
     optimizer = make_optimizer(learner, config.lr or 0.0, config.weight_decay or 0.0)

@@ -7,7 +7,6 @@ blurred; a little colour jitter. No more is needed for small sets, and it is che
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from vitrail.errors import InvalidOption
 from vitrail.training import colouring
+from vitrail.training.normalising import exact, normalise
 from vitrail.training.warping import crop, random_boxes, turning, warp
 
 Strength = Literal["none", "flip", "light", "medium", "strong"]
@@ -129,19 +129,19 @@ class Augment:
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
         """Augment a batch by numbers that were drawn: (b, 60), from 0 to 1. Nothing here is random; it compiles."""
-        with _exact(images.device):
+        with exact(images.device):
             found = Draws(*numbers.split(WIDTHS, 1))
             pictures = self._placed(images.float() / 255, found)
             if self.strength in ("medium", "strong"):
                 pictures = self._coloured(pictures.clamp(0, 1), found)
             if self._erased > 0:
                 pictures = self._with_holes(pictures, found)
-            return self._normalised(pictures.clamp(0, 1))
+            return normalise(pictures.clamp(0, 1), self.mean, self.std)
 
     def plain(self, images: Tensor) -> Tensor:
         """Prepare a batch for evaluation: resized (bicubic, antialiased) where it must be, and normalised."""
-        with _exact(images.device):
-            return self._normalised(self._resized(images.float() / 255).clamp(0, 1))
+        with exact(images.device):
+            return normalise(self._resized(images.float() / 255).clamp(0, 1), self.mean, self.std)
 
     @property
     def _erased(self) -> float:
@@ -190,14 +190,6 @@ class Augment:
         size = torch.where(found.erased < self._erased, size, 0.0)
         return colouring.erase(pictures, start, size, found.erased_colour)
 
-    def _normalised(self, pictures: Tensor) -> Tensor:
-        # Numbers are filled in on the device: a copy from the host would wait for it.
-        scale = torch.stack([torch.full((1, 1), 1 / one, device=pictures.device) for one in self.std])
-        shift = torch.stack(
-            [torch.full((1, 1), one / by, device=pictures.device) for one, by in zip(self.mean, self.std, strict=True)]
-        )
-        return pictures * scale - shift
-
 
 def drawn(width: int, images: Tensor, draw: torch.Generator, rows: slice | None, total: int | None) -> Tensor:
     """Draw numbers from 0 to 1 for the whole batch, and give those of this process: (b, width)."""
@@ -210,12 +202,6 @@ def drawn(width: int, images: Tensor, draw: torch.Generator, rows: slice | None,
             "given. Expected as many."
         )
     return numbers.to(images.device, non_blocking=True)
-
-
-def _exact(device: torch.device) -> AbstractContextManager[object]:
-    """Compute in float32, also within autocast: a byte has 8 bits, and bfloat16 no more."""
-    known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
 
 
 def _signed(numbers: Tensor, most: float) -> Tensor:

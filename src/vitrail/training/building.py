@@ -18,24 +18,35 @@ from vitrail.models.registry import model_config
 from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training.config import Config
+from vitrail.training.fitting import adapted, own_form
+from vitrail.training.normalising import Expects, Normalising
 from vitrail.training.parsing import read_tokens
 from vitrail.training.run import Labels, load_trained, named
 from vitrail.training.teacher import expected_by
 
 Classes = Mapping[str, Sequence[str]]
+Size = int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model to train, what its folder's config says about it, and what it expects of a picture."""
+    """A model to train, what its folder's config says about it, and what it expects of a picture or an array."""
 
     model: nn.Module
     architecture: dict[str, Any]
-    preprocessing: Preprocessing
+    preprocessing: Expects
 
 
 def build(config: Config, classes: Classes) -> Built:
-    """Build the model of a resolved config, with heads for these classes."""
+    """Build the model of a resolved config, with heads for these classes; for the data's own size, where it has one."""
+    own = own_form(config.data)
+    if own is None:
+        return _build(config, classes)
+    standard = Normalising((0.0,) * own.channels, (1.0,) * own.channels)
+    return replace(_build(adapted(config, own), classes), preprocessing=standard)
+
+
+def _build(config: Config, classes: Classes) -> Built:
     if config.own:
         model: nn.Module = ViT(own_config(config, classes))
         return Built(model, {}, _expected(model, config.image_size))
@@ -94,7 +105,7 @@ def _timm_options(config: Config, classes: Classes) -> dict[str, Any]:
     return options
 
 
-def build_timm(name: str, options: dict[str, Any], pretrained: bool, size: int | None) -> Built:
+def build_timm(name: str, options: dict[str, Any], pretrained: bool, size: Size) -> Built:
     """Build a model of timm's; a size and drop path are options only of the models that have them."""
     options = dict(options)
     while True:
@@ -123,6 +134,8 @@ def _build_hf(config: Config, classes: Classes) -> Built:
     names = [name for column in classes.values() for name in column]
     named = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
     options = {**named, **config.options, **({} if config.image_size is None else {"image_size": config.image_size})}
+    if "in_chans" in options:
+        options["num_channels"] = options.pop("in_chans")
     source = config.model.removeprefix("hf:")
     try:
         told = AutoConfig.from_pretrained(source, **options)
@@ -137,12 +150,16 @@ def _build_hf(config: Config, classes: Classes) -> Built:
 
 def _go_on(config: Config, model: nn.Module, labels: Labels, classes: Classes) -> Built:
     """Begin from a trained model: the same with heads for the new classes, which are kept where they are the same."""
+    if isinstance(labels.preprocessing, Normalising) and own_form(config.data) is None:
+        raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not pictures")
     same = {name: tuple(names) for name, names in classes.items()} == labels.classes
     options = {name: value for name, value in {"drop_path": config.drop_path}.items() if value is not None}
     if isinstance(model, ViT):
         changes = {**options, **config.options}
         if config.image_size is not None:
             changes["image_size"] = config.image_size
+        if changes.get("in_chans", model.config.in_chans) != model.config.in_chans:
+            raise InvalidOption(f"in_chans={changes['in_chans']}: {config.model} has {model.config.in_chans} channels")
         tasks = [spec.name for spec in model.config.tokens if spec.role is Role.TASK]
         changes["num_classes"] = sum(len(names) for name, names in classes.items() if name not in tasks)
         changes["tokens"] = tuple(
@@ -157,12 +174,14 @@ def _go_on(config: Config, model: nn.Module, labels: Labels, classes: Classes) -
     told = labels.architecture
     if not str(told.get("architecture", "")).startswith("timm:"):
         return _build_hf(replace(config, model=f"hf:{labels.folder}"), classes)
-    expects = labels.preprocessing
+    expects = labels.preprocessing if isinstance(labels.preprocessing, Preprocessing) else None
     size = config.image_size or (expects.size[0] if expects else None)
     settings = {**told.get("options", {}), **_timm_options(config, classes)}
     built = build_timm(told["architecture"], settings, False, size)
     _take_over(built.model, model.state_dict(), heads=same, prefix="")
-    return built if expects is None else replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
+    if expects is not None and isinstance(built.preprocessing, Preprocessing):
+        return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
+    return built
 
 
 def _take_over(model: nn.Module, states: Mapping[str, Tensor], *, heads: bool, prefix: str) -> None:
@@ -192,9 +211,10 @@ def _outputs(classes: Classes) -> int:
     return sum(map(len, classes.values()))
 
 
-def _expected(model: nn.Module, size: int | None) -> Preprocessing:
-    found = expected_by(model) or Preprocessing((size or 224, size or 224), MEAN, STD)
-    return found if size is None else replace(found, size=(size, size))
+def _expected(model: nn.Module, size: Size) -> Preprocessing:
+    sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
+    found = expected_by(model) or Preprocessing(sides or (224, 224), MEAN, STD)
+    return replace(found, size=sides) if sides else found
 
 
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:

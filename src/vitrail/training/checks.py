@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.adapters.saved import named
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec
@@ -31,10 +32,11 @@ CHOICES = {
     "recipe": ("labels", "dino"),
 }
 WHOLE = {
-    **dict.fromkeys(("side", "image_size", "patch_size", "epochs", "batch_size", "accumulate", "repeats"), 1),
+    **dict.fromkeys(("side", "epochs", "batch_size", "accumulate", "repeats"), 1),
     **dict.fromkeys(("keep", "log_every"), 1),
     **dict.fromkeys(("warmup_epochs", "seed", "workers"), 0),
 }
+SIZES = ("image_size", "patch_size")
 NUMBERS: dict[str, tuple[float, float, str]] = {
     "share": (0, 1, "a share above 0, at most 1"),
     "crop_min": (0, 1, "a share above 0, at most 1"),
@@ -56,7 +58,7 @@ NO_LABELS = "none"
 """What is given as labels where there are none."""
 
 _TEXTS = ("model", "out", "labels", "teacher")
-_FLAGS = ("pretrained", "tensorboard")
+_FLAGS = ("pretrained", "tensorboard", "graphs")
 _MAPPINGS = ("options", "task_weights", "recipe_options")
 
 
@@ -69,7 +71,7 @@ def check_value(name: str, value: Any) -> Any:
         return dict(value)
     if name == "data":
         _expect(name, value, value is not None and value != "", "a folder, files, or a data set")
-    if value is None or name not in (*CHOICES, *WHOLE, *NUMBERS, *_TEXTS, *_FLAGS):
+    if value is None or name not in (*CHOICES, *WHOLE, *SIZES, *NUMBERS, *_TEXTS, *_FLAGS):
         return value
     if name in CHOICES:
         if name == "compile" and isinstance(value, bool):  # YAML reads on and off so
@@ -81,11 +83,18 @@ def check_value(name: str, value: Any) -> Any:
     elif name in _FLAGS:
         _expect(name, value, isinstance(value, bool), "true or false")
     elif name in WHOLE:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        _expect(name, value, whole and value >= WHOLE[name], f"a whole number, {WHOLE[name]} or more")
+        _expect(name, value, _whole(value, WHOLE[name]), f"a whole number, {WHOLE[name]} or more")
+    elif name in SIZES:
+        several = isinstance(value, list | tuple) and len(value) in (2, 3) and all(_whole(one, 1) for one in value)
+        _expect(name, value, several or _whole(value, 1), "a whole number, 1 or more, or two or three of them")
+        value = tuple(value) if several else value
     else:
         value = _number(name, value)
     return value
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _number(name: str, value: Any) -> float:
@@ -129,6 +138,7 @@ def check_together(config: Config) -> None:
         raise InvalidOption(f"temperature is for distillation='soft'; got distillation={config.distillation!r}")
     if config.temperature is not None and config.distillation is None:
         raise InvalidOption("temperature is for distillation='soft'; say so, or leave it out")
+    _check_dropped(config)
     _check_tasks(config)
     _check_recipe(config)
     if config.epochs is not None and (config.warmup_epochs or 0) > config.epochs:
@@ -137,10 +147,22 @@ def check_together(config: Config) -> None:
         raise InvalidOption(f"accumulate={config.accumulate} does not divide batch_size={config.batch_size}")
 
 
+def _check_dropped(config: Config) -> None:
+    """Refuse to compare patches one by one where some of them are left out."""
+    compared = {
+        "distillation='features'": config.distillation == "features",
+        "feature_weight": config.feature_weight > 0,
+        "recipe_options: reconstruct": bool(config.recipe_options.get("reconstruct")),
+    }
+    for name, asked in compared.items():
+        if asked and config.options.get("patch_drop"):
+            raise InvalidOption(f"{name} needs every patch, and options: patch_drop leaves some out; give one of them")
+
+
 def _check_model(config: Config) -> None:
     name = config.model
     library, colon, _ = name.partition(":")
-    folder = Path(name.removeprefix("vitrail:")).is_dir() or name.startswith("local-dir:")
+    folder = named(name).is_dir() or name.startswith("local-dir:")
     if not config.own and not folder and not (colon and library in ("timm", "hf")):
         known = sorted(MODELS)
         raise InvalidOption(

@@ -22,7 +22,7 @@ class Config:
     The data:
 
     - ``data``: what `open_examples` takes: a folder of class folders, parquet files, ``hf:OWNER/NAME``,
-      ``torchvision:NAME:ROOT``, shards; from Python also a torch data set of (picture, label).
+      ``torchvision:NAME:ROOT``, shards; from Python also a torch data set of (picture, label), `Examples`, `Arrays`.
     - ``validation``: the same, or a share that is held out of the training data, or None for no evaluation.
     - ``labels``: the column of classes, where there are several and no tasks. ``tasks``: several columns to learn.
     - ``share``: of the training data that is used, after holding out. ``side``: pixels that pictures are kept at.
@@ -48,7 +48,8 @@ class Config:
     none), ``ema`` (decay; 0 for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``mixing`` (share of
     the pictures that either is done to), ``augment``, ``crop_min``, ``erasing``, ``repeats``, ``seed``.
 
-    The machine: ``device``, ``dtype`` (``bf16`` is autocast), ``compile`` (``whole``, ``blocks`` or ``off``), ``shard``
+    The machine: ``device``, ``dtype`` (``bf16`` is autocast), ``compile`` (``whole``, ``blocks`` or ``off``),
+    ``graphs`` (record a step as a CUDA graph and replay it; by default where one process trains on a GPU), ``shard``
     (``ddp``, or ``fsdp`` for what one device cannot hold), ``workers``.
 
     The files: ``out``, ``evaluate_every`` and ``save_every`` (epochs, or ``"200 steps"``), ``keep`` (checkpoints),
@@ -72,8 +73,8 @@ class Config:
 
     options: dict[str, Any] = field(default_factory=dict)
     pretrained: bool | None = None
-    image_size: int | None = None
-    patch_size: int | None = None
+    image_size: Any = None
+    patch_size: int | tuple[int, ...] | None = None
     tokens: Any = None
     heads: str = "tokens"
     weighting: str = "fixed"
@@ -110,6 +111,7 @@ class Config:
     device: str | None = None
     dtype: str | None = None
     compile: str | None = None
+    graphs: bool | None = None
     shard: str = "ddp"
     workers: int | None = None
 

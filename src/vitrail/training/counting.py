@@ -13,7 +13,7 @@ from vitrail.analysis.roles import Disagreement, disagreement
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
 from vitrail.training.metrics import Tally, neighbour_logits, reduce
-from vitrail.training.questions import HeadPlan, Question, ask, heads_of
+from vitrail.training.questions import HeadPlan, Question, ask, heads_of, some
 
 NEIGHBOURS = 20
 
@@ -42,22 +42,31 @@ class Counts(Protocol):
         ...
 
 
-def counts_for(model: nn.Module, classes: Mapping[str, Sequence[str]], device: torch.device) -> Counts:
-    """Count what heads say; of a model without heads, what the nearest of the other pictures say."""
+def counts_for(
+    model: nn.Module,
+    classes: Mapping[str, Sequence[str]],
+    device: torch.device,
+    known: Mapping[str, Sequence[str]] | None = None,
+) -> Counts:
+    """Count what heads say; of a model without heads, what the nearest of the other pictures say.
+
+    ``known`` are the classes of all that the model answers, where the labels are about some of it.
+    """
     plan = heads_of(model)
     if not plan.own and not plan.tasks and plan.distilled is None:
         return NeighbourCounts(classes, device)
-    return HeadCounts(plan, ask(model, classes), device)
+    asked = ask(model, known or classes)
+    return HeadCounts(plan, some(asked, list(classes)), device, alone=sum(one.own for one in asked) == 1)
 
 
 class HeadCounts:
-    """What all answers of a model did, over batches."""
+    """What all answers of a model did, over batches; ``alone`` where its class heads answer one question."""
 
-    def __init__(self, plan: HeadPlan, asked: Sequence[Question], device: torch.device) -> None:
+    def __init__(self, plan: HeadPlan, asked: Sequence[Question], device: torch.device, *, alone: bool) -> None:
         self.notes: list[str] = []
         self.asked, self.seen = asked, 0
         self._fused = (*plan.own, *([plan.distilled] if plan.distilled else []))
-        self._alone = sum(one.own for one in asked) == 1
+        self._alone = alone
         self._tallies: dict[str, tuple[Question, Tally]] = {}
         self._device = device
         self._heads: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ def evaluate(
     data: Any,
     *,
     classes: Mapping[str, Sequence[str]] | None = None,
+    known: Mapping[str, Sequence[str]] | None = None,
     prepare: Prepare | None = None,
     merge: Mapping[str, Any] | None = None,
     batch: int = 256,
@@ -44,8 +45,9 @@ def evaluate(
         model: any classifier, where it is; merged or not.
         data: a feed, whose ``sweep`` gives every picture once, or batches of (pictures, labels).
         classes: names of the classes by column of labels; a feed knows them.
-        prepare: makes whole-number pictures what the model expects (``Augment.plain``); floating point ones are taken
-            as prepared.
+        known: the same for everything that the model answers, where the data has labels for some of it.
+        prepare: makes what a feed gives, and whole-number pictures, what the model expects (``Augment.plain``);
+            floating point ones that come in batches are taken as prepared.
         merge: options of :func:`vitrail.merge`, instead of the merging that the model has, if any; ``{"r": 0}`` for
             none. None takes the model as it is.
         batch: pictures at once, of a feed.
@@ -58,7 +60,7 @@ def evaluate(
     if names is None:
         raise InvalidOption("batches of pictures and labels need classes: {'label': ['cat', 'dog']}")
     weight = next(model.parameters())
-    counts = counts_for(model, names, weight.device)
+    counts = counts_for(model, names, weight.device, known)
     kept: list[Tensor] = []
     with ExitStack() as stack:
         settings = stack.enter_context(merged_as(model, merge))
@@ -115,9 +117,10 @@ def batches(data: Any, batch: int, prepare: Prepare | None, device: torch.device
         raise InvalidOption(f"batch is 1 or more pictures; got {batch}")
     if not hasattr(data, "sweep") and not isinstance(data, Iterable):
         raise UnsupportedInput(f"expected a feed, or batches of (pictures, labels); got {type(data).__name__}")
-    for images, labels, *_ in data.sweep(batch) if hasattr(data, "sweep") else data:
+    fed = hasattr(data, "sweep")
+    for images, labels, *_ in data.sweep(batch) if fed else data:
         x = images.to(device, non_blocking=True)
-        if not x.is_floating_point():
+        if not x.is_floating_point() or (fed and prepare is not None):
             if prepare is None:
                 raise InvalidOption(f"pictures are {x.dtype}; say how they are prepared for the model (prepare)")
             x = prepare(x)

@@ -1,4 +1,4 @@
-"""Examples to learn from: pictures with one or more classes each, whatever they are stored in."""
+"""Examples to learn from: pictures or arrays with one or more classes each, whatever they are stored in."""
 
 from __future__ import annotations
 
@@ -7,45 +7,47 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vitrail.errors import InvalidOption, PictureError
 from vitrail.pictures.files import PictureFiles, find_tables
 from vitrail.pictures.parquet import ParquetPictures
 from vitrail.pictures.reading import find_pictures
+from vitrail.training.arrays import Arrays
 from vitrail.training.libraries import HubPictures, open_hub, open_torchvision
+from vitrail.training.normalising import Normalising
 from vitrail.training.order import generator
+from vitrail.training.samples import Form, Kept, Read, Samples, Squares
 from vitrail.training.shards import ShardPictures, find_shards
+from vitrail.training.sources import LABEL as LABEL
 from vitrail.training.sources import MAX_CLASSES, DatasetPictures, FilePictures, Labelled, Pictures, TablePictures
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-LABEL = "label"
-"""What the classes are called where no column was asked for."""
-
 
 class Examples:
-    """Pictures with their classes; pictures are read one by one, when they are wanted.
+    """Samples with their classes: pictures, which are read one by one when they are wanted, or arrays.
+
+    They are data for training and evaluating, as paths are. Whoever does so several times with the same pictures opens
+    them with ``open_examples(path).kept()``, and they are decoded once.
 
     Attributes:
         classes: names of the classes, by label column.
-        labels: (N, T) in int64: the class of each picture by each column, columns in the order of ``classes``.
-        unlabelled: how many pictures of the source were left out because they have no class.
+        labels: (N, T) in int64: the class of each example by each column, columns in the order of ``classes``.
+        unlabelled: how many samples of the source were left out because they have no class.
     """
 
     def __init__(
         self,
-        pictures: Pictures,
+        samples: Samples,
         labels: Tensor,
         classes: Mapping[str, Sequence[str]],
         rows: Sequence[int],
         unlabelled: int = 0,
     ) -> None:
-        self._pictures = pictures
+        self._samples = samples
         self._rows = rows
         self.labels = labels
         self.classes: dict[str, tuple[str, ...]] = {column: tuple(names) for column, names in classes.items()}
@@ -54,30 +56,69 @@ class Examples:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __repr__(self) -> str:
+        columns = [f"{name}: {len(names)} classes" for name, names in self.classes.items()]
+        return f"Examples({', '.join([str(len(self)), *columns])})"
+
     @property
     def names(self) -> Sequence[str]:
-        """What to call each picture."""
-        return [self._pictures.names[row] for row in self._rows]
+        """What to call each example."""
+        return [self._samples.names[row] for row in self._rows]
+
+    @property
+    def own(self) -> Form | None:
+        """The form that samples have and keep; None for pictures, which are made as large as a model wants them."""
+        return self._samples.own
 
     def name(self, index: int) -> str:
-        """What to call one picture."""
-        return self._pictures.names[self._rows[index]]
+        """What to call one example."""
+        return self._samples.names[self._rows[index]]
+
+    def form(self, side: int) -> Form:
+        """Say what is read: pictures so many pixels high and wide, or arrays as they are."""
+        return self.own or Form((3, side, side), torch.uint8)
 
     def read(self, index: int, side: int) -> Tensor:
-        """Read a picture as (3, side, side) in uint8: its shorter side resized, and the middle of the longer one.
+        """Read a sample: an array as it is; a picture as (3, side, side) in uint8, the largest square in its middle.
 
         Raises:
             PictureError: it cannot be read.
         """
         return self.fetch(index, side)()
 
-    def fetch(self, index: int, side: int) -> Fetched:
-        """Fetch a picture's bytes, and give what decodes them; the second may be done in another thread."""
-        return Fetched(self._pictures.fetch(self._rows[index]), side)
+    def fetch(self, index: int, side: int) -> Read:
+        """Fetch a sample's bytes, and give what decodes them; the second may be done in another thread."""
+        return self._samples.fetch(self._rows[index], side)
+
+    def labelled(self, column: str | None) -> Labelled:
+        """Give the classes by one of the columns; by default by the only one."""
+        if column is None and len(self.classes) == 1:
+            (column,) = self.classes
+        if column not in self.classes:
+            raise InvalidOption(
+                f"labels={column!r}: these examples were opened with {', '.join(self.classes) or 'no labels'}. Open "
+                "them with the columns that are wanted."
+            )
+        return Labelled(self.labels[:, list(self.classes).index(column)].tolist(), self.classes[column])
+
+    def normalising(self) -> Normalising | None:
+        """Say how these samples are normalised for a model that learns from them; None: as the model expects it."""
+        return self._samples.normalising(self._rows)
+
+    def kept(self) -> Examples:
+        """Give the same examples, of which decoded pictures stay in host memory, for as long as anybody has them.
+
+        What was decoded for one run, as bytes and at one size, is there for the next, and for the parts that `split`
+        and `take` give. That is so for feeds that keep pictures on the device; workers read files each time.
+        """
+        if self.own is not None or isinstance(self._samples, Kept):
+            return self
+        return Examples(Kept(self._samples), self.labels, self.classes, self._rows, self.unlabelled)
 
     def bare(self) -> Examples:
-        """Give the same pictures without their classes: all that a process needs that only reads."""
-        return Examples(self._pictures, self.labels.new_empty(len(self), 0), {}, self._rows)
+        """Give the same samples without classes, and without what is kept: all that a process needs that only reads."""
+        samples = self._samples.source if isinstance(self._samples, Kept) else self._samples
+        return Examples(samples, self.labels.new_empty(len(self), 0), {}, self._rows)
 
     def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
         """Hold out a share of the examples, as much of each class as of all: (the rest, those held out).
@@ -112,33 +153,11 @@ class Examples:
 
     def _some(self, indices: Tensor) -> Examples:
         rows = [self._rows[index] for index in indices.tolist()]
-        return Examples(self._pictures, self.labels[indices], self.classes, rows, self.unlabelled)
-
-
-class Fetched:
-    """A picture whose bytes are there; calling it decodes them."""
-
-    def __init__(self, decode: Any, side: int) -> None:
-        self._decode = decode
-        self._side = side
-
-    def __call__(self) -> Tensor:
-        return square(self._decode(), self._side)
-
-
-def square(picture: Image.Image, side: int) -> Tensor:
-    """Make a picture (3, side, side) in uint8: the largest square in its middle, resized (bicubic, antialiased)."""
-    width, height = picture.size
-    edge = min(width, height)
-    left, top = (width - edge) / 2, (height - edge) / 2
-    if edge != side or width != height:
-        box = (left, top, left + edge, top + edge)
-        picture = picture.resize((side, side), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+        return Examples(self._samples, self.labels[indices], self.classes, rows, self.unlabelled)
 
 
 def open_examples(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset[Any],
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset[Any] | Arrays | Examples,
     *,
     labels: Sequence[str] | None = (),
     classes: Mapping[str, Sequence[str]] | None = None,
@@ -153,7 +172,8 @@ def open_examples(
             - webdataset shards: ``*.tar`` files or a folder of these, or ``wds:PATH/name-{000..012}.tar``;
             - ``hf:OWNER/NAME[:SPLIT]``, by the datasets library;
             - ``torchvision:NAME:ROOT[:SPLIT]``, of its data sets, already downloaded;
-            - a torch data set of pairs (picture, class) or (picture, classes).
+            - a torch data set of pairs (picture, class) or (picture, classes);
+            - `Arrays`; or examples that were opened already, whose own columns are all that there are.
         labels: label columns, one for each task; by default the one column that says the class, which is called
             ``label`` then. None for pictures without classes.
         classes: names of the classes as they are known already, from a checkpoint: numbers follow these.
@@ -162,22 +182,24 @@ def open_examples(
         PictureError: there are no pictures, or none with a class.
         InvalidOption: a column does not exist, or its classes are not those that are known.
     """
-    pictures = _open_pictures(source, labels or ())
+    opened = source if isinstance(source, Examples) else None
+    samples: Samples = opened._samples if opened else _open_samples(source, labels or ())
+    among = opened._rows if opened else range(len(samples.names))
     if labels is None:
-        return Examples(pictures, torch.zeros(len(pictures.names), 0).long(), {}, range(len(pictures.names)))
+        return Examples(samples, torch.zeros(len(among), 0).long(), {}, among)
     known = dict(classes or {})
     if labels and known and set(labels) != set(known):
         raise InvalidOption(
             f"labels={','.join(labels)}: the classes that are known are of {','.join(known)}. Expected the same."
         )
-    columns = tuple(known or labels) or (LABEL,)
+    columns = tuple(known or labels or (opened.classes if opened else ())) or (LABEL,)
     if len(set(labels)) < len(labels):
         raise InvalidOption(f"labels={','.join(columns)}: a column is named twice. Expected each once.")
+    only = columns == (LABEL,) if opened is None else len(columns) == len(opened.classes) == 1
     found: dict[str, tuple[str, ...]] = {}
     numbers = []
     for column in columns:
-        default = not labels and columns == (LABEL,)
-        labelled = pictures.labels(None if default else column)
+        labelled = (opened or samples).labelled(None if only and not labels else column)
         found[column], values = _classes(column, labelled, known.get(column))
         numbers.append(values)
     table = torch.stack(numbers, 1)
@@ -188,7 +210,8 @@ def open_examples(
             "pictures for each class and nothing else in it (name PATH/train if the classes are there), or a column of "
             "classes; a recipe that needs none takes labels='none'."
         )
-    return Examples(pictures, table[rows], found, rows.tolist(), len(table) - len(rows))
+    left_out = len(table) - len(rows) + (opened.unlabelled if opened else 0)
+    return Examples(samples, table[rows], found, [among[row] for row in rows.tolist()], left_out)
 
 
 def _classes(column: str, labelled: Labelled, known: Sequence[str] | None) -> tuple[tuple[str, ...], Tensor]:
@@ -237,6 +260,10 @@ def _renumbered(column: str, numbers: Tensor, names: tuple[str, ...], known: tup
 
 def _some_of(names: Sequence[str]) -> str:
     return ", ".join([repr(name) for name in names[:5]] + ["..."] * (len(names) > 5))
+
+
+def _open_samples(source: Any, columns: Sequence[str]) -> Samples:
+    return source if isinstance(source, Arrays) else Squares(_open_pictures(source, columns))
 
 
 def _open_pictures(source: Any, columns: Sequence[str]) -> Pictures:

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     """Examples on the device.
 
     Attributes:
-        images: (b, 3, S, S) in uint8.
+        images: (b, 3, S, S) in uint8; of arrays (b, C, ...), as they are.
         labels: (b, T) in int64, columns in the order of the feed's classes.
         indices: (b,) in int64: which examples they are.
     """
@@ -46,7 +46,7 @@ class Feed(Protocol):
         classes: names of the classes, by label column.
         count: how many examples there are, readable or not.
         steps_per_epoch: how many steps an epoch has; 0 of a feed that is for sweeps alone.
-        side: height and width of the pictures.
+        side: height and width of the pictures; arrays have their own.
         skipped: names of the pictures that could not be read so far, and why.
     """
 
@@ -146,6 +146,7 @@ class KnownFeed:
         self.count = len(examples)
         self.steps_per_epoch = share.steps_per_epoch
         self.side = side
+        self._form = examples.form(side)
         self._share = share
         self._device = device
         self._unreadable = unreadable
@@ -175,7 +176,7 @@ def make_feed(
 
     Args:
         examples: what to learn from.
-        side: height and width of the pictures, before augmentation.
+        side: height and width of the pictures, before augmentation; arrays stay as they are.
         device: where batches are wanted.
         batch: examples in a step, over all processes; None for a feed that is for sweeps alone.
         seed: decides their order.
@@ -185,7 +186,8 @@ def make_feed(
         keep: ``device``: decode all pictures once and keep them there. ``workers``: read them again each time, in
             processes beside this one. ``auto``: the first where it takes at most 40 % of the device's free memory (4
             GiB on a CPU), and else the second.
-        workers: how many processes or threads read; by default one for each core, and at most 16.
+        workers: how many processes or threads read; by default one for each core, and at most 16. Arrays, which are
+            in memory already, need none.
         max_unreadable: the share of pictures that may be unreadable; more are an error.
         progress: told how many pictures were decoded, and how many there are.
 
@@ -208,7 +210,9 @@ def make_feed(
         raise InvalidOption(f"workers={workers}: expected 0 or more.")
     if keep not in ("auto", "device", "workers"):
         raise InvalidOption(f"keep={keep!r}: expected 'auto', 'device' or 'workers'.")
-    fits = 3 * side * side * len(examples) <= room(device)
+    fits = examples.form(side).nbytes * len(examples) <= room(device)
+    if workers is None and examples.own is not None:
+        workers = 0
     unreadable = Unreadable(examples, max_unreadable)
     share = Share(order, len(examples), rank, world)
     if keep == "device" or (keep == "auto" and fits):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,13 @@ from vitrail.training.evaluate import evaluate
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.log import Event, Meter
 from vitrail.training.metrics import reduce
-from vitrail.training.objective import Terms
 from vitrail.training.optim import lr_at, optimizer_tensors
 from vitrail.training.order import generator, mix
 from vitrail.training.parsing import read_every
 from vitrail.training.parts import Parts
-from vitrail.training.run import BEST, LAST, Labels, Run, full, write_model
+from vitrail.training.run import BEST, LAST, Labels, Run, full, last_evaluation, write_model
+from vitrail.training.stepping import Step, recorder_for
 from vitrail.training.stopping import Interrupted, Stop
-from vitrail.training.teacher import Taught
 
 AUGMENT, MIX, MODEL = 1, 2, 3
 """Streams of random numbers, so that what is drawn for one thing does not shift another."""
@@ -43,7 +41,7 @@ class Loop:
         self.evaluation: Evaluation | None = None
         self.seconds = 0.0
         self._unreadable = 0
-        self._parameters = [p for group in parts.optimizer.param_groups for p in group["params"]]
+        self._compute = Step(parts, recorder_for(parts))
         self._evaluations = read_every("evaluate_every", config.evaluate_every)
         self._saves = read_every("save_every", config.save_every)
         self._local = (config.batch_size or 0) // parts.crew.world
@@ -67,7 +65,8 @@ class Loop:
                     self._set_merging(step // self.per_epoch)
                 self._step(step)
                 self._after(step + 1, stop)
-        return Run(parts.checkpoints.folder.parent, self.evaluation, self.best)
+        folder = parts.checkpoints.folder.parent
+        return Run(folder, self.evaluation or last_evaluation(folder), self.best)
 
     def _after(self, done: int, stop: Stop) -> None:
         """Do what is due when so many steps are done."""
@@ -96,23 +95,11 @@ class Loop:
     # One step.
 
     def _step(self, step: int) -> None:
-        parts, config = self.parts, self.parts.config
-        for group in parts.optimizer.param_groups:
-            group["lr"] = self._lr(step)
+        parts = self.parts
         images, labels, mixed = self._batch(step)
-        torch.manual_seed(mix(config.seed, MODEL, step, parts.crew.rank))
-        size = self._local // config.accumulate
-        for part in range(config.accumulate):
-            rows = slice(part * size, (part + 1) * size)
-            last = part == config.accumulate - 1
-            with self._syncing(last):
-                terms = self._forward(images[rows], labels[rows], _some(mixed, rows))
-                (terms.total / config.accumulate).backward()
+        torch.manual_seed(mix(parts.config.seed, MODEL, step, parts.crew.rank))
+        for terms in self._compute(images, labels, mixed, self._lr(step)):
             self.meter.add(terms, step)
-        if config.clip:
-            torch.nn.utils.clip_grad_norm_(self._parameters, config.clip)
-        parts.optimizer.step()
-        parts.optimizer.zero_grad(set_to_none=True)
         if parts.ema is not None:
             parts.ema.update(step)
         after: Any = parts.learner.after_step
@@ -127,25 +114,6 @@ class Loop:
             images = parts.augment(batch.images, generator(parts.crew.device, seed, AUGMENT, step), rows, total)
             mixed = parts.mixing(images, generator(parts.crew.device, seed, MIX, step), rows, total)
         return mixed.images, batch.labels, None if mixed.partner is None else (mixed.partner, mixed.share)
-
-    def _forward(self, images: Tensor, labels: Tensor, mixed: tuple[Tensor, Tensor] | None) -> Terms:
-        with self._precision():
-            taught: Taught | None = None if self.parts.teacher is None else self.parts.teacher(images)
-            terms: Terms = self.parts.wrapped(images, labels, mixed, taught)
-        return terms
-
-    def _precision(self) -> torch.autocast:
-        half = self.parts.config.dtype == "bf16"
-        return torch.autocast(self.parts.crew.device.type, torch.bfloat16, enabled=half)
-
-    @contextmanager
-    def _syncing(self, last: bool) -> Iterator[None]:
-        """Let processes add up their gradients with the last part of a batch, once."""
-        wrapped: Any = self.parts.wrapped
-        if hasattr(wrapped, "set_requires_gradient_sync"):
-            wrapped.set_requires_gradient_sync(last)
-        with wrapped.no_sync() if not last and hasattr(wrapped, "no_sync") else nullcontext():
-            yield
 
     def _lr(self, step: int) -> float:
         config = self.parts.config
@@ -294,11 +262,3 @@ class Loop:
         if not steps:
             return "There is no checkpoint yet."
         return f"Go on with --resume from {self.parts.checkpoints.path(steps[-1])}."
-
-
-def _some(mixed: tuple[Tensor, Tensor] | None, rows: slice) -> tuple[Tensor, Tensor] | None:
-    """Give the partners and shares of some rows; pairs are neighbours, so partners are among them."""
-    if mixed is None:
-        return None
-    partner, share = mixed
-    return partner[rows] - rows.start, share[rows]

@@ -1,4 +1,4 @@
-"""``evaluate``: how good a trained model is on some pictures, by the names of both."""
+"""``evaluate``: how good a trained model is on some data, by the names of both."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from vitrail.errors import InvalidOption
-from vitrail.training.augment import Augment
 from vitrail.training.distributed import Crew, joined
 from vitrail.training.evaluate import evaluate as evaluate_model
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.examples import LABEL, open_examples
 from vitrail.training.feeds import Keep, make_feed
+from vitrail.training.fitting import expected_of, prepares
 from vitrail.training.run import Labels, load_trained, named
 from vitrail.training.teacher import expected_by
 
@@ -45,8 +45,8 @@ def evaluate(
 
     Args:
         model: folder of a run or of a model; or a model, whose classes are then those of the data.
-        data: labelled pictures, as for training. Classes are found by their names.
-        labels: columns of labels; by default those that the model was trained with.
+        data: labelled pictures or arrays, as for training. Classes are found by their names.
+        labels: columns of labels, some of those that the model was trained with; by default all of them.
         merge: options of ``vitrail.merge``; ``{"r": 0}`` for none.
         batch, device, dtype: how to run it; ``bf16`` is autocast.
         keep_data, workers, max_unreadable: how pictures are read, as for training.
@@ -64,23 +64,22 @@ def evaluate(
         classes = None if known is None else _classes(known, columns)
         examples = open_examples(data, labels=columns, classes=classes)
         expects = (known.preprocessing if known else None) or expected_by(net)
-        if expects is None:
-            raise InvalidOption(f"{type(net).__name__} does not say what it expects of a picture; name its folder")
+        expects = expected_of(examples, expects, type(net).__name__)
 
         def reading(done: int, total: int) -> None:
             _tell(crew, progress, "reading", done, total)
 
         count = len(examples)
         feed = make_feed(
-            examples, side=expects.size[0], device=crew.device,
+            examples, side=expects.size[0] or 1, device=crew.device,
             rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
             progress=reading,
         )  # fmt: skip
-        plain = Augment("none", expects.size[0], expects.mean, expects.std).plain
-        notes = _notes(known, merge)
+        plain, notes = prepares(expects).plain, _notes(known, merge)
         try:
             found = evaluate_model(
-                net.to(crew.device), feed, prepare=plain, merge=merge, batch=batch, dtype=DTYPES[dtype],
+                net.to(crew.device), feed, known=_several(known), prepare=plain, merge=merge, batch=batch,
+                dtype=DTYPES[dtype],
                 progress=lambda done: _tell(crew, progress, "evaluating", done * crew.world, count), look=look,
                 seconds=seconds,
             )  # fmt: skip
@@ -106,7 +105,17 @@ def _classes(known: Labels, columns: Sequence[str]) -> dict[str, tuple[str, ...]
         return None
     if len(columns) == len(known.classes) == 1:
         return {columns[0]: next(iter(known.classes.values()))}
-    return known.classes
+    if strange := [name for name in columns if name not in known.classes]:
+        raise InvalidOption(
+            f"labels: {strange[0]!r} is none of the columns that {known.folder} was trained with, which are "
+            f"{', '.join(known.classes)}"
+        )
+    return {name: known.classes[name] for name in columns or known.classes}
+
+
+def _several(known: Labels | None) -> dict[str, tuple[str, ...]] | None:
+    """Give everything that a model answers, where that is more than one thing: data may be about some of it."""
+    return known.classes if known is not None and len(known.classes) > 1 else None
 
 
 def _tell(crew: Crew, progress: Callable[[str, int, int], None] | None, stage: str, done: int, total: int) -> None:

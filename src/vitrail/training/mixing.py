@@ -20,7 +20,7 @@ class Mixed(NamedTuple):
     """Pictures after mixing.
 
     Attributes:
-        images: (b, 3, H, W).
+        images: (b, ..., H, W).
         partner: (b,) in int64: whose picture, and so whose label, was mixed in; None if nothing is ever mixed.
         share: (b,) in float32: weight of the picture's own label; 1 where it was not mixed.
     """
@@ -36,7 +36,8 @@ class Mix:
 
     Attributes:
         mixup: both numbers of the Beta distribution of a picture's own share (Zhang et al., 2018); 0 for no mixup.
-        cutmix: the same of cutmix (Yun et al., 2019), where a box of the other picture is put in.
+        cutmix: the same of cutmix (Yun et al., 2019), where a box of the other picture is put in: one of
+            height and width, through all other axes.
         probability: share of pictures that are mixed.
         switch: share of those that cutmix is used for, where both are.
     """
@@ -62,7 +63,7 @@ class Mix:
     def __call__(
         self, images: Tensor, draw: torch.Generator, rows: slice | None = None, total: int | None = None
     ) -> Mixed:
-        """Mix a batch (b, 3, H, W); rows and total as in :class:`~vitrail.training.augment.Augment`."""
+        """Mix a batch (b, ..., H, W); rows and total as in :class:`~vitrail.training.augment.Augment`."""
         count = len(images)
         if not self.does_anything:
             return Mixed(images, None, torch.ones(count, device=images.device))
@@ -93,7 +94,8 @@ class Mix:
         left = torch.where(cut, 1 - (end - start).prod(1) / (height * width), shares[:, 0])
         others = images.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
         partner = torch.arange(len(images), device=images.device) ^ 1
-        blended = torch.lerp(others, images, own[:, None].to(images.dtype))
+        own = own.unflatten(0, (-1, *[1] * (images.dim() - 3)))  # one for all axes before the last two
+        blended = torch.lerp(others, images, own.to(images.dtype))
         return Mixed(blended, partner, torch.where(mixed, left, 1.0))
 
 

@@ -49,11 +49,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Make AdamW with its state in place, so that there is nothing to save that appears later."""
+    """Make AdamW with its state in place, so that there is nothing to save that appears later.
+
+    On a GPU its learning rate is a tensor there, and a step of it can be recorded.
+    """
     groups = parameter_groups(model, weight_decay)
     names = [group.pop("names") for group in groups]
-    fused = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    optimizer = torch.optim.AdamW(groups, lr=lr, fused=fused)
+    places = {parameter.device for group in groups for parameter in group["params"]}
+    fused = all(place.type == "cuda" for place in places)
+    rate = torch.tensor(lr, device=places.pop()) if fused and len(places) == 1 else lr
+    optimizer = torch.optim.AdamW(groups, lr=rate, fused=fused, capturable=fused)
     for group, own in zip(optimizer.param_groups, names, strict=True):
         group["names"] = own
         for parameter in group["params"]:
@@ -63,6 +68,15 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.op
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
     return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameters."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -101,15 +115,17 @@ class Ema:
         floats = [name for name, value in self._live.items() if value.is_floating_point()]
         self._average = [_local(self.tensors[name]) for name in floats]
         self._current = [_local(self._live[name]) for name in floats]
-        self._copied = [(self.tensors[name], self._live[name]) for name in self._live if name not in set(floats)]
+        counters = [name for name in self._live if name not in set(floats)]
+        self._counts = [self.tensors[name] for name in counters]
+        self._counted = [self._live[name] for name in counters]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after a step, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self._average, self._current, 1 - decay)
-        for copy, live in self._copied:
-            copy.copy_(live)
+        if self._counts:
+            torch._foreach_copy_(self._counts, self._counted)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 from vitrail.errors import InvalidOption
 from vitrail.tokens import Role, TokenSpec, check_specs
 
-_MERGE = ("r", "keep", "gflops", "schedule", "proportional", "order", "from_epoch", "over_epochs")
+_MERGE = ("r", "keep", "gflops", "schedule", "proportional", "order", "method", "from_epoch", "over_epochs")
 _KINDS = {
     "cls": ("cls", "class"),
     "distillation": ("distillation", "distillation"),

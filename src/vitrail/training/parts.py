@@ -17,6 +17,7 @@ from vitrail.training.feeds import Feed
 from vitrail.training.log import Log, Tell
 from vitrail.training.mixing import Mix
 from vitrail.training.optim import Ema
+from vitrail.training.shifting import ArrayAugment
 from vitrail.training.teacher import Teacher
 from vitrail.training.views import Views
 
@@ -44,7 +45,7 @@ class Parts:
     ema: Ema | None
     feed: Feed
     held: Feed | None
-    augment: Augment | Views
+    augment: Augment | Views | ArrayAugment
     mixing: Mix
     teacher: Teacher | None
     merging: Merging | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -110,6 +110,11 @@ def ask(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tuple[Questio
     for head, needed in outputs_of(heads, found).items():
         check_outputs(head, heads.sizes.get(head, needed), needed)
     return tuple(found)
+
+
+def some(asked: Sequence[Question], columns: Sequence[str]) -> tuple[Question, ...]:
+    """Leave the questions that the data has labels for, by the places of their columns there."""
+    return tuple(replace(one, column=columns.index(one.name)) for one in asked if one.name in columns)
 
 
 def outputs_of(heads: HeadPlan, asked: Sequence[Question]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""All pictures on the device, decoded once."""
+"""All samples on the device, pictures decoded once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ResidentFeed(KnownFeed):
     ) -> None:
         super().__init__(examples, share, side, device, unreadable)
         self._labels = examples.labels.to(device)
-        self._images = torch.empty(self.count, 3, side, side, dtype=torch.uint8, device=device)
+        self._images = torch.empty(self.count, *self._form.shape, dtype=self._form.dtype, device=device)
         self._fill(examples, default_workers() if workers is None else workers, progress)
         self._places = self._replacements()
 
@@ -53,14 +53,14 @@ class ResidentFeed(KnownFeed):
 
     def close(self) -> None:
         """Let go of the pictures."""
-        self._images = self._images[:0]
+        self._images = self._images.new_empty(0, *self._form.shape)  # a slice would hold on to all of them
 
     def _at(self, indices: Tensor) -> Batch:
         there = to_device(indices, self._device)
         return Batch(self._images[there], self._labels[there], there)
 
     def _fill(self, examples: Examples, workers: int, progress: Progress | None) -> None:
-        held = torch.empty(min(AT_ONCE, self.count), 3, self.side, self.side, dtype=torch.uint8)
+        held = torch.empty(min(AT_ONCE, self.count), *self._form.shape, dtype=self._form.dtype)
         start = 0
         for index, picture in decoded(examples, self.side, workers):
             if isinstance(picture, PictureError):

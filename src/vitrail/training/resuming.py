@@ -12,7 +12,7 @@ from vitrail.training.run import SETTINGS
 
 FREE = (
     *("device", "workers", "shard", "keep", "log_every", "evaluate_every", "save_every", "compile", "keep_data"),
-    *("tensorboard", "out", "data", "validation", "accumulate", "max_unreadable", "teacher"),
+    *("graphs", "tensorboard", "out", "data", "validation", "accumulate", "max_unreadable", "teacher"),
 )
 """Fields that may change when a run is resumed: they decide where and how, not what."""
 
@@ -34,8 +34,9 @@ def resumed(given: dict[str, Any]) -> Config:
     merged = {**saved, **{name: value for name, value in given.items() if name in FREE}}
     if "device" not in given:
         merged["device"] = None  # where it runs now
-    if str(merged["data"]).startswith("<"):
-        raise InvalidOption("data: the run was started with a data set from Python; give it again")
+    for name in ("data", "validation"):
+        if isinstance(merged.get(name), str) and merged[name].startswith("<"):
+            raise InvalidOption(f"{name}: the run was started with a data set from Python; give it again")
     return Config.from_dict({**merged, "out": str(folder)})
 
 

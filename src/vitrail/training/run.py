@@ -14,21 +14,25 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.saved import load_saved, model_folder, read_config
+from vitrail.adapters.saved import LABELS, load_saved, model_folder, read_config, read_labels
+from vitrail.adapters.saved import named as named
+from vitrail.analysis.roles import Disagreement
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT
 from vitrail.models.saving import write_folder, write_whole
-from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.training.evaluation import Evaluation
+from vitrail.training.log import read_log
+from vitrail.training.normalising import Expects, read_expects
 from vitrail.training.teacher import expected_by
 
-LABELS, SETTINGS, LOG, CHECKPOINTS = "labels.json", "config.yaml", "log.jsonl", "checkpoints"
+SETTINGS, LOG, CHECKPOINTS = "config.yaml", "log.jsonl", "checkpoints"
 BEST, LAST = "best", "last"
 
 
@@ -38,14 +42,14 @@ class Labels:
 
     Attributes:
         classes: names of the classes by column of labels.
-        preprocessing: what the model expects of a picture.
+        preprocessing: what the model expects of a picture or an array.
         trained: how it was trained, and how good it was at its evaluation.
         architecture: what ``config.json`` says of a model that is not ours.
         folder: where it was read from.
     """
 
     classes: dict[str, tuple[str, ...]]
-    preprocessing: Preprocessing | None
+    preprocessing: Expects | None
     trained: dict[str, Any] = field(default_factory=dict)
     architecture: dict[str, Any] = field(default_factory=dict)
     folder: Path = Path()
@@ -57,12 +61,13 @@ class Run:
 
     Attributes:
         folder: the run's folder.
-        evaluation: the last evaluation; None where there was nothing to evaluate on.
+        evaluation: the last evaluation, without confusion tables where it was read back from the log; None where there
+            was nothing to evaluate on.
         best: score and step of the best one.
     """
 
     folder: Path
-    evaluation: Any = None
+    evaluation: Evaluation | None = None
     best: dict[str, Any] | None = None
 
     @property
@@ -128,26 +133,21 @@ def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], la
 
 
 def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
-    """Load a trained model, in evaluation mode, with its labels: from a model folder, or from a run.
+    """Load a trained model, in evaluation mode, with its labels: from a model folder, from a run, or by its name.
 
     Of a run the best model is taken where there was an evaluation, and else the last; name ``RUN/last`` for that one.
     """
-    folder = model_of(Path(path).expanduser())
+    folder = model_of(named(path))
     model, told = load_saved(folder), read_config(folder)
     if "model_type" in told:
         told = {"architecture": "hf"}
     elif isinstance(model, ViT):
         told = {}
-    values = _read_labels(folder)
+    values = read_labels(folder)
     expects = values.get("preprocessing")
-    preprocessing = Preprocessing(**expects) if expects else expected_by(model)
+    preprocessing = read_expects(expects) if expects else expected_by(model)
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
     return model, Labels(classes, preprocessing, values.get("trained", {}), told, folder)
-
-
-def named(model: str | Path) -> Path:
-    """Give the folder that a name means, with the prefix of our models or without it."""
-    return Path(str(model).removeprefix("vitrail:").removeprefix("local-dir:"))
 
 
 def model_of(path: Path) -> Path:
@@ -160,14 +160,23 @@ def model_of(path: Path) -> Path:
         raise
 
 
-def _read_labels(folder: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((folder / LABELS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder / LABELS} could not be read: {error}") from error
-    return values if isinstance(values, dict) else {}
+def last_evaluation(folder: Path) -> Evaluation | None:
+    """Read a run's last evaluation back from its log; None where there was none. The log has no confusion tables."""
+    lines = read_log(folder / LOG, "evaluation") if (folder / LOG).is_file() else []
+    if not lines:
+        return None
+    last = {name.name: lines[-1][name.name] for name in fields(Evaluation) if name.name in lines[-1]}
+    columns = read_labels(model_of(folder / LAST)).get("classes", {})
+    own = [names for column, names in columns.items() if f"task.{column}" not in last["calibration"]]
+    last["classes"] = {
+        answer: tuple(columns[answer.removeprefix("task.")] if answer.startswith("task.") else own[0])
+        for answer in last["calibration"]
+    }
+    if last.get("disagreement") is not None:
+        heads = last["disagreement"]
+        rows = (torch.tensor(heads[name], dtype=torch.float64) for name in ("argmax", "divergence"))
+        last["disagreement"] = Disagreement(tuple(heads["heads"]), *rows)
+    return Evaluation(**{**last, "confusion": {}, "notes": tuple(last.get("notes", ()))})
 
 
 def full(states: Mapping[str, Tensor]) -> dict[str, Tensor]:

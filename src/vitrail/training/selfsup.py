@@ -108,6 +108,7 @@ class SelfLearner(nn.Module):
         self.momentum, self.temperature = momentum, temperature
         self.reconstruct, self.hidden = reconstruct, hidden
         self.model = model
+        self._classes = [where for span, where in model.layout().spans() if span.role is Role.CLASS]
         self.projection = Projection(model.config.width, prototypes)
         pixels = model.config.in_chans * model.config.patch[0] * model.config.patch[1]
         self.decoder = linear(model.config.width, pixels) if reconstruct else None
@@ -164,8 +165,8 @@ class SelfLearner(nn.Module):
         return balanced(projection(self._pooled(model.forward_features(large))) / self.temperature)
 
     def _pooled(self, features: Tensor) -> Tensor:
-        own = [index for span, where in self.model.layout().spans() if span.role is Role.CLASS for index in where]
-        return (features[:, own] if own else features[:, self.model.num_prefix_tokens :]).mean(1)
+        own = [features[:, where.start : where.stop] for where in self._classes]
+        return (torch.cat(own, 1) if own else features[:, self.model.num_prefix_tokens :]).mean(1)
 
     def _hide(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Paint patches over in the mean colour, which is zero; give the pictures and which patches (B, P)."""

@@ -16,6 +16,9 @@ from vitrail.pictures.parquet import ParquetPictures
 from vitrail.pictures.reading import as_rgb, decode_picture, read_picture
 from vitrail.pictures.sample import clean
 
+LABEL = "label"
+"""What the classes are called where no column was asked for."""
+
 MAX_CLASSES = 100_000
 """Larger numbers are taken for something else than classes: times, or names that are numbers."""
 
@@ -101,7 +104,7 @@ class DatasetPictures:
             place = self._columns.index(column)
         elif len(self._columns) > 1 or (column is not None and self._columns):
             raise InvalidOption(f"labels={column!r}: expected one of {', '.join(self._columns)}.")
-        numbers = [_whole(one[place] if len(one) > place else None, self.names[row]) for row, one in self._all()]
+        numbers = [whole(one[place] if len(one) > place else None, self.names[row]) for row, one in self._all()]
         names = getattr(self._dataset, "classes", None)
         listed = isinstance(names, Sequence) and not isinstance(names, str) and len(self._columns) < 2
         return Labelled(numbers, tuple(clean(_word(name)) for name in names) if listed and names else None)
@@ -173,7 +176,8 @@ def _several(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else (value,)
 
 
-def _whole(value: Any, name: str) -> int | None:
+def whole(value: Any, name: str) -> int | None:
+    """Read the number of a class; None where there is none."""
     if isinstance(value, Tensor | np.generic) and value.ndim == 0:
         value = value.item()
     if value is None:

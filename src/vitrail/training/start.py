@@ -61,7 +61,9 @@ def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell)
         torch.set_float32_matmul_precision(before)
         if loop is not None:
             loop.parts.log.close()
-            loop.parts.feed.close()
+            for feed in (loop.parts.feed, loop.parts.held):
+                if feed is not None:
+                    feed.close()
 
 
 def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell) -> tuple[Loop, int]:
@@ -74,6 +76,9 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
         _check_batch(config, crew, len(examples))
         if config.tensorboard:
             _check_board()
+        if config.graphs and (crew.world > 1 or crew.device.type != "cuda"):
+            here = f"{crew.world} {processes(crew.world)} on {crew.device.type}"
+            raise InvalidOption(f"graphs=True needs one process on a GPU, and this run has {here}; leave it out")
         if not resume:
             check_free(folder, overwrite=overwrite)
         return assemble(config, examples.classes, crew)

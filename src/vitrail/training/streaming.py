@@ -134,7 +134,8 @@ class _Reader:
                 place = (place + 1) % len(self._examples)
         places = [stands[index] for index in indices.tolist() if index in stands]
         images = [found[place] for place in places]
-        empty = torch.empty(0, 3, self._side, self._side, dtype=torch.uint8)
+        form = self._examples.form(self._side)
+        empty = torch.empty(0, *form.shape, dtype=form.dtype)
         return _Read(torch.stack(images) if images else empty, torch.tensor(places).long(), sorted(faults.items()))
 
 

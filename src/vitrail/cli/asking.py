@@ -1,0 +1,126 @@
+"""What a model answers about one picture, with and without merging, and what it costs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import vitrail
+from vitrail.cli.model import Loaded
+from vitrail.cli.summary import Cost, Guess, Guesses, Result
+from vitrail.errors import UnsupportedInput
+from vitrail.heads import Output
+from vitrail.pictures import stained_glass, to_tensor
+
+GUESSES = 3
+"""Most likely classes that are named."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's output as one vector, whether it scores classes, how long it took, and which classes it names."""
+
+    values: Tensor
+    is_classes: bool
+    seconds: float
+    guesses: Guesses
+
+
+def cost_of(loaded: Loaded, merging: vitrail.Merging) -> Cost:
+    """Count tokens and FLOPs for one picture."""
+    size = loaded.preprocessing.size
+    after = merging.tokens_per_layer(size)
+    before = [loaded.layout.num_tokens] * len(after)
+    return Cost(before, after, merging.flops(size, merged=False), merging.flops(size))
+
+
+@torch.inference_mode()
+def ask(loaded: Loaded, picture: Image.Image) -> Answer:
+    """Run the model, merged or not, on one picture."""
+    batch = to_tensor([picture], loaded.preprocessing).to(loaded.device)
+    start = _now(loaded.device)
+    try:
+        output = _call(loaded, batch)
+    except (AssertionError, ValueError) as error:  # how the libraries refuse a size
+        height, width = loaded.preprocessing.size
+        raise UnsupportedInput(
+            f"{loaded.name} does not take pictures of {height} × {width} pixels ({error}). Leave --size out."
+        ) from error
+    seconds = _now(loaded.device) - start
+    values, is_classes = _values(loaded.model, output)
+    return Answer(values.flatten().double().cpu(), is_classes, seconds, _guesses(loaded, output))
+
+
+def paint(
+    loaded: Loaded, merging: vitrail.Merging, picture: Image.Image, name: str, before: Answer
+) -> tuple[Image.Image, Result]:
+    """Run the merged model on one picture, paint its groups, and compare its answer with the unmerged one."""
+    with merging.track() as trace:
+        after = ask(loaded, picture)
+    groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
+    panes = int(trace.groups[0].unique().numel())
+    result = Result(
+        name, panes, _cosine(before, after), _same(before, after), before.seconds, after.seconds, before.guesses,
+        after.guesses,
+    )  # fmt: skip
+    return stained_glass(picture, groups), result
+
+
+def _call(loaded: Loaded, batch: Tensor) -> Any:
+    if not loaded.questions:
+        return loaded.model(batch)
+    from vitrail.training.answers import answer
+
+    return answer(loaded.model, batch)
+
+
+def _guesses(loaded: Loaded, output: Any) -> Guesses:
+    """Name the most likely classes of each question."""
+    found: Guesses = {}
+    for question in loaded.questions:
+        scores = question.read(output.logits if question.own else output.by_role[question.name])[0]
+        likely, places = scores.double().softmax(0).topk(min(GUESSES, len(scores)))
+        pairs = zip(places.tolist(), likely.tolist(), strict=True)
+        found[question.name] = [Guess(question.classes[place], probability) for place, probability in pairs]
+    return found
+
+
+def _same(before: Answer, after: Answer) -> bool | None:
+    """Whether the most likely class stays the same, of every question; None where there are no classes."""
+    if before.guesses:
+        return all(best[0].name == after.guesses[name][0].name for name, best in before.guesses.items())
+    return bool(before.values.argmax() == after.values.argmax()) if before.is_classes else None
+
+
+def _cosine(before: Answer, after: Answer) -> float | None:
+    """Cosine of two answers; None where one has no direction."""
+    lengths = float(before.values.norm() * after.values.norm())
+    cosine = float(before.values @ after.values) / lengths if lengths > 0 else float("nan")
+    return min(max(cosine, -1.0), 1.0) if cosine == cosine else None
+
+
+def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
+    """Find what a model says about the whole picture: class scores, else pooled features, else all tokens."""
+    if isinstance(output, Tensor):
+        return output, output.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
+    for name in ("logits", "pooler_output", "last_hidden_state"):
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value, name == "logits"
+    if isinstance(output, Output):  # of task tokens alone
+        return torch.cat([said.flatten(1) for said in output.by_role.values()], 1), False
+    raise UnsupportedInput(
+        f"The model gave a {type(output).__name__}. Expected a tensor, or an output with logits, "
+        "pooler_output or last_hidden_state. Use vitrail.merge from Python for this model."
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,200 @@
+"""The demo of a trained model: what is shown is what the model says, merged and not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import vitrail
+from tests.training.toys import FIELDS, make_photos
+from vitrail.cli import app
+from vitrail.cli.demo import STRENGTHS, run_demo
+from vitrail.cli.demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
+from vitrail.cli.summary import Guess, Summary
+from vitrail.errors import InvalidOption, ModelLoadError
+from vitrail.pictures import read_picture, to_tensor
+from vitrail.pictures.drawn import drawings
+from vitrail.training import train
+
+SHAPES = {"wide": (60, 40), "tall": (30, 70)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that learnt three colours, with a class token and two registers."""
+    folder = tmp_path_factory.mktemp("run")
+    photos = make_photos(folder / "photos")
+    options = {"width": 32, "depth": 4, "heads": 2}
+    return train(data=str(photos), out=str(folder / "run"), **{**FIELDS, "options": options}).folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    for name, (width, height) in SHAPES.items():
+        pixels = draw.normal((150, 60, 60), 60, (height, width, 3)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shown(run: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Summary]]:
+    out = tmp_path_factory.mktemp("out")
+    return out, run_demo(out, str(run), [pictures])
+
+
+def own_answer(model: torch.nn.Module, picture: Path) -> list[tuple[str, float]]:
+    """The classes by probability, by plain calls."""
+    batch = to_tensor([read_picture(picture)], vitrail.adapters.preprocessing(model))
+    with torch.no_grad():
+        likely = model(batch)[0].double().softmax(0)
+    names = vitrail.class_names(model)["label"]
+    return sorted(zip(names, likely.tolist(), strict=True), key=lambda pair: -pair[1])
+
+
+def test_answers_are_those_of_the_model_and_of_the_merged_model(
+    run: Path, pictures: Path, shown: tuple[Path, list[Summary]]
+) -> None:
+    out, _ = shown
+    told = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert told["classes"] == {"label": ["blue", "green", "red"]}
+    model = vitrail.load_model(str(run))
+    for (strength, keep), found in zip(STRENGTHS.items(), told["runs"], strict=True):
+        same = []
+        for name, result in zip(sorted(SHAPES), found["pictures"], strict=True):
+            assert result["picture"] == f"{name}, {strength}"
+            before = own_answer(model, pictures / f"{name}.png")
+            with vitrail.merge(model, keep=keep) as merging:
+                after = own_answer(model, pictures / f"{name}.png")
+                assert found["cost"]["tokens_after"] == merging.tokens_per_layer()
+                assert found["cost"]["flops_after"] == merging.flops()
+                assert found["cost"]["flops_before"] == merging.flops(merged=False)
+            for expected, guesses in ((before, result["guesses_before"]), (after, result["guesses_after"])):
+                assert [guess["name"] for guess in guesses["label"]] == [name for name, _ in expected]
+                shares = [guess["probability"] for guess in guesses["label"]]
+                assert shares == pytest.approx([share for _, share in expected], abs=1e-6)
+            same.append(before[0][0] == after[0][0])
+            assert result["same_top1"] == same[-1]
+        assert told["agreement"][strength] == sum(same) / len(same)
+
+
+def test_everything_is_there_to_look_at(
+    run: Path, shown: tuple[Path, list[Summary]], pictures: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, runs = shown
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("report.html", "report.json", "summary.json", "summary.md", "tall-sheet.png", "wide-sheet.png")
+    ]
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert [one["name"] for one in report["pictures"]] == ["tall.png", "wide.png"]
+    first = runs[0].pictures[0].guesses_before["label"][0]
+    text = (out / "summary.md").read_text(encoding="utf-8")
+    assert f"| tall | {first.name} {first.probability:.0%} |" in text
+
+
+def test_sheets_hold_picture_and_maps_without_overlap() -> None:
+    picture = Image.new("RGB", (40, 20), (200, 30, 30))
+    glass = Image.new("RGB", (40, 20), (10, 200, 10))
+    guesses = {"label": [Guess("käse|" * 20, 0.75), Guess("猫", 0.25)]}
+    other = {"label": [Guess("猫", 0.6), Guess("x", 0.4)]}
+    values = np.array([[0.0, 1.0]])
+    columns = [
+        Column(picture, "unmerged", "", guesses, {"class": values}),
+        Column(glass, "strong", "", other, {"class": values}),
+    ]
+    sheet = np.asarray(draw_sheet("title", "detail", columns)).astype(int)
+
+    def place(colour: tuple[int, int, int]) -> tuple[int, int, int, int]:
+        rows, columns = (np.abs(sheet - colour).max(-1) <= 1).nonzero()
+        return rows.min(), rows.max(), columns.min(), columns.max()
+
+    red, green = place((200, 30, 30)), place((10, 200, 10))
+    assert (red[1] - red[0] + 1, red[3] - red[2] + 1) == (210, 420)  # as large as it may be, in its own shape
+    assert red[:2] == green[:2]
+    assert red[2] == MARGIN
+    assert red[3] < green[2]
+    changed, likely = place(CHANGED), place(LIKELY)
+    assert changed[2] == green[2]  # another class is first in the second column, and its bar is as long as it is likely
+    assert changed[3] - changed[2] == round(0.6 * 420)
+    assert likely[2] == red[2]
+    assert red[1] < likely[0] < likely[1]
+
+
+def test_a_larger_weight_is_lighter_whatever_lies_under_it() -> None:
+    """A quarter more weight on black must not look like less than what lies on white."""
+    picture = Image.fromarray(np.array([[255, 0]], dtype=np.uint8)).convert("RGB")
+    for small in (0.0, 0.25, 0.5):
+        light, dark = np.asarray(over(picture, np.array([[small, 1.0]])).convert("L"))[0].astype(int)
+        assert dark > light, small
+
+
+def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_picture() -> None:
+    black_and_white = Image.fromarray(np.array([[0, 255], [0, 255]], dtype=np.uint8)).convert("RGB")
+    made = np.asarray(over(black_and_white, np.array([[0.0, 0.0], [0.2, 0.2]])))
+    dark, bright = np.array([68, 1, 84]), np.array([253, 231, 37])
+    for row, colour in ((0, dark), (1, bright)):
+        assert made[row, 1].tolist() == colour.tolist()
+        assert made[row, 0].tolist() == np.rint(DARKEST * colour).tolist()
+
+
+def test_drawings_are_pictures_that_differ_and_stay_the_same() -> None:
+    made = {name: draw() for name, draw in drawings().items() if name != "golf-ball"}
+    assert {name: picture.size for name, picture in made.items()} == {"parachute": (420, 540), "church": (600, 420)}
+    assert np.asarray(made["church"])[300, 233].tolist() == [64, 62, 82]  # the door
+
+
+def test_the_command_takes_a_model_pictures_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("vitrail.cli.demo.run_demo", lambda *args: calls.append(args))
+    assert CliRunner().invoke(app, ["demo"]).exit_code == 0
+    words = ["demo", "--model", "runs/one", "--pictures", "a", "--pictures", "b.png", "-o", "elsewhere"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert calls == [
+        (Path("demo"), None, ()),
+        (Path("elsewhere"), "runs/one", [Path("a"), Path("b.png")]),
+    ]
+
+
+def test_mistakes_are_answered_in_words(run: Path, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["demo", "--model", str(run), "-o", str(tmp_path / "file")])
+    assert result.exit_code == 2
+    assert "could not be made" in result.stderr
+    vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "nameless")
+    with pytest.raises(InvalidOption, match="does not know the names of its classes"):
+        run_demo(tmp_path / "out", str(tmp_path / "nameless"), [pictures])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_embedded_model_is_taken_where_it_is_installed(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vitrail.adapters.saved.EMBEDDED, "tiny", tmp_path / "none")
+    with pytest.raises(ModelLoadError, match="vitrail:tiny is not part of this installation"):
+        run_demo(tmp_path / "out", "vitrail:tiny", [pictures])
+    asked: list[Any] = []
+    monkeypatch.setattr("vitrail.cli.demo_random.run_random_demo", lambda out, pictures: asked.append(pictures))
+    run_demo(tmp_path / "out", None, [pictures / "wide.png"])
+    assert asked == [{"wide": pictures / "wide.png"}]
+    monkeypatch.setitem(vitrail.adapters.saved.EMBEDDED, "tiny", run / "last")
+    runs = run_demo(tmp_path / "out", None, [pictures / "wide.png"])
+    assert [run.model for run in runs] == ["vitrail:tiny"] * len(STRENGTHS)
+
+
+def test_strengths_that_a_shallow_model_cannot_have_are_left_out(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = [vitrail.TokenSpec("colour", vitrail.Role.TASK, classes=2)]
+    sizes = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, "num_classes": 0}
+    vitrail.create_model("vit_tiny_patch16", tokens=tokens, **sizes).save_pretrained(tmp_path)
+    (tmp_path / "labels.json").write_text('{"classes": {"colour": ["red", "blue"]}}', encoding="utf-8")
+    runs = run_demo(tmp_path / "out", str(tmp_path), [pictures / "wide.png"])
+    assert [run.cost.tokens_after[-1] for run in runs] == [9, 5]
+    assert {guess.name for guess in runs[0].pictures[0].guesses_after["colour"]} == {"red", "blue"}
+    assert "Note: strong is left out: keep=0.1 would leave 2 of 16 patches" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""The tool that makes an embedded model of a run: what it writes is the model, and what it must not take it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tools import embed as tool
+
+import vitrail
+from tests.training.toys import FIELDS, make_photos
+from vitrail.errors import InvalidOption
+from vitrail.training import load_trained, train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    photos = make_photos(folder / "photos")
+    return train(data=str(photos), out=str(folder / "run"), **{**FIELDS, "validation": str(photos)}).folder
+
+
+def test_the_folder_is_the_model_in_half_precision_with_a_card(run: Path, tmp_path: Path) -> None:
+    out = tool.embed(run, tmp_path / "tiny", "Noise in three colours.", "CC0-1.0")
+    assert sorted(path.name for path in out.iterdir()) == ["CARD.md", "config.json", "labels.json", "model.safetensors"]
+    model, labels = load_trained(run)
+    written = load_file(out / "model.safetensors")
+    assert {value.dtype for value in written.values()} == {torch.float16}
+    assert all(torch.equal(written[name], value.half()) for name, value in model.state_dict().items())
+    embedded, known = load_trained(out)
+    assert known.classes == labels.classes
+    images = torch.randn(4, 3, 32, 32)
+    torch.testing.assert_close(embedded(images).softmax(-1), model(images).softmax(-1), atol=1e-2, rtol=0)
+
+    card = (out / "CARD.md").read_text(encoding="utf-8")
+    assert card.startswith("# vitrail:tiny\n")
+    assert f"{sum(value.numel() for value in model.parameters()):,} parameters" in card
+    assert "- Data: Noise in three colours.\n" in card
+    assert "- Licence: CC0-1.0.\n" in card
+    assert f"| fused | {100 * labels.trained['evaluation']['accuracy']['fused']:.2f} % |" in card
+    assert "blue, green, red" in card
+    assert "tokens: cls,register=2\n" in card
+    assert str(run.parent) not in card
+
+
+def test_what_must_not_be_embedded_is_refused_and_nothing_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(message: str, folder: Path = run, about: str = "Noise.") -> None:
+        with pytest.raises(InvalidOption, match=message):
+            tool.embed(folder, tmp_path / "out", about)
+        assert not (tmp_path / "out").exists()
+
+    refused("about is empty", about=" ")
+    vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "alone")
+    refused("is not in the folder of a run", tmp_path / "alone")
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "MOST_PARAMETERS", 1000)
+        refused("expected at most 1,000")
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "MOST_BYTES", 1000)
+        refused("MiB of weights")
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "CLOSE", 0.0)
+        refused("half precision changes a probability")

@@ -1,0 +1,128 @@
+"""Steps that are recorded and replayed: the same weights as steps that are run, and a way out where they cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training.toys import FIELDS, difference, make_photos, same, weights
+from vitrail.errors import InvalidOption
+from vitrail.training import Event, train
+from vitrail.training import loop as loops
+from vitrail.training.objective import Terms
+from vitrail.training.stepping import WARM_UP
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))
+
+
+class Played:
+    """Records as a CUDA graph does: recording runs nothing, and calls work on inputs and results of its own."""
+
+    made: int
+    played: int
+
+    def __init__(self) -> None:
+        self.made = self.played = 0
+
+    def __call__(self, function: Callable[..., list[Terms]], given: tuple[Tensor, ...]) -> Callable[..., list[Terms]]:
+        self.made += 1
+        own = tuple(torch.empty_like(one) for one in given)
+        kept: list[Terms] = []
+
+        def play(*new: Tensor) -> list[Terms]:
+            self.played += 1
+            for mine, theirs in zip(own, new, strict=True):
+                mine.copy_(theirs)
+            for place, terms in enumerate(function(*own)):
+                if len(kept) <= place:
+                    kept.append(terms)
+                kept[place].total.copy_(terms.total)
+                for name, part in terms.parts.items():
+                    kept[place].parts[name].copy_(part)
+            return kept
+
+        return play
+
+
+def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: Any, **fields: Any) -> list[Event]:
+    told: list[Event] = []
+    monkeypatch.setattr(loops, "recorder_for", lambda parts: recorder)
+    train(data=photos, out=str(folder), tell=told.append, **{**FIELDS, "epochs": 4, **fields})
+    return told
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mixup": 0.2, "cutmix": 1.0, "drop_path": 0.2, "ema": 0.8},
+        {"accumulate": 2, "clip": 0},
+        {"recipe": "dino", "recipe_options": {"prototypes": 8, "reconstruct": 0.1}, "augment": "light"},
+    ],
+)
+def test_replayed_steps_are_those_that_are_run(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """Rates of learning, drop path's draws and schedules go on changing from one replay to the next."""
+    recorder = Played()
+    usual = run(photos, tmp_path / "run", monkeypatch, None, **fields)
+    replayed = run(photos, tmp_path / "replayed", monkeypatch, recorder, **fields)
+    assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last"))
+    steps = 4 * 3
+    assert (recorder.made, recorder.played) == (1, steps - WARM_UP)
+    losses = [[event.values["loss"] for event in told if event.kind == "epoch"] for told in (usual, replayed)]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 4
+
+
+def test_another_number_of_merges_is_recorded_anew(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Played()
+    merged = {"merge": "r=4,over_epochs=2", "epochs": 6, "batch_size": 4}
+    run(photos, tmp_path / "run", monkeypatch, None, **merged)
+    run(photos, tmp_path / "replayed", monkeypatch, recorder, **merged)
+    assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last"))
+    assert recorder.made == 3  # r = 0, 2 and 4
+
+
+def test_what_cannot_be_recorded_is_run(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = 0
+
+    def refuse(function: Callable[..., list[Terms]], given: tuple[Tensor, ...]) -> Callable[..., list[Terms]]:
+        nonlocal tries
+        tries += 1
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    run(photos, tmp_path / "run", monkeypatch, None)
+    told = run(photos, tmp_path / "refused", monkeypatch, refuse)
+    assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "refused" / "last"))
+    said = [event.text for event in told if event.kind == "note"]
+    assert tries == len(said) == 1
+    assert "runs as it is (operation not permitted when stream is capturing)" in said[0]
+
+
+def test_graphs_need_a_gpu(photos: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidOption, match="graphs=True needs one process on a GPU, and this run has 1 process on cpu"
+    ):
+        train(data=photos, out=str(tmp_path / "run"), **{**FIELDS, "graphs": True})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fields", [{}, {"merge": "r=2"}, {"recipe": "dino", "augment": "light"}])
+def test_a_gpu_replays_what_it_runs(photos: str, tmp_path: Path, fields: dict[str, Any]) -> None:
+    told: list[Event] = []
+    for name, graphs in (("run", False), ("replayed", True)):
+        given = {**FIELDS, "device": "cuda", "dtype": "fp32", "compile": "off", "epochs": 4, "graphs": graphs, **fields}
+        train(data=photos, out=str(tmp_path / name), tell=told.append, **given)
+    assert not [event.text for event in told if event.kind == "note"]
+    assert difference(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last")) < 1e-5

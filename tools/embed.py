@@ -1,0 +1,191 @@
+"""Turn a trained model into one that comes with the package: half-precision weights, labels, and a card.
+
+    python tools/embed.py runs/tiny --name tiny --about "Imagenette (fastai): ten classes of ImageNet, …"
+
+Writes ``src/vitrail/weights/NAME/``, which `vitrail:NAME` is read from (``EMBEDDED`` in ``vitrail/adapters/saved.py``).
+A package stays small: models of more than 6 million parameters or 12 MiB are refused. What the card says is read from
+the run itself; only what the data set is, and under which terms, has to be told. Nothing is written before all is
+checked, the answers in half precision included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vitrail
+from vitrail.adapters.saved import EMBEDDED, LABELS, load_saved, model_folder
+from vitrail.errors import InvalidOption, VitrailError
+from vitrail.models import ViT
+from vitrail.models.saving import WEIGHTS, write_folder, write_whole
+from vitrail.training.config import read_yaml
+from vitrail.training.run import BEST, SETTINGS, Labels, load_trained
+
+MOST_BYTES, MOST_PARAMETERS = 12 * 2**20, 6_000_000
+CLOSE = 0.02
+"""Largest difference of a probability that half precision may make."""
+
+LICENCE = "Apache-2.0, as Vitrail itself"
+CARD = "CARD.md"
+PLACES = ("data", "validation", "teacher", "model")
+"""Settings that may be paths; the card has their last part."""
+
+OF_THE_MACHINE = ("out", "device", "workers", "keep", "keep_data", "log_every", "save_every", "tensorboard", "shard")
+
+
+def embed(run: Path, out: Path, about: str, licence: str = LICENCE) -> Path:
+    """Write the folder of an embedded model from that of a run.
+
+    Args:
+        run: the folder of a run, or of one of its models (``RUN/best``, the default, or ``RUN/last``).
+        out: the folder to write, which is made or replaced file by file.
+        about: the data set in words: what it is, where it is from, under which terms.
+        licence: of the weights.
+    """
+    if not about.strip():
+        raise InvalidOption("about is empty; say what the model was trained on, and under which terms")
+    folder = model_folder(run)
+    model, labels = load_trained(folder)
+    settings = _settings(folder)
+    if not isinstance(model, ViT) or not labels.classes:
+        raise InvalidOption(f"{folder} holds no model of ours with names of classes; expected one of vitrail train")
+    states = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    size = _check_size(model, states)
+    difference = _check_answers(model, states)
+    card = _card(out.name, model, labels, settings, size, difference, about, licence)
+    write_folder(out, model.config.to_dict(), states)
+    write_whole(out / LABELS, (folder / LABELS).read_bytes())
+    write_whole(out / CARD, card.encode())
+    load_saved(out)
+    return out
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Read what the run was asked for, less what is about the machine, and paths by their names."""
+    file = next((place / SETTINGS for place in (folder, folder.parent) if (place / SETTINGS).is_file()), None)
+    if file is None:
+        raise InvalidOption(f"{folder} is not in the folder of a run: there is no {SETTINGS} above it")
+    values = {name: value for name, value in read_yaml(file).items() if name not in OF_THE_MACHINE}
+    paths = {name: Path(values[name]).name for name in PLACES if isinstance(values.get(name), str)}
+    return {**values, **paths}
+
+
+def _check_size(model: ViT, states: dict[str, Tensor]) -> int:
+    parameters = sum(value.numel() for value in model.parameters())
+    size = sum(value.numel() * value.element_size() for value in states.values())
+    if parameters > MOST_PARAMETERS or size > MOST_BYTES:
+        raise InvalidOption(
+            f"the model has {parameters:,} parameters and {size / 2**20:.1f} MiB of weights; expected at most "
+            f"{MOST_PARAMETERS:,} and {MOST_BYTES / 2**20:.0f} MiB. Train a smaller one"
+        )
+    return size
+
+
+@torch.no_grad()
+def _check_answers(model: ViT, states: dict[str, Tensor]) -> float:
+    """Give the largest difference that half precision makes to a probability, on random pictures."""
+    overflown = [name for name, value in states.items() if not value.isfinite().all()]
+    if overflown:
+        raise InvalidOption(f"{', '.join(overflown[:3])}: weights that half precision cannot hold")
+    rounded = ViT(model.config).eval()
+    rounded.load_state_dict(states)
+    images = torch.randn(16, model.config.in_chans, *_sides(model), generator=torch.Generator().manual_seed(0))
+    before, after = model.forward_output(images), rounded.forward_output(images)
+    pairs = [(before.by_role[name].softmax(-1), after.by_role[name].softmax(-1)) for name in before.by_role]
+    difference = max(float((first - second).abs().max()) for first, second in pairs)
+    if difference > CLOSE:
+        raise InvalidOption(f"half precision changes a probability by {difference:.3f}; expected at most {CLOSE}")
+    return difference
+
+
+def _sides(model: ViT) -> tuple[int, int]:
+    _, height, width = model.config.grid
+    return height * model.config.patch[-2], width * model.config.patch[-1]
+
+
+def _card(
+    name: str,
+    model: ViT,
+    labels: Labels,
+    settings: dict[str, Any],
+    size: int,
+    difference: float,
+    about: str,
+    licence: str,
+) -> str:
+    """Write down what the model is, how it was made and how good it is."""
+    import yaml
+
+    config, (height, width) = model.config, _sides(model)
+    parameters = sum(value.numel() for value in model.parameters())
+    tokens = ", ".join(f"{spec.name} ({spec.role.value} × {spec.count})" for spec in config.tokens) or "none"
+    classes = "; ".join(f"{column}: {', '.join(names)}" for column, names in labels.classes.items())
+    found = labels.trained.get("evaluation") or {}
+    lines = [
+        f"# vitrail:{name}",
+        "",
+        f"A ViT of Vitrail {vitrail.__version__}: {width} × {height} pixels, patches of {config.patch[-2]} × "
+        f"{config.patch[-1]}, width {config.width}, {config.depth} blocks, {config.heads} heads; {parameters:,} "
+        f"parameters, {size / 2**20:.1f} MiB in half precision. It computes in float32.",
+        "",
+        f"- Special tokens: {tokens}.",
+        f"- Classes, {classes}.",
+        f"- Data: {about.strip()}",
+        f"- Trained for {labels.trained.get('epochs', 0):g} epochs; weights: {labels.trained.get('weights', 'last')}.",
+        f"- Half precision changes no probability by more than {difference:.1e} (16 random pictures).",
+        f"- Licence: {licence}.",
+        "",
+        "## How good it is",
+        "",
+        *_evaluation(found, labels.folder.name == BEST),
+        "",
+        "## How it was made",
+        "",
+        f"`vitrail train --config {name}.yaml -o runs/{name}`, with this file:",
+        "",
+        "```yaml",
+        yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).rstrip(),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _evaluation(found: dict[str, Any], chosen: bool) -> list[str]:
+    if not found:
+        return ["It was not evaluated."]
+    best = " It is the best of the run's evaluations on these pictures, so a little too good." if chosen else ""
+    return [
+        f"Accuracy on {found['count']:,} pictures that it was not trained on, in {found['dtype']} and before the "
+        f"weights were rounded, by head.{best}",
+        "",
+        "| answer | accuracy |",
+        "| --- | ---: |",
+        *(f"| {head} | {100 * share:.2f} % |" for head, share in found["accuracy"].items()),
+    ]
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run, or of one of its models")
+    parser.add_argument("--name", required=True, choices=sorted(EMBEDDED), help="which embedded model it becomes")
+    parser.add_argument("--about", required=True, help="the data set in words, with its terms")
+    parser.add_argument("--licence", default=LICENCE, help="of the weights")
+    given = parser.parse_args()
+    try:
+        folder = embed(given.run, EMBEDDED[given.name], given.about, given.licence)
+    except VitrailError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{folder}: {(folder / WEIGHTS).stat().st_size / 2**20:.1f} MiB\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

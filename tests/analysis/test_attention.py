@@ -117,7 +117,7 @@ def test_role_mass_of_some_queries_and_named_tasks():
     attention[0, 0, 0, 0] = attention[0, 0, 1, 1] = 0.25
     attention[0, 0, :, 5] = 0.75
     found = role_mass(attention, layout, queries=[2, 6])
-    assert (found.queries, found.keys) == (("task:colour", "patch"), ("task:breed", "task:colour", "patch"))
+    assert (found.queries, found.keys) == (("colour", "patch"), ("breed", "colour", "patch"))
     assert found.mass.tolist() == [[0.25, 0, 0.75], [0, 0.25, 0.75]]
 
 

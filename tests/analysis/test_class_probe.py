@@ -82,7 +82,7 @@ class TestClasses:
         special = (TokenSpan(Role.REGISTER), TokenSpan(Role.TASK, 1, "breed"), TokenSpan(Role.TASK, 1, "species"))
         layout = TokenLayout(special, (1, 1, 2))
         kinds = one_token_each(torch.randn(3, 5, 4), layout, torch.zeros(3, 2) > 0)
-        assert list(kinds) == ["register", "task breed", "task species", "normal", "outlier"]
+        assert list(kinds) == ["register", "breed", "species", "normal", "outlier"]
         assert kinds["outlier"].tokens.shape == (0, 4)
 
     def test_no_or_few_outliers_give_a_note(self) -> None:

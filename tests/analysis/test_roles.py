@@ -51,16 +51,16 @@ def own(*tokens, **options):
 
 
 def test_names():
-    assert token_names(LAYOUT.special) == ("class[0]", "class[1]", "distillation", "register[0]", "register[1]")
+    assert token_names(LAYOUT.special) == ("class 1", "class 2", "distillation", "register 1", "register 2")
     assert token_names([TokenSpan(Role.TASK, 1, "a"), TokenSpan(Role.TASK, 2, "b")]) == (
-        "task:a",
-        "task:b[0]",
-        "task:b[1]",
+        "a",
+        "b 1",
+        "b 2",
     )
 
 
 def test_a_name_that_is_the_role_is_not_said_twice():
-    assert token_names([TokenSpan(Role.CLASS, 2, "class")]) == ("class[0]", "class[1]")
+    assert token_names([TokenSpan(Role.CLASS, 2, "class")]) == ("class 1", "class 2")
 
 
 def test_cosines_by_hand():
@@ -111,7 +111,7 @@ def test_several_tasks_are_one_role():
     layout = TokenLayout((TokenSpan(Role.TASK, 1, "colour"), TokenSpan(Role.TASK, 1, "shape")), GRID)
     tokens = torch.eye(2).expand(1, 3, 2, 2)
     found = token_cosines(tokens, layout)
-    assert found.tokens == ("task:colour", "task:shape")
+    assert found.tokens == ("colour", "shape")
     assert found.within["task"].tolist() == [0]
     assert found.between == {}
 
@@ -170,11 +170,11 @@ def test_collapse_is_named_with_its_threshold():
     tokens = planted()[:1]
     found = collapsed(token_cosines(tokens, LAYOUT))
     assert {(one.first, one.second) for one in found} == {
-        ("class[0]", "class[1]"),
-        ("class[0]", "distillation"),
-        ("class[1]", "distillation"),
+        ("class 1", "class 2"),
+        ("class 1", "distillation"),
+        ("class 2", "distillation"),
     }
-    assert found[0] == Collapse("tokens", "class[0]", "class[1]", pytest.approx(1), 0.99)
+    assert found[0] == Collapse("tokens", "class 1", "class 2", pytest.approx(1), 0.99)
     assert collapsed(token_cosines(planted(), LAYOUT)) == ()  # the last layer counts
     assert collapsed(token_cosines(planted(), LAYOUT), thresholds=Thresholds(tokens=0.7))[0].value < 0.71
 
@@ -239,7 +239,7 @@ def test_registers_with_no_position_and_a_tiny_spread_are_one_register(std, same
     assert (found.cosines.within["register"] > 0.9999).all() == same
     assert found.parameters.matrix[1:, 1:].triu(1).max() < 0.5
     pairs = {(one.first, one.second) for one in found.collapsed if one.where == "tokens"}
-    assert (("register[0]", "register[1]") in pairs) == same
+    assert (("register 1", "register 2") in pairs) == same
 
 
 def test_even_attention_is_no_collapse():
@@ -316,8 +316,8 @@ def test_one_token_has_nobody_to_be_compared_with(toy):
 def test_parameters_of_our_own_models_go_by_name():
     model = own(TokenSpec("cls", Role.CLASS, 2), TokenSpec("colour", Role.TASK, classes=3))
     found = token_parameters(model, model.layout())
-    assert list(found) == ["class:cls[0]", "class:cls[1]", "task:colour"]
-    assert torch.equal(found["class:cls[1]"], model.tokens["cls"][0, 1])
+    assert list(found) == ["class 1", "class 2", "colour"]
+    assert torch.equal(found["class 2"], model.tokens["cls"][0, 1])
     assert token_parameters(model, TokenLayout((TokenSpan(Role.CLASS, 3, "cls"),), GRID)) == {}
 
 
@@ -346,7 +346,7 @@ def test_tokens_of_a_class_attention_stage():
     model = own(*GATHERING, class_attention=2)
     images = torch.randn(3, 3, 16, 16)
     found = measure_roles(model, images, batch_size=2)
-    assert found.cosines.tokens == ("class:cls", "register:r[0]", "register:r[1]", "distillation:teacher")
+    assert found.cosines.tokens == ("class", "register 1", "register 2", "distillation")
     assert found.cosines.layers == (3, 4)
     assert found.parameters.tokens == found.cosines.tokens
     with torch.no_grad():
@@ -355,7 +355,7 @@ def test_tokens_of_a_class_attention_stage():
     assert torch.allclose(found.cosines.matrix[-1], cosine_matrix(features).mean(0), atol=1e-6)
     assert found.heads.heads == ("cls", "teacher")
     assert list(found.attention) == [4]
-    assert found.attention[4].tokens == ("class:cls", "distillation:teacher")
+    assert found.attention[4].tokens == ("class", "distillation")
     assert found.notes == ()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
@@ -381,7 +381,7 @@ def test_a_cait_is_measured_where_its_class_token_is():
     model = vitrail.create_model("cait_xxs24", image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=4)
     images = torch.randn(2, 3, 32, 32)
     found = measure_roles(model, images, attention_layers=(0, -1))
-    assert found.cosines.tokens == ("class:cls",)
+    assert found.cosines.tokens == ("class",)
     assert found.cosines.layers == (2, 3)
     assert list(found.attention) == [3]
     assert found.notes == (
@@ -436,7 +436,7 @@ def test_added_tokens_of_a_model_with_class_attention():
     model = own(*GATHERING, class_attention=1)
     with vitrail.add_tokens(model, registers=2):
         found = measure_roles(model, torch.randn(2, 3, 16, 16))
-    assert found.cosines.tokens[-2:] == ("register:registers[0]", "register:registers[1]")
+    assert found.cosines.tokens[-2:] == ("registers 1", "registers 2")
     assert found.parameters.tokens == found.cosines.tokens
 
 

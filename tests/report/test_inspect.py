@@ -142,8 +142,8 @@ def test_registers_that_were_appended_are_looked_at() -> None:
     model = small(img_size=256)  # so many patches that not every one's attention is kept
     with vitrail.test_time_registers(model, neurons={1: [3, 5]}, registers=2):
         report = look(model, pictures(2, 256), probes=False)
-    assert [token["name"] for token in report.registers["tokens"]] == ["register test-time 1", "register test-time 2"]
-    assert report.attention["tokens"] == ["class", "register test-time 1", "register test-time 2"]
+    assert [token["name"] for token in report.registers["tokens"]] == ["register 1", "register 2"]
+    assert report.attention["tokens"] == ["class", "register 1", "register 2"]
     assert report.layout["num_tokens"] == 1 + 2 + 256
 
 

@@ -18,7 +18,7 @@ from vitrail.analysis.base import Result
 from vitrail.analysis.features import steps, working
 from vitrail.analysis.probe_inputs import check_finite
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.tokens import Role, TokenLayout, TokenSpan
+from vitrail.tokens import Role, TokenLayout, span_names
 
 Head = Literal["mean", "max", "min"]
 
@@ -145,8 +145,8 @@ def role_mass(attention: Tensor, layout: TokenLayout, *, queries: Sequence[int] 
     _check_rows(attention, layout)
     tokens = _queries(attention, layout, queries)
     spans: dict[str, list[int]] = {}
-    for span, where in layout.spans():
-        spans.setdefault(_label(span), []).extend(where)
+    for name, (_, where) in zip(span_names(span for span, _ in layout.spans()), layout.spans(), strict=True):
+        spans.setdefault(name, []).extend(where)
     keys = {name: torch.tensor(where, device=attention.device) for name, where in spans.items()}
     asking = {name: [row for row, token in enumerate(tokens) if token in where] for name, where in spans.items()}
     asking = {name: rows for name, rows in asking.items() if rows}
@@ -261,10 +261,6 @@ def spread(maps: Tensor) -> Spread:
         effective.nanmean(0),
         maps[0, 0, 0].numel(),
     )
-
-
-def _label(span: TokenSpan) -> str:
-    return f"{span.role.value}:{span.name}" if span.name else span.role.value
 
 
 def _no_zero(x: Tensor) -> Tensor:

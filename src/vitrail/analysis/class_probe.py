@@ -17,7 +17,7 @@ from vitrail.analysis.linear import fit_classifier
 from vitrail.analysis.probe_inputs import Array, as_features, as_labels, as_outliers, check_count, check_share
 from vitrail.analysis.resampling import Estimate, Split, split_pictures, wilson
 from vitrail.errors import UnsupportedInput
-from vitrail.tokens.layout import Role, TokenLayout
+from vitrail.tokens import TokenLayout, token_names
 
 LEAST_LABELLED = 50
 """Pictures with a token of a kind that a number for that kind needs."""
@@ -94,7 +94,7 @@ def one_token_each(tokens: Tensor, layout: TokenLayout, outliers: Tensor, *, see
     everyone = torch.arange(len(tokens), device=tokens.device)
     found = {
         name: OneEach(tokens[:, index], everyone)
-        for name, index in zip(_special_names(layout), range(layout.num_special), strict=True)
+        for name, index in zip(token_names(layout.special), range(layout.num_special), strict=True)
     }
     draw = torch.rand(outliers.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
     for name, mask in (("normal", ~outliers), ("outlier", outliers)):
@@ -225,19 +225,3 @@ def _shared(kinds: Mapping[str, OneEach], count: int) -> Tensor:
     for one in kinds.values():
         times[one.pictures.cpu()] += 1
     return times == len(kinds)
-
-
-def _special_names(layout: TokenLayout) -> list[str]:
-    """Name the special tokens: their role, their task, and a number from 1 where several have the same."""
-    names = [
-        f"{span.role} {span.name}".strip()
-        for span, where in layout.spans()
-        if span.role is not Role.PATCH
-        for _ in where
-    ]
-    seen: dict[str, int] = {}
-    numbered = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        numbered.append(f"{name} {seen[name]}" if names.count(name) > 1 else name)
-    return numbered

@@ -22,7 +22,7 @@ from vitrail.analysis.probe_inputs import check_finite
 from vitrail.analysis.role_inputs import role_inputs
 from vitrail.errors import UnsupportedInput
 from vitrail.surgery.appended import token_values
-from vitrail.tokens import TokenLayout, TokenSpan
+from vitrail.tokens import TokenLayout, TokenSpan, token_names
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Cosines(Result):
     """How alike tokens are in each layer.
 
     Attributes:
-        tokens: what the rows and columns are: ``class``, ``register[0]``, ``task:colour``.
+        tokens: what the rows and columns are: ``class``, ``register 1``, ``colour``.
         matrix: (L, S, S) mean over pictures of the cosine between two tokens.
         centred: (L, S, S) the same after each token's mean over the pictures is taken away: whether two tokens say the
             same *about pictures*, however their constant parts differ. None for a single picture.
@@ -126,19 +126,6 @@ class Roles(Result):
     notes: tuple[str, ...] = ()
 
 
-def token_names(special: Iterable[TokenSpan]) -> tuple[str, ...]:
-    """Name each special token by its role, its name where it has one, and its number where they are several.
-
-    >>> token_names([TokenSpan(Role.CLASS), TokenSpan(Role.REGISTER, 2), TokenSpan(Role.TASK, 1, "colour")])
-    ('class', 'register[0]', 'register[1]', 'task:colour')
-    """
-    found: list[str] = []
-    for span in special:
-        label = span.role.value if span.name in ("", span.role.value) else f"{span.role.value}:{span.name}"
-        found += [label] if span.count == 1 else [f"{label}[{index}]" for index in range(span.count)]
-    return tuple(found)
-
-
 @torch.no_grad()
 def cosine_matrix(x: Tensor) -> Tensor:
     """Give the cosines (..., S, S) between S vectors (..., S, D). Two vectors of zeros are the same: 1."""
@@ -204,10 +191,12 @@ def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]
     """Find the learned vectors (D,) of a model's special tokens by name, on the CPU; those not found are left out."""
     values = token_values(find(model))
     found: dict[str, Tensor] = {}
-    for span in layout.special:
+    names = token_names(layout.special)
+    for span, where in layout.spans():
         value = values.get((span.role, span.name))
         if value is not None and value.numel() == span.count * value.shape[-1]:
-            found.update(zip(token_names([span]), value.detach().cpu().reshape(span.count, -1), strict=True))
+            own = names[where.start : where.stop]
+            found.update(zip(own, value.detach().cpu().reshape(span.count, -1), strict=True))
     return found
 
 

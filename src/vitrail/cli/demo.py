@@ -28,6 +28,7 @@ from vitrail.errors import InvalidOption
 from vitrail.pictures import find_pictures, read_picture, samples, to_tensor
 from vitrail.pictures.drawn import drawings
 from vitrail.report.shown import MOST_TOKENS
+from vitrail.tokens import token_names
 
 MODEL = "vitrail:tiny"
 """The model that comes with the package."""
@@ -166,18 +167,8 @@ def attention_maps(loaded: Loaded, picture: Image.Image) -> dict[str, NDArray[An
     seen = vitrail.record(loaded.model, batch, "attention", layers=-1)
     rows = seen.attention[seen.layers[-1]]
     maps = token_maps(rows, seen.layout)[0].mean(0)[:MOST_TOKENS].flatten(1, 2).double().cpu().numpy()
-    names = _titles(seen.layout)
+    names = token_names(seen.layout.special)
     return {names[query]: np.asarray(values) for query, values in zip(seen.queries, maps, strict=False)}
-
-
-def _titles(layout: vitrail.TokenLayout) -> list[str]:
-    """Call each special token by its role, a task's by its name, with a number where there are several."""
-    calls = [span.name if span.role is vitrail.Role.TASK else span.role.value for span in layout.special]
-    names = [call for call, span in zip(calls, layout.special, strict=True) for _ in range(span.count)]
-    return [
-        name if names.count(name) == 1 else f"{name} {names[:place].count(name) + 1}"
-        for place, name in enumerate(names)
-    ]
 
 
 def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks: Sequence[str]) -> None:

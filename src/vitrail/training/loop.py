@@ -84,7 +84,7 @@ class Loop:
             self._write(LAST, done)
         if save:
             self._save(done)
-        if evaluated or save:
+        if ended or evaluated or save:
             self._begun, self._since = time.perf_counter(), done
 
     @property
@@ -249,7 +249,7 @@ class Loop:
         return {} if self.parts.merging is None else {"merge": self.parts.merging.config}
 
     def _speed(self, done: int) -> float:
-        """Pictures per second since the last evaluation or checkpoint."""
+        """Pictures per second since the epoch began, or since the last evaluation or checkpoint in it."""
         passed = max(time.perf_counter() - self._begun, 1e-9)
         return (done - self._since) * (self.parts.config.batch_size or 0) / passed
 

@@ -10,6 +10,7 @@
     ├── PictureError         a file is not a picture that can be used
     ├── ModelLoadError       a model name could not be turned into a model
     ├── TrainingError        training cannot go on, or what it wrote cannot be read
+    │   └── Diverged         the loss is no longer a finite number
     ├── ExportError          a model could not be exported, or its file does not do what the model does
     └── ReportError          a report could not be written or read
 
@@ -61,6 +62,10 @@ class ModelLoadError(VitrailError):
 
 class TrainingError(VitrailError):
     """Training cannot go on as asked, or what it wrote cannot be read."""
+
+
+class Diverged(TrainingError):
+    """The loss is no longer a finite number."""
 
 
 class ExportError(VitrailError):

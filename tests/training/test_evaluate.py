@@ -300,3 +300,14 @@ def test_processes_add_up(tmp_path: Path, empty: bool) -> None:
         torch.testing.assert_close(found["differ"], alone.disagreement.argmax)  # type: ignore[union-attr]
         assert found["neighbours"] == pytest.approx(headless.accuracy["neighbours"])
         torch.testing.assert_close(found["balanced"], together[3 * rank : 3 * rank + 3])
+
+
+def test_which_pictures_are_right_is_known_one_by_one() -> None:
+    torch.manual_seed(0)
+    model, feed = tiny(CLASS, DISTILLATION), Fed(slice(0, 20))
+    found = evaluate(model, feed, prepare=prepare, batch=6, seconds=0, look=0)
+    with torch.no_grad():
+        said = model.eval()(prepare(feed.images)).argmax(1)
+    assert torch.equal(found.right["fused"], said == feed.labels[:, 0])
+    assert {name: one.double().mean().item() for name, one in found.right.items()} == pytest.approx(found.accuracy)
+    assert "right" not in found.to_dict()

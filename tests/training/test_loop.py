@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.training.toys import FIELDS, difference, make_photos, same, weights
-from vitrail.errors import InvalidOption, TrainingError
+from vitrail.errors import Diverged, InvalidOption
 from vitrail.models import ViT
 from vitrail.training import Config, Event, Run, evaluate, load_trained, read_log, train
 from vitrail.training.learner import Learner
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_stops_with_what_is_needed(
         return terms
 
     monkeypatch.setattr(Learner, "forward", forward)
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(Diverged) as caught:
         run(photos, tmp_path / "run")
     text = str(caught.value)
     assert "not finite since step 4 (epoch 1): cls" in text

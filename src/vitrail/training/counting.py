@@ -108,8 +108,7 @@ class HeadCounts:
         tallies = {name: tally for name, (_, tally) in self._tallies.items() if tally.count}
         main = {one.label: tallies[one.label] for one in self.asked}
         classes = {one.label: one.classes for one in self.asked}
-        accuracy = {name: tally.accuracy for name, tally in tallies.items()}
-        return {**_results(main, classes), "accuracy": accuracy, "disagreement": self._disagreement()}
+        return {**_results(main, classes), **_by_answer(tallies), "disagreement": self._disagreement()}
 
     def _name(self, one: Question, head: str) -> str:
         return f"{one.label}.{head}" if one.task else head
@@ -179,8 +178,7 @@ class NeighbourCounts:
 
     def results(self) -> dict[str, Any]:
         """Give what an `Evaluation` says about answers."""
-        accuracy = {name: tally.accuracy for name, tally in self._tallies.items()}
-        return {**_results(self._tallies, self._classes), "accuracy": accuracy}
+        return {**_results(self._tallies, self._classes), **_by_answer(self._tallies)}
 
 
 def _results(tallies: Mapping[str, Tally], classes: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -191,6 +189,13 @@ def _results(tallies: Mapping[str, Tally], classes: Mapping[str, tuple[str, ...]
         "calibration": {name: tally.calibration for name, tally in tallies.items()},
         "confusion": {name: tally.confusion for name, tally in tallies.items()},
         "classes": dict(classes),
+    }
+
+
+def _by_answer(tallies: Mapping[str, Tally]) -> dict[str, Any]:
+    return {
+        "accuracy": {name: tally.accuracy for name, tally in tallies.items()},
+        "right": {name: tally.right for name, tally in tallies.items()},
     }
 
 

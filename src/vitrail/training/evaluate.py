@@ -67,6 +67,7 @@ def evaluate(
         stack.enter_context(evaluating(model))
         with listen(model) as heard:
             for images, labels in batches(data, batch, prepare, weight.device):
+                images = images if dtype is not None else images.to(weight.dtype)
                 with torch.no_grad(), autocast(weight.device, dtype):
                     output = answer(model, images)
                 counts.add(output, labels, heard)

@@ -43,6 +43,8 @@ class Evaluation(Result):
         batch, device, dtype: how the model was run.
         merge: settings of the merge that was in place; None without one.
         notes: what could not be measured, and why.
+        right: whether each picture was answered right (N,), in the order of the data, for paired comparisons; of this
+            process's pictures that could be read.
         roles, norms: all about ``collapse`` and ``outliers``, of this process's first pictures.
     """
 
@@ -62,6 +64,7 @@ class Evaluation(Result):
     dtype: str = "float32"
     merge: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    right: dict[str, Tensor] = field(default_factory=dict, repr=False, metadata={"json": False})
     roles: Roles | None = field(default=None, repr=False, metadata={"json": False})
     norms: Norms | None = field(default=None, repr=False, metadata={"json": False})
 

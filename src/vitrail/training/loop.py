@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import TrainingError
+from vitrail.errors import Diverged
 from vitrail.training.distributed import broken_links
 from vitrail.training.evaluate import evaluate
 from vitrail.training.evaluation import Evaluation
@@ -146,7 +146,7 @@ class Loop:
 
     def _give_up(self, step: int, terms: list[str], rank: int) -> None:
         where = f" on process {rank}" if self.parts.crew.world > 1 else ""
-        error = TrainingError(
+        error = Diverged(
             f"The loss is not finite since step {step} (epoch {step // self.per_epoch}){where}: {', '.join(terms)}. "
             f"The learning rate was {self._lr(step):.3g}. Nothing was saved since. Try a smaller lr, a longer "
             f"warmup_epochs, a smaller clip, or dtype=fp32. {self._last_checkpoint()}"

@@ -24,7 +24,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def evaluate(
-    model: str | Path | nn.Module,
+    model: str | Path | nn.Module | tuple[nn.Module, Labels],
     data: Any,
     *,
     labels: Sequence[str] = (),
@@ -44,7 +44,8 @@ def evaluate(
     >>> evaluate("runs/pets", "pets-test.parquet", merge={"r": 8}).accuracy["fused"]  # doctest: +SKIP
 
     Args:
-        model: folder of a run or of a model; or a model, whose classes are then those of the data.
+        model: folder of a run or of a model; what ``load_trained`` gives; or a model, whose classes are then those of
+            the data.
         data: labelled pictures or arrays, as for training. Classes are found by their names.
         labels: columns of labels, some of those that the model was trained with; by default all of them.
         merge: options of ``vitrail.merge``; ``{"r": 0}`` for none.
@@ -57,7 +58,7 @@ def evaluate(
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
     with joined(device) as crew:
-        net, known = (model, None) if isinstance(model, nn.Module) else load_trained(named(model))
+        net, known = _loaded(model)
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
@@ -86,6 +87,12 @@ def evaluate(
             return replace(found, notes=(*notes, *found.notes))
         finally:
             feed.close()
+
+
+def _loaded(model: str | Path | nn.Module | tuple[nn.Module, Labels]) -> tuple[nn.Module, Labels | None]:
+    if isinstance(model, nn.Module):
+        return model, None
+    return model if isinstance(model, tuple) else load_trained(named(model))
 
 
 def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ class Tally:
         self.classes = classes
         dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64  # counts stay whole in both
         self.sums = torch.zeros(4 + 3 * BINS + classes**2, dtype=dtype, device=device)
+        self._right: list[Tensor] = []
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor) -> None:
@@ -33,7 +34,8 @@ class Tally:
         log_p = logits.float().log_softmax(-1).to(self.sums)
         confidence, said = log_p.max(-1)
         confidence = confidence.exp()
-        right = (said == labels).to(self.sums)
+        self._right.append(said == labels)
+        right = self._right[-1].to(self.sums)
         best = log_p.topk(min(5, self.classes), -1).indices
         among = (best == labels.unsqueeze(-1)).any(-1).to(self.sums)
         loss = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -42,6 +44,11 @@ class Tally:
         bins = self.sums[4 : 4 + 3 * BINS].view(3, BINS)
         bins.index_add_(1, place, torch.stack([torch.ones_like(loss), confidence, right]))
         self.sums[4 + 3 * BINS :].index_add_(0, labels * self.classes + said, torch.ones_like(loss))
+
+    @property
+    def right(self) -> Tensor:
+        """Whether each answer was right (N,), in the order in which pictures came; of this process alone."""
+        return torch.cat(self._right).cpu() if self._right else torch.zeros(0, dtype=torch.bool)
 
     @property
     def count(self) -> int:

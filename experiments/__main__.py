@@ -1,0 +1,97 @@
+"""``python -m experiments NAME``: train what is missing of a study, or show what is there."""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from experiments.common.data import VARIABLE
+from experiments.common.pages import EVIDENCE, write_pages
+from experiments.common.running import Runner
+from experiments.common.study import Study
+from vitrail.errors import VitrailError
+
+HERE = Path(__file__).resolve().parent
+FOLDERS = sorted(path.parent.relative_to(HERE) for path in HERE.glob("**/study.py"))
+NAMES = [folder.as_posix() for folder in FOLDERS if folder.name != "common"]
+
+app = typer.Typer(add_completion=False)
+console = Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """Print a line as it is, at once, however long it is."""
+    console.print(text, soft_wrap=True, markup=False)
+
+
+def study_called(name: str) -> Study:
+    """Find a study by the name of its folder."""
+    found: Study = import_module(f"experiments.{name.replace('/', '.')}.study").STUDY
+    return found
+
+
+def names_of(word: str) -> list[str]:
+    """Find the studies that a word means: all, one, or those in a folder."""
+    found = [name for name in NAMES if word == "all" or f"{name}/".startswith(f"{word}/")]
+    if not found:
+        raise typer.BadParameter(f"{word}: expected {', '.join(NAMES)} or all")
+    return found
+
+
+@app.command()
+def main(
+    names: Annotated[list[str], typer.Argument(help=f"Studies: {', '.join(NAMES)}, or all.")],
+    tune: Annotated[bool, typer.Option(help="Only the search.")] = False,
+    plot: Annotated[bool, typer.Option(help="Train nothing; write tables and plots from the rows.")] = False,
+    reduced: Annotated[bool, typer.Option(help="Seconds on a CPU, with drawn pictures: does it work?")] = False,
+    arms: Annotated[str, typer.Option(metavar="REGEX", help="Only arms that match.")] = "",
+    seeds: Annotated[str, typer.Option(metavar="0,1", help="Only these seeds.")] = "",
+    seconds: Annotated[float, typer.Option(help="Start no run that would end later.")] = float("inf"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the rows are; by default the study's folder. Of several studies, a folder each in it."
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help=f"The folder of the data; or {VARIABLE}.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of the code, where there is no checkout.")] = None,
+) -> None:
+    """Train what is missing of some studies. Rows are kept; asking again goes on."""
+    if data is not None:
+        os.environ[VARIABLE] = str(data)
+    failed, until = 0, time.monotonic() + seconds
+    try:
+        wanted = tuple(int(seed) for seed in seeds.split(",")) if seeds else None
+        chosen = [name for word in names for name in names_of(word)]
+        for name in chosen:
+            study = study_called(name).small() if reduced else study_called(name)
+            folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
+            if out is not None:
+                folder = out / name if len(chosen) > 1 else out
+            if not plot:
+                runner = Runner(study, folder, until - time.monotonic(), device, commit, say)
+                runner.tune(arms)
+                if not tune and not runner.left:
+                    runner.run(arms, wanted)
+                failed += runner.failed
+                if runner.left:
+                    console.print(f"{runner.left} runs are left: no time. Give the same command again.")
+            else:
+                write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
+    except VitrailError as error:
+        console.print(f"[red]{error}")
+        raise typer.Exit(2) from error
+    if failed:
+        console.print(f"[red]{failed} runs failed; their rows say why.")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

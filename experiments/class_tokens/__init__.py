@@ -1,0 +1,1 @@
+"""Do several class tokens become one?"""

@@ -1,0 +1,1 @@
+"""What all experiments share: studies and how they are run, data, statistics, tables, plots."""

@@ -1,0 +1,134 @@
+"""The data of the experiments, opened once for all runs of a process.
+
+It lies in the folder that ``--data`` or ``VITRAIL_DATA`` names, by default ``../shared/data`` beside the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from experiments.common.shapes import COLOURS, MOTIONS, SHAPES, Drawn, film, render
+from experiments.common.sounds import read_digits
+from vitrail.errors import PictureError
+from vitrail.training import Arrays, Examples, open_examples
+from vitrail.training.samples import square
+
+VARIABLE = "VITRAIL_DATA"
+DEFAULT = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learned from, and the validation set, which is looked at once per reported model.
+
+    Attributes:
+        masks: gives where the object is in each validation picture, (N, S, S) from 0 to 1; None where nobody knows.
+    """
+
+    train: Examples
+    validation: Examples
+    masks: Callable[[], Tensor] | None = field(default=None, kw_only=True)
+
+    def watched(self, count: int) -> Examples:
+        """Take so many training examples, the same each time, to look at while a run goes on and after it."""
+        return self.train.take(min(count / len(self.train), 1.0), seed=0)
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Pictures (N, 3, S, S) in uint8 with one class each, as a torch data set."""
+
+    def __init__(self, images: Tensor, targets: Tensor, classes: Sequence[str]) -> None:
+        self.images, self.classes = images, classes
+        self.targets: list[int] = targets.tolist()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return self.images[row], self.targets[row]
+
+
+def data_file(name: str) -> Path:
+    """Find a file of the data, or say where it was looked for."""
+    path = Path(os.environ.get(VARIABLE) or DEFAULT) / name
+    if not path.is_file():
+        raise PictureError(f"{path} is missing. Name the folder of the data sets with --data or {VARIABLE}")
+    return path
+
+
+@cache
+def imagenette() -> Data:
+    """Ten classes of ImageNet at 128 pixels: 9,469 pictures to learn from and 3,925 to validate on."""
+    return Data(*(open_examples(data_file(f"imagenette-128-{part}.parquet")).kept() for part in ("train", "val")))
+
+
+@cache
+def pets() -> Data:
+    """Cats and dogs, 37 breeds of 2 species, at 160 pixels: 3,680 to learn from and 3,669 to validate on."""
+    files = [data_file(f"pets-160-{part}.parquet") for part in ("train", "test")]
+    train, test = (open_examples(file, labels=("breed", "species")).kept() for file in files)
+    return Data(train, test, masks=lambda: trimaps(files[1], 160))
+
+
+@cache
+def trimaps(path: Path, side: int) -> Tensor:
+    """Read where the pet is (N, side, side), its uncertain border included, in the square that pictures are cut to."""
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    found = torch.empty(parquet.read_metadata(path).num_rows, side, side)
+    for row, one in enumerate(parquet.read_table(path, columns=["trimap"])["trimap"].to_pylist()):
+        values = np.asarray(Image.open(BytesIO(one["bytes"])))
+        pet = Image.fromarray(np.isin(values, (1, 3)).astype(np.uint8) * 255).convert("RGB")
+        found[row] = square(pet, side)[0] / 255
+    return found
+
+
+@cache
+def digits() -> Data:
+    """Ten digits spoken by six people, as spectrograms (1, 40, 64): 2,700 to learn from and 300 to validate on."""
+    files = [data_file(f"spoken-digits-{part}.parquet") for part in ("train", "test")]
+    return Data(*(open_examples(read_digits(file), labels=("digit", "speaker")) for file in files))
+
+
+@cache
+def coloured_shapes(side: int = 64, count: int = 4800) -> Data:
+    """Drawn pictures with independent labels ``colour`` and ``shape``, and half as many to validate on."""
+
+    def opened(found: Drawn) -> Examples:
+        labels = {"colour": found.colour, "shape": found.shape}
+        return open_examples(
+            Arrays(found.images, labels, {"colour": COLOURS, "shape": SHAPES}), labels=("colour", "shape")
+        )
+
+    drawn = render(count, side=side, seed=0), render(count // 2, side=side, seed=1)
+    return Data(*map(opened, drawn), masks=drawn[1].covered)
+
+
+@cache
+def moving_shapes(frames: int = 8, side: int = 48, count: int = 4200) -> Data:
+    """Drawn clips (3, T, S, S) whose class is how a shape moves, and half as many to validate on."""
+
+    def opened(found: Drawn) -> Examples:
+        assert found.motion is not None
+        return open_examples(Arrays(found.images, found.motion, MOTIONS))
+
+    shape = {"frames": frames, "side": side}
+    return Data(opened(film(count, seed=0, **shape)), opened(film(count // 2, seed=1, **shape)))
+
+
+@cache
+def few() -> Data:
+    """Some drawn pictures, for the reduced setting of any study of pictures: which shape is it?"""
+    drawn = [render(count, side=32, seed=seed) for seed, count in enumerate((96, 48))]
+    return Data(*(open_examples(Pictures(one.images, one.shape, SHAPES)).kept() for one in drawn))

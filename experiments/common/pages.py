@@ -1,0 +1,47 @@
+"""What a study's rows become: the table in its README, its line in ``docs/evidence.md``, its plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.common.study import Rows, Study
+from experiments.common.tables import NOTHING, by_arm, result_table, rows_of, write_section
+
+ROOT = Path(__file__).resolve().parents[2]
+EVIDENCE = ROOT / "docs" / "evidence.md"
+
+
+def section(study: Study, rows: Rows) -> str:
+    """Write the results of a study: its table or tables, and on what it was measured."""
+    return f"{(study.table or result_table)(study, rows)}\n\n{measured_on(rows)}" if rows else NOTHING
+
+
+def measured_on(rows: Rows) -> str:
+    """Say on what machine, with what versions and in what state of the code rows were made."""
+    devices = sorted({row["device"] for row in rows})
+    commits = sorted({str(row["commit"]) for row in rows})
+    torch = sorted({row["versions"]["torch"] for row in rows})
+    seeds = sorted({row["seed"] for row in rows})
+    return (
+        f"Mean ± standard deviation over seeds {', '.join(map(str, seeds))}; in brackets, the 95 % interval over seeds "
+        f"and pictures. {len(rows)} runs of {len(by_arm(rows))} arms on {', '.join(devices)}, "
+        f"torch {', '.join(torch)}, commit {', '.join(commits)}."
+    )
+
+
+def readme_section(study: Study, rows: Rows, folder: Path) -> str:
+    """Write the results for the study's own page: with its plots."""
+    plots = [f"![{path.stem}]({path.name})" for path in sorted(folder.glob("*.png"))] if rows else []
+    return "\n\n".join([section(study, rows), *plots])
+
+
+def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) -> None:
+    """Draw the plots from the rows, and rewrite the marked sections."""
+    rows = rows_of(study, out)
+    readme = out / "README.md"
+    if rows and study.draw is not None:
+        study.draw(study, rows, out)
+    if readme.exists():
+        write_section(readme, readme_section(study, rows, out))
+    if evidence is not None:
+        write_section(evidence, section(study, rows), f"results {study.name}")

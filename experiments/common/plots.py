@@ -1,0 +1,102 @@
+"""Plots in one style: every seed is a dot, colours that the colour-blind can tell apart, nothing that says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's, the most distinct first."""
+
+INK, PALE = "#333333", "#dddddd"
+
+STYLE: dict[str, Any] = {
+    "font.size": 10,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": PALE,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 192,
+}
+
+Groups = Mapping[str, Sequence[float]]
+Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+
+
+@contextmanager
+def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 3.6) -> Iterator[list[Axes]]:
+    """Give axes to draw on, side by side, and write them as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(cast(Any, STYLE)):
+        drawn, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
+        try:
+            yield list(axes[0])
+            drawn.savefig(path, metadata={"Software": None})
+        finally:
+            plt.close(drawn)
+
+
+def dots(axes: Axes, groups: Groups, label: str, *, colours: Mapping[str, str] | None = None) -> None:
+    """Draw each group as its values, one dot for each seed, with the mean and one standard deviation to either side.
+
+    Groups are listed from top to bottom; the axis begins where the values do.
+    """
+    for place, (name, values) in enumerate(groups.items()):
+        colour = (colours or {}).get(name, COLOURS[0])
+        mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+        axes.plot([mean - sd, mean + sd], [place, place], color=colour, linewidth=6, alpha=0.25, solid_capstyle="butt")
+        axes.plot([mean, mean], [place - 0.28, place + 0.28], color=colour, linewidth=2)
+        axes.plot(values, [place] * len(values), "o", color=colour, markersize=4, markeredgewidth=0, alpha=0.9)
+    axes.set_yticks(range(len(groups)), list(groups))
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(label)
+
+
+def lines(axes: Axes, curves: Curves, across: str, up: str, *, styles: Mapping[str, Any] | None = None) -> None:
+    """Draw the mean curve of each group, with the lowest and the highest of its seeds as a band."""
+    for number, (name, seeds) in enumerate(curves.items()):
+        x = [at for at, _ in seeds[0]]
+        y = np.array([[value for _, value in seed] for seed in seeds])
+        style = {"color": COLOURS[number % len(COLOURS)], **(styles or {}).get(name, {})}
+        axes.fill_between(x, y.min(0), y.max(0), color=style["color"], alpha=0.15, linewidth=0)
+        axes.plot(x, y.mean(0), label=name, **{"linewidth": 1.8, **style})
+    axes.set(xlabel=across, ylabel=up)
+
+
+def trade(axes: Axes, curves: Curves, across: str, up: str) -> None:
+    """Draw what one thing costs in another: a dot for each setting, those of one kind joined."""
+    for number, (name, seeds) in enumerate(curves.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        both = np.array(seeds, dtype=float)  # seeds, settings, (across, up)
+        mean = both.mean(0)
+        axes.plot(*both.reshape(-1, 2).T, "o", color=colour, markersize=3, alpha=0.35, markeredgewidth=0)
+        axes.plot(*mean.T, "-o", color=colour, markersize=5, linewidth=1.4, label=name)
+    axes.set(xlabel=across, ylabel=up)
+
+
+def name_lines(axes: Axes, title: str | None = None) -> None:
+    """Say which line is which, where nothing is drawn."""
+    axes.legend(fontsize=8, title=title, alignment="left")

@@ -1,0 +1,66 @@
+"""Spoken digits as pictures of sound: logarithms of energy by pitch (mel) and time."""
+
+from __future__ import annotations
+
+import io
+import wave
+from math import log10
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.training import Arrays
+
+RATE = 8000
+WINDOW, HOP, BANDS, FRAMES = 256, 100, 40, 64
+"""Samples in a window and between two of them, bands of pitch, and windows in a spectrogram: 0.8 seconds."""
+
+
+def read_digits(path: Path) -> Arrays:
+    """Read a parquet file of WAV bytes with the columns ``digit`` and ``speaker``."""
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    table = parquet.read_table(path)
+    sounds = [read_wave(one["bytes"]) for one in table["audio"].to_pylist()]
+    labels = {name: [str(value) for value in table[name].to_pylist()] for name in ("digit", "speaker")}
+    return Arrays(spectrograms(sounds), labels)
+
+
+def read_wave(data: bytes) -> Tensor:
+    """Read the samples (T,) of a WAV file with one channel of 16 bits, from −1 to 1."""
+    with wave.open(io.BytesIO(data)) as file:
+        if (file.getnchannels(), file.getsampwidth(), file.getframerate()) != (1, 2, RATE):
+            raise ValueError(f"expected one channel of 16 bits at {RATE} Hz; got {file.getparams()}")
+        samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+    return torch.from_numpy(samples.astype(np.float32) / 32768)
+
+
+def spectrograms(sounds: list[Tensor]) -> Tensor:
+    """Give the log-mel spectrograms (N, 1, 40, 64) of sounds: their middle where they are longer, silence around."""
+    length = HOP * (FRAMES - 1)
+    cut = torch.stack([_centred(sound, length) for sound in sounds])
+    window = torch.hann_window(WINDOW)
+    found = []
+    for part in cut.split(256):
+        power = torch.stft(part, WINDOW, HOP, window=window, return_complex=True).abs().square()
+        found.append((mel_filters() @ power).clamp(min=1e-6).log10())
+    return torch.cat(found).unsqueeze(1)
+
+
+def mel_filters() -> Tensor:
+    """Give triangles (40, 129) that add up frequencies, evenly spaced in pitch (HTK's mel)."""
+    top = 2595 * log10(1 + RATE / 2 / 700)
+    edges = 700 * (10 ** (torch.linspace(0, top, BANDS + 2) / 2595) - 1)
+    hertz = torch.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    return torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp(min=0)
+
+
+def _centred(sound: Tensor, length: int) -> Tensor:
+    if len(sound) > length:
+        start = (len(sound) - length) // 2
+        return sound[start : start + length]
+    before = (length - len(sound)) // 2
+    return torch.nn.functional.pad(sound, (before, length - len(sound) - before))

@@ -1,0 +1,1 @@
+"""Do LayerScale and class attention let a deep model train?"""

@@ -1,0 +1,1 @@
+"""Does a distillation token help, and when?"""

@@ -1,0 +1,124 @@
+"""A distillation token on little and more data: with registers, hard and soft, from two kinds of teachers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from experiments.common.data import imagenette
+from experiments.common.plots import COLOURS, dots, figure, lines, name_lines
+from experiments.common.study import Arm, Column, Rows, RunOf, Study
+from experiments.common.tables import by_arm
+
+STEPS, BATCH, PICTURES = 1500, 256, 9469
+SHARES = (0.1, 0.3, 1.0)
+TOKENS = {"plain": "cls", "registers": "cls,register=4", "hard": "cls,distillation"}
+TOKENS |= {
+    "hard + registers": "cls,distillation,register=4",
+    "soft": "cls,distillation",
+    "hard, ViT": "cls,distillation",
+}
+TUNED_AS = {"registers": "plain", "hard + registers": "hard", "hard, ViT": "hard"}
+INK = {"conv": COLOURS[6], "Ti plain": COLOURS[0], "Ti hard": COLOURS[1], "S plain": COLOURS[5], "S hard": COLOURS[4]}
+SMALL = {"epochs": 1, "warmup_epochs": 0, "image_size": 32}
+
+
+def named(kind: str, share: float) -> str:
+    """Name an arm by its kind and its share of the training data."""
+    return f"{kind}, {share:.0%}".replace("%", " %")
+
+
+def schedule(share: float) -> dict[str, Any]:
+    """Give as many steps, and as many of them to warm up, whatever the share: less data is not less training."""
+    each = int(PICTURES * share) // BATCH
+    return {"share": share, "epochs": round(STEPS / each), "warmup_epochs": round(STEPS / each / 10)}
+
+
+def teacher(share: float) -> Arm:
+    """Give the convolutional teacher of a share: it has seen no more than its students."""
+    whole = named("conv", 1.0)
+    return Arm(
+        named("conv", share), against=named("Ti plain", share), tuned_as=whole if share < 1 else None,
+        model="timm:resnet18d", image_size=128,
+        reduced={**SMALL, "options": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}}, **schedule(share),
+    )  # fmt: skip
+
+
+def student(size: str, kind: str, share: float) -> Arm:
+    """Give a student; the search was made with all data, and for the arms whose losses differ."""
+    learned = {} if kind in ("plain", "registers") else {"teacher": RunOf(named("conv", share)), "distillation": "hard"}
+    if kind == "soft":
+        learned["distillation"] = "soft"
+    if kind == "hard, ViT":
+        learned["teacher"] = RunOf(named("S plain", share))
+    name, tuned = named(f"{size} {kind}", share), named(f"{size} {TUNED_AS.get(kind, kind)}", 1.0)
+    return Arm(
+        name, tuned_as=tuned if tuned != name else None, against=named(f"{size} plain", share),
+        model={"Ti": "vit_tiny_patch16", "S": "vit_small_patch16"}[size], image_size=128, patch_size=16,
+        tokens=TOKENS[kind], **learned, **schedule(share),
+        reduced={**SMALL, "patch_size": 8, "options": {"width": 32, "depth": 2, "heads": 2}},
+    )  # fmt: skip
+
+
+def draw(study: Study, rows: Rows, folder: Path) -> None:
+    """Draw accuracy over the share of the data, and all arms that had all of it."""
+    arms = by_arm(rows)
+    with figure(folder / "shares.png") as (axes,):
+        curves: dict[str, Any] = {}
+        for kind in INK:
+            found = [(100 * share, arms[named(kind, share)]) for share in SHARES if named(kind, share) in arms]
+            seeds = set.intersection(*({row["seed"] for row in own} for _, own in found)) if found else set()
+            if len(found) > 1:
+                curves[kind] = [
+                    [
+                        (share, 100 * row["accuracy"][study.answer])
+                        for share, own in found
+                        for row in own
+                        if row["seed"] == seed
+                    ]
+                    for seed in sorted(seeds)
+                ]
+        styles = {kind: {"color": colour, "marker": "o", "markersize": 4} for kind, colour in INK.items()}
+        lines(axes, curves, "share of the training data, %", "accuracy on the validation set, %", styles=styles)
+        axes.set_xscale("log")
+        axes.set_xticks([100 * share for share in SHARES], [f"{share:.0%}".rstrip("%") for share in SHARES])
+        axes.minorticks_off()
+        name_lines(axes)
+    whole = {name: own for name, own in arms.items() if name.endswith(", 100 %")}
+    with figure(folder / "arms.png") as (axes,):
+        values = {name: [100 * row["accuracy"][study.answer] for row in own] for name, own in whole.items()}
+        dots(axes, values, "accuracy on the validation set, %")
+
+
+def head(name: str) -> Column:
+    """Give the column of one head's accuracy."""
+    return Column(
+        f"{name} head, %", lambda row: 100 * row["accuracy"][name] if name in row["accuracy"] else None, "{:.2f}"
+    )
+
+
+STUDY = Study(
+    name="distillation",
+    question="What does a distillation token bring on 10 %, 30 % and all of a small data set, and is it the teacher, "
+    "the loss or the token?",
+    data=imagenette,
+    base={"preset": "small", "batch_size": BATCH, "mixing": 0.5, "compile": "off"},
+    arms=(
+        *(teacher(share) for share in SHARES),
+        *(student("Ti", kind, share) for share in SHARES for kind in ("plain", "hard")),
+        *(student("Ti", kind, 1.0) for kind in ("registers", "hard + registers", "soft")),
+        *(student("S", kind, 1.0) for kind in ("plain", "hard")),
+        student("Ti", "hard, ViT", 1.0),
+    ),
+    reference=named("Ti plain", 1.0),
+    search={"lr": [1e-3, 2e-3]},
+    timing=0,
+    columns=(
+        head("cls"),
+        head("distillation"),
+        Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),
+        Column("seconds", lambda row: row["seconds"], "{:.0f}"),
+    ),
+    draw=draw,
+    reduced={"preset": "tiny", "batch_size": 8},
+)

@@ -1,0 +1,1 @@
+"""How good can a distilled ViT be?"""

@@ -1,0 +1,1 @@
+"""How much accuracy does merging cost for the time that it saves?"""

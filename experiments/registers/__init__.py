@@ -1,0 +1,1 @@
+"""Do artifact tokens appear, and what do registers do?"""

@@ -1,0 +1,207 @@
+"""One large model for as long as there is time: trained by several commands, looked at over all its checkpoints.
+
+    python -m experiments.registers.long --seconds 540      # again and again, until it says that it is trained
+    python -m experiments.registers.long --plot             # the section of the README and the plot, from the rows
+
+Each command goes on from the newest checkpoint, as ``vitrail train --resume`` does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from experiments.common.data import VARIABLE
+from experiments.common.machine import commit, machine
+from experiments.common.plots import COLOURS, figure, lines, name_lines
+from experiments.common.rows import add_row, read_rows
+from experiments.common.study import Rows, Study
+from experiments.common.tables import NOTHING, markdown, write_section
+from experiments.registers.looking import examine, norms_told
+from experiments.registers.scenes import WithScenes
+from experiments.registers.showing import left, longest
+from experiments.registers.study import STUDY, arm
+from vitrail.analysis.survey import survey
+from vitrail.pictures.collection import Collection
+from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
+from vitrail.training.checkpoint import STATE
+from vitrail.training.run import CHECKPOINTS, LAST
+from vitrail.training.stopping import Interrupted
+
+HERE = Path(__file__).resolve().parent
+ROWS = HERE / "long_run" / "results.jsonl"
+RUNS = HERE.parents[1] / "runs" / "registers-long"
+SNAPSHOTS = 10
+"""Checkpoints that are looked at, evenly spread over the run."""
+
+
+def fields(study: Study, recipe: str, registers: int, epochs: int) -> dict[str, Any]:
+    """Give what a run is asked for: the study's recipe, for a larger model and a longer time."""
+    now_and_then = max(1, epochs // SNAPSHOTS)
+    return {
+        **study.fields(arm(registers)), "model": "vit_base_patch16", "compile": None, "lr": 5e-4, "drop_path": 0.2,
+        "recipe": recipe, "epochs": epochs, "save_every": now_and_then, "evaluate_every": now_and_then,
+        "keep": 2 * SNAPSHOTS,
+    }  # fmt: skip
+
+
+def called(recipe: str, registers: int) -> str:
+    """Name a run."""
+    return f"ViT-B, {recipe}, {registers} registers"
+
+
+def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: float, device: str | None) -> Run | None:
+    """Train for some seconds, from the newest checkpoint if there is one; None where more is left to do.
+
+    When the time is over, the run is asked to stop as by Ctrl-C: it then ends with a checkpoint.
+    """
+    end = time.monotonic() + seconds
+
+    def tell(event: Event) -> None:
+        if event.kind == "train" and time.monotonic() > end:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    given = {**wanted, "data": data.train, "validation": data.watched(256), "device": device, "out": str(folder)}
+    begun = any((folder / CHECKPOINTS).glob("step-*"))
+    try:
+        return train(resume=begun, overwrite=not begun, tell=tell, **given)
+    except Interrupted:
+        return None
+
+
+# What came out.
+
+
+def snapshot(folder: Path, step: int, device: torch.device) -> nn.Module:
+    """Give the model of a checkpoint: averaged weights, where they are averaged."""
+    model, _ = load_trained(folder / LAST)
+    path = folder / CHECKPOINTS / f"step-{step:08d}" / STATE
+    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    found = {
+        prefix: {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
+        for prefix in ("ema.", "learner.model.")
+    }
+    model.load_state_dict(found["ema."] or found["learner.model."])
+    return model.to(device)
+
+
+def over_checkpoints(folder: Path, scenes: Collection, device: torch.device) -> dict[str, Any]:
+    """Give the norms by layer of every checkpoint, in order, and the epoch since which there are artifacts."""
+    steps = sorted(int(path.name.removeprefix("step-")) for path in (folder / CHECKPOINTS).glob("step-*"))
+    per_epoch = read_log(folder / "log.jsonl", "epoch")[0]["step"]
+    models: dict[str, Callable[[], nn.Module]] = {f"{step}": partial(snapshot, folder, step, device) for step in steps}
+    found = survey(models, scenes, batch_size=64)
+    over = [
+        {"epoch": int(entry.name) / per_epoch, **norms_told(entry.norms.to_dict())}
+        for entry in found.entries
+        if entry.norms is not None
+    ]
+    return {"over_training": over, "since": None if found.first is None else int(found.first) / per_epoch}
+
+
+def row_of(folder: Path, recipe: str, registers: int, data: WithScenes, device: str | None) -> dict[str, Any]:
+    """Look at a run that has ended: once at the validation set, then at everything else."""
+    model, labels = load_trained(folder / LAST)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    half = "bf16" if where.type == "cuda" else "fp32"
+    found = evaluate(folder / LAST, data.validation, device=device, dtype=half, seconds=0)
+    log = read_log(folder / "log.jsonl", "epoch")
+    return {
+        "arm": called(recipe, registers),
+        "epochs": len(log),
+        "seconds": log[-1]["seconds"],
+        "accuracy": dict(found.accuracy),
+        **over_checkpoints(folder, data.scenes(), where),
+        **examine(model.to(where), labels, data.scenes()),
+    }
+
+
+def section(rows: Rows) -> str:
+    """Write one line for each run, on what it was measured, and the plot."""
+    if not rows:
+        return NOTHING
+    devices, commits = (sorted({str(row[name]) for row in rows}) for name in ("device", "commit"))
+    measured = f"One run each, on {', '.join(devices)}, commit {', '.join(commits)}."
+    head = [
+        "model", "epochs", "hours", "accuracy, %", "artifacts?", "since epoch", "share of outliers, %",
+        "longest over median", "2 % at 5× would be found, %", "0.5 % at 5×", "LOST with keys, %", "mIoU, %",
+        "outliers with test-time registers, %", "with random neurons",
+    ]  # fmt: skip
+    table = markdown([head, *(_line(row) for row in rows)])
+    return f"{table}\n\n{measured}\n\n![norms by layer and epoch](long_run/norms.png)"
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    cures = [left(row, when) for when in ("after", "control")]
+    return [
+        row["arm"], f"{row['epochs']}", f"{row['seconds'] / 3600:.2f}",
+        f"{100 * next(iter(row['accuracy'].values())):.2f}", row["norms"]["verdict"],
+        "–" if row["since"] is None else f"{row['since']:.0f}", f"{100 * row['norms']['outlier_share']:.2f}",
+        f"{longest(row):.2f}", f"{100 * row['power']['0.02']['5']:.0f}", f"{100 * row['power']['0.005']['5']:.0f}",
+        f"{100 * row['dense']['keys']['fixed']:.1f}", f"{100 * row['dense']['miou']:.1f}",
+        *("–" if one is None else f"{one:.2f}" for one in cures),
+    ]  # fmt: skip
+
+
+def draw(rows: Rows, folder: Path) -> None:
+    """Draw how far the longest patch token is above the median, by layer, for each checkpoint of each run."""
+    with figure(folder / "norms.png", columns=len(rows), width=5.0 * len(rows)) as sides:
+        for axes, row in zip(sides, rows, strict=True):
+            over = row["over_training"]
+            curves = {
+                f"epoch {one['epoch']:.0f}": [[(at, x["max"] / x["50"]) for at, x in enumerate(one["layers"], 1)]]
+                for one in over
+            }
+            shades = {
+                name: {"color": COLOURS[0], "alpha": 0.2 + 0.8 * number / max(len(over) - 1, 1)}
+                for number, name in enumerate(curves)
+            }
+            lines(axes, curves, "layer", "longest patch token over the median", styles=shades)
+            axes.set(title=row["arm"], yscale="log")
+            name_lines(axes)
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="Stop after so many, with a checkpoint.")] = float("inf"),
+    recipe: Annotated[str, typer.Option(help="labels or dino.")] = "labels",
+    registers: Annotated[int, typer.Option(help="How many.")] = 0,
+    epochs: Annotated[int, typer.Option(help="In all; the learning rate falls over them.")] = 100,
+    out: Annotated[Path, typer.Option(help="Where the runs are.")] = RUNS,
+    rows: Annotated[Path, typer.Option(help="Where to note what came out.")] = ROWS,
+    plot: Annotated[bool, typer.Option(help="Train nothing; write what the rows say.")] = False,
+    data: Annotated[Path | None, typer.Option(help=f"The folder of the data; or {VARIABLE}.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+) -> None:
+    """Go on with the run of a large model; when it has ended, look at it."""
+    if plot:
+        found = read_rows(rows)
+        write_section(HERE / "README.md", section(found), "long")
+        if found:
+            draw(found, rows.parent)
+        return
+    if data is not None:
+        os.environ[VARIABLE] = str(data)
+    given = STUDY.data()
+    assert isinstance(given, WithScenes)
+    if any((row["arm"], row["epochs"]) == (called(recipe, registers), epochs) for row in read_rows(rows)):
+        typer.echo(f"Trained and noted in {rows} already.")
+        return
+    folder = out / f"{recipe}-{registers}-{epochs}"
+    if go_on(folder, fields(STUDY, recipe, registers, epochs), given, seconds, device) is None:
+        typer.echo(f"Stopped in time; {folder} has a checkpoint. Give the same command again.")
+        raise typer.Exit(3)
+    add_row(rows, {**row_of(folder, recipe, registers, given, device), **machine(), "commit": commit()})
+    typer.echo(f"Trained, and noted in {rows}.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

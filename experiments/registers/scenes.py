@@ -1,0 +1,62 @@
+"""Pictures to look at trained models with: objects whose mask and box are known, which no model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from PIL import Image
+
+from experiments.common.data import Data, data_file, few, imagenette
+from experiments.common.shapes import SHAPES, Drawn, render
+from vitrail.pictures.collection import Collection, open_collection
+from vitrail.pictures.sample import Sample
+
+MOST = 400
+"""Pets that are looked at, spread evenly over their training set."""
+
+
+@dataclass(frozen=True)
+class WithScenes(Data):
+    """Data to train on, and other pictures to look at, with masks, boxes and classes."""
+
+    scenes: Callable[[], Collection] = field(kw_only=True)
+
+
+class DrawnScenes:
+    """Drawn shapes as the source of a collection: the class is the shape, the mask is what it covers."""
+
+    label_names = SHAPES
+    has_masks = has_boxes = True
+
+    def __init__(self, drawn: Drawn) -> None:
+        self._images, self._masks = drawn.images.numpy(), drawn.covered().numpy() > 0.5
+        self.names = [f"shape {number}" for number in range(len(self._images))]
+        self.labels: list[int | None] = drawn.shape.tolist()
+
+    def read(self, row: int) -> Sample:
+        """Give a picture; its box is the smallest that holds the shape."""
+        rows, columns = (np.flatnonzero(self._masks[row].any(axis)) for axis in (1, 0))
+        box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+        picture = Image.fromarray(self._images[row].transpose(1, 2, 0))
+        return Sample(picture, self.names[row], self.labels[row], self._masks[row].astype(np.uint8), (box,))
+
+
+@cache
+def imagenette_and_pets() -> WithScenes:
+    """Imagenette to train on, cats and dogs to look at."""
+    data = imagenette()
+
+    def pets() -> Collection:
+        return open_collection(data_file("pets-160-train.parquet"), labels="species", limit=MOST)
+
+    return WithScenes(data.train, data.validation, scenes=pets)
+
+
+@cache
+def few_and_shapes() -> WithScenes:
+    """Some drawn pictures to train on, and others to look at, for the reduced setting."""
+    data = few()
+    return WithScenes(data.train, data.validation, scenes=lambda: Collection(DrawnScenes(render(60, side=32, seed=2))))

@@ -1,0 +1,1 @@
+"""The same as ``registers``, for models that learn without labels."""

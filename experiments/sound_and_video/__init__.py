@@ -1,0 +1,1 @@
+"""Does merging do for sounds and videos what it does for pictures?"""

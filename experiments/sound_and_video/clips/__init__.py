@@ -1,0 +1,1 @@
+"""Clips of moving shapes, whose patches of space and time merge."""

@@ -1,0 +1,1 @@
+"""Does a token for each task specialise?"""

@@ -1,0 +1,135 @@
+"""The study of depth at its reduced size, and what it says about layers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import vitrail
+from experiments.common import running
+from experiments.common.choosing import best_point
+from experiments.common.pages import write_pages
+from experiments.common.rows import RESULTS, SEARCH, read_rows
+from experiments.common.running import Runner
+from experiments.common.tables import result_table, rows_of
+from experiments.depth.looking import by_layer, largest_rise
+from experiments.depth.study import STUDY
+from vitrail.errors import TrainingError
+from vitrail.models import ViT, ViTConfig, create_model
+from vitrail.models.config import depth_rule
+
+SMALL = replace(STUDY.small(), draws=1, seeds=(0,))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shallow plain model and a deep one that has all."""
+    out = tmp_path_factory.mktemp("depth")
+    runner = Runner(SMALL, out, device="cpu")
+    runner.tune("(plain|both), 12|both, 36")
+    runner.run("(plain|both), 12|both, 36")
+    assert runner.failed == 0
+    return out
+
+
+def test_arms_differ_in_depth_scale_and_class_attention_alone() -> None:
+    for arm in STUDY.arms:
+        kind, depth = arm.name.split(", ")
+        fields = STUDY.fields(arm)
+        model = create_model(fields["model"], **fields["options"], **{k: fields[k] for k in ("tokens",) if k in fields})
+        config = model.config
+        assert config.depth == int(depth)
+        assert config.layer_scale == (depth_rule(int(depth)) if kind in ("LayerScale", "both") else None)
+        assert config.class_attention == (2 if kind in ("class attention", "both") else 0)
+        entered = "tokens" not in fields or config.gathers(config.tokens[0])
+        assert entered
+        assert arm.against == (None if kind == "plain" else f"plain, {depth}")
+        assert {name for name in fields if fields[name] != STUDY.base.get(name)} <= {"options", "tokens"}
+
+
+def test_the_sweep_is_balanced() -> None:
+    """Half of all combinations: any two fields have each pair of their values once."""
+    tried = STUDY.points()
+    assert len(tried) == 4
+    for one, other in (("lr", "warmup_epochs"), ("lr", "drop_path"), ("warmup_epochs", "drop_path")):
+        assert len({(point[one], point[other]) for point in tried}) == 4
+        assert len({point[one] for point in tried}) == len({point[other] for point in tried}) == 2
+
+
+def test_rows_tell_what_layers_do(trained: Path) -> None:
+    rows = {row["arm"]: row for row in read_rows(trained / RESULTS)}
+    assert set(rows) == {"plain, 12", "both, 12", "both, 36"}
+    for name, row in rows.items():
+        depth = int(name.split(", ")[1])
+        assert [len(row[when][what]) for when in ("start", "end") for what in ("tokens", "gradients")] == [depth] * 4
+        assert len(row["losses"]) == SMALL.base["epochs"]
+        assert row["rise"] == pytest.approx(largest_rise(row["losses"]))
+    start = rows["both, 36"]["start"]["tokens"]
+    assert start == pytest.approx([start[0]] * 36, rel=1e-4)  # scales of 1e-6 begin as the identity
+    deep = create_model(
+        "vit_tiny_patch16", width=32, heads=2, depth=36, image_size=32, patch_size=8, class_attention=2,
+        layer_scale=1e-6, tokens=STUDY.arm("both, 36").fields["tokens"], num_classes=6,
+    )  # fmt: skip
+    assert rows["both, 36"]["flops"] == vitrail.count(deep).flops
+    assert rows["both, 36"]["parameters"] == sum(weight.numel() for weight in deep.parameters())
+
+
+def test_the_page_compares_arms_of_one_depth(trained: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need it")
+    rows = rows_of(SMALL, trained)
+    lines = {line.split(" | ")[0].strip("| "): line for line in result_table(SMALL, rows).splitlines()}
+    assert "to plain, 12 |" in lines["both, 12"]
+    assert "| – |" in lines["both, 36"]  # what it is compared with was not trained
+    write_pages(SMALL, trained, evidence=None)
+    for name in ("accuracy.png", "loss.png", "layers.png"):
+        assert (trained / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_and_gradients_are_those_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(image_size=16, patch_size=8, width=8, depth=3, heads=2, num_classes=3)).double().eval()
+    images, truth = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.tensor([0, 2])
+    found = by_layer(model, images, truth)
+    x, special = model._embed(images, model.config.grid)
+    x = torch.cat([special["cls"], x], 1)
+    for layer, block in enumerate(model.blocks):
+        x = block(x)
+        assert found["tokens"][layer] == pytest.approx(x.norm(dim=-1).mean().item())
+
+    def loss(last: torch.Tensor) -> torch.Tensor:
+        logits = model.forward_head(model.norm(last))
+        assert isinstance(logits, torch.Tensor)
+        return F.cross_entropy(logits, truth, reduction="sum")
+
+    last = x.detach()
+    step = 1e-5
+    slopes = torch.zeros_like(last).flatten()
+    for place in range(last.numel()):
+        moved = torch.zeros_like(slopes)
+        moved[place] = step
+        moved = moved.view_as(last)
+        slopes[place] = (loss(last + moved) - loss(last - moved)).item() / (2 * step)
+    expected = slopes.view_as(last).flatten(1).norm(dim=1).mean().item()
+    assert found["gradients"][-1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_point_that_diverges_is_the_worst_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = replace(STUDY.small(), seeds=(0,))
+    first, second = study.points()
+    train = running.train
+
+    def diverges(**given: Any) -> Any:
+        if all(given[name] == value for name, value in first.items()):
+            raise TrainingError("The loss is not finite since step 3 (epoch 1): class. The learning rate was 0.002.")
+        return train(**given)
+
+    monkeypatch.setattr(running, "train", diverges)
+    runner = Runner(study, tmp_path, device="cpu")
+    runner.tune("plain, 12")
+    assert runner.failed == 0
+    rows = read_rows(tmp_path / SEARCH)
+    assert [("diverged" in row, row["held"] > 0) for row in rows] == [(True, False), (False, True)]
+    assert best_point(study, study.arm("plain, 12"), tmp_path) == second

@@ -1,0 +1,182 @@
+"""Merging at its reduced size: measurements against merged models themselves, the cap by trying, tables by hand."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.common.data import few
+from experiments.common.pages import section, write_pages
+from experiments.common.rows import unpack
+from experiments.common.running import Runner
+from experiments.common.scoring import batches
+from experiments.common.study import Study
+from experiments.common.tables import rows_of
+from experiments.merging import measuring
+from experiments.merging.measuring import KINDS, MERGED, UNMERGED, measure_merging, most, speed, steps, timed
+from experiments.merging.showing import at
+from experiments.merging.study import PLAIN, STUDY, WITH, R, look
+from vitrail.bench import timing
+from vitrail.errors import NotMerged
+from vitrail.merging import Room
+from vitrail.models import ViT, create_model
+from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
+from vitrail.surgery import Merging, merge
+from vitrail.training import Labels
+from vitrail.training.parsing import read_tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_times() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"WARM_S": 0.0, "WARM_STEPS": 1, "SAMPLE_S": 0.0, "MIN_ROUNDS": 2}.items():
+            patch.setattr(timing, name, value)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
+    out = tmp_path_factory.mktemp("merging")
+    study = replace(STUDY.small(), look=partial(look, seconds=1e-3), draws=1)
+    runner = Runner(study, out, device="cpu")
+    runner.tune()
+    runner.run()
+    assert runner.failed == 0, (out / "results.jsonl").read_text()
+    return study, out
+
+
+def test_every_setting_is_measured(finished: tuple[Study, Path]) -> None:
+    rows = rows_of(*finished)
+    assert [(row["arm"], row["seed"]) for row in rows] == [(PLAIN, 0), (PLAIN, 1), (WITH, 0), (WITH, 1)]
+    for row in rows:
+        merges = [0, 4, 8, 13, 17, 21]  # 64 patches, 2 layers
+        if row["arm"] == WITH:
+            merges.insert(4, R)
+        expected = [(UNMERGED, 0), *((kind, r) for kind in KINDS for r in merges if r or kind == MERGED)]
+        assert [(one["kind"], one["r"]) for one in row["measured"]] == expected
+        assert row["trained_with"] == ([MERGED, R] if row["arm"] == WITH else [UNMERGED, 0])
+        assert 0 < row["epoch_seconds"] < row["seconds"]
+
+
+def test_accuracy_is_the_share_of_the_pictures_that_are_right(finished: tuple[Study, Path]) -> None:
+    for row in rows_of(*finished):
+        assert at(row, (UNMERGED, 0))["accuracy"] == pytest.approx(row["accuracy"])
+        for one in row["measured"]:
+            for name, packed in one["correct"].items():
+                assert unpack(packed, row["count"]).mean() == pytest.approx(one["accuracy"][name])
+
+
+def test_nothing_merged_changes_nothing_and_more_merged_costs_less(finished: tuple[Study, Path]) -> None:
+    for row in rows_of(*finished):
+        assert at(row, (MERGED, 0))["correct"] == at(row, (UNMERGED, 0))["correct"] == row["correct"]
+        for one in row["measured"]:
+            assert one["tokens"] == 65 - 2 * one["r"]
+            assert one["gflops"] == at(row, (MERGED, one["r"]))["gflops"]
+            assert (speed(one) is not None) == (one["kind"] in measuring.TIMED)
+            assert one.get("failed", {}) == {}
+        costs = [one["gflops"] for one in row["measured"] if one["kind"] == MERGED]
+        assert costs == sorted(costs, reverse=True)
+
+
+def test_the_page_is_made_from_the_rows(finished: tuple[Study, Path]) -> None:
+    pytest.importorskip("matplotlib", reason="plots need it")
+    study, out = finished
+    rows = rows_of(study, out)
+    (out / "README.md").write_text("<!-- results -->\n<!-- /results -->\n")
+    write_pages(study, out, evidence=None)
+    page = (out / "README.md").read_text()
+    assert section(study, rows) in page
+    cells = {line.split(" | ")[0]: line.strip(" |").split(" | ") for line in page.splitlines() if line.startswith("|")}
+    plain, merged = rows[:2], rows[2:]
+    shares = [100 * (1 - own["seconds"] / base["seconds"]) for own, base in zip(merged, plain, strict=True)]
+    mean = f"{np.mean(shares):.1f} ± {np.std(shares, ddof=1):.1f}".replace("-", "−")
+    assert f"| {mean} |" in next(line for line in page.splitlines() if line.startswith(f"| {WITH} | 2 |"))
+    accuracy = np.mean([100 * at(row, (MERGED, R))["accuracy"]["fused"] for row in merged])
+    speeds = [speed(one) for row in merged for one in row["measured"] if (one["kind"], one["r"]) == (MERGED, R)]
+    base = [speed(row["measured"][0]) for row in merged]
+    told = next(line for line in page.splitlines() if line.startswith(f"| {WITH}: r = {R} | 2 |"))
+    assert f"| {accuracy:.2f} ± " in told
+    assert f"| {np.mean(speeds):,.0f} ± " in told
+    assert f"| {np.mean(np.divide(speeds, base)):.2f} ± " in told
+    against = [np.mean(right(row, (MERGED, R))) - np.mean(right(base, (UNMERGED, 0)))
+               for row, base in zip(merged, plain, strict=True)]  # fmt: skip
+    assert f"| {100 * np.mean(against):+.2f} (".replace("-", "−") in told
+    pruned = [np.mean(right(row, ("pruned", 21))) - np.mean(right(row, (MERGED, 21))) for row in plain]
+    assert cells[f"| {PLAIN}: r = 21"][-1].startswith(f"{100 * np.mean(pruned):+.2f} (".replace("-", "−"))
+    for name in ("trade.png", "kinds.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def right(row: Mapping[str, Any], setting: tuple[str, int]) -> Any:
+    return unpack(at(row, setting)["correct"]["fused"], row["count"])
+
+
+def small_vit(tokens: str, depth: int = 3, patch: int = 8) -> ViT:
+    torch.manual_seed(0)
+    options = {"width": 32, "depth": depth, "heads": 2, "image_size": 32, "patch_size": patch, "num_classes": 6}
+    model = create_model("vit_tiny_patch16", tokens=read_tokens(tokens, {}), **options).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize(("depth", "patch"), [(1, 8), (2, 4), (3, 8), (12, 4)])
+def test_the_cap_is_the_largest_r_that_all_layers_have_pairs_for(depth: int, patch: int) -> None:
+    model = small_vit("cls,distillation,register=4", depth, patch)
+    patches = (32 // patch) ** 2
+    room = Room(patches + 6, 6)
+    expected = max(r for r in range(patches) if room.cap([r] * depth) == (r,) * depth)
+    assert most(model) == expected
+    assert (steps(model)[0], steps(model)[-1]) == (0, expected)
+
+
+def test_a_model_with_more_special_tokens_is_measured_and_left_as_it_was() -> None:
+    """Every picture at every setting, against the merged model's own answers; at random, the same each time."""
+    model, validation = small_vit("cls,distillation,register=4"), few().validation
+    labels = Labels({"label": tuple(validation.classes["label"])}, Preprocessing((32, 32), MEAN, STD))
+    ((pictures, truth),) = batches(model, labels, validation)
+    with torch.no_grad():  # no class is ahead of the others, so that answers depend on the picture
+        for name, logits in model.forward_output(pictures).by_role.items():
+            model.heads.get_submodule(name).bias -= logits.mean(0)
+    before = copy.deepcopy(model.state_dict())
+    found = measure_merging(model, labels, validation, seconds=0)
+    assert [one["r"] for one in found if one["kind"] == MERGED] == [0, 1, 2, 3, 4]
+    torch.manual_seed(1)
+    assert found == measure_merging(model, labels, validation, seconds=0)
+    with pytest.raises(NotMerged):
+        Merging.of(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    options: dict[str, dict[str, Any]] = {
+        UNMERGED: {}, MERGED: {}, "sizes ignored": {"proportional": False}, "pruned": {"method": "prune"}
+    }  # fmt: skip
+    for one in found:
+        assert one["accuracy"].keys() == {"fused", "cls", "distillation"}
+        assert one["tokens"] == 16 + 6 - 3 * one["r"]
+        assert "images_per_s" not in one
+        if one["kind"] in options:
+            with torch.no_grad(), merge(model, r=one["r"], **options[one["kind"]]):
+                expected = model(pictures).argmax(1) == truth[:, 0]
+            assert unpack(one["correct"]["fused"], len(truth)).tolist() == expected.tolist()
+    by_kind = {kind: [one["correct"] for one in found if one["kind"] == kind and one["r"]] for kind in KINDS}
+    assert all(one != other for one, other in combinations(by_kind.values(), 2))  # none is taken for another
+
+
+def test_a_form_that_fails_says_why_and_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "forms", lambda setting, device: ("graph", "eager") if setting[1] else ("eager",))
+    if torch.cuda.is_available():
+        pytest.skip("a graph of a model on the CPU fails in other ways where there is a GPU")
+    found = timed(small_vit("cls"), [(UNMERGED, 0), (MERGED, 2)], torch.randn(2, 3, 32, 32), 1e-3)
+    assert found[UNMERGED, 0].keys() == {"images_per_s", "failed"}
+    assert found[UNMERGED, 0]["failed"] == {}
+    assert list(found[MERGED, 2]["images_per_s"]) == ["eager"]
+    assert list(found[MERGED, 2]["failed"]) == ["graph"]
+    assert speed(found[MERGED, 2]) == found[MERGED, 2]["images_per_s"]["eager"] > 0
+    assert speed({"images_per_s": {"graph": 2.0, "blocks-graph": 3.0}}) == 3
+    assert speed({}) is None

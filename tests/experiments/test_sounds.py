@@ -1,0 +1,46 @@
+"""Spectrograms: a tone is where its pitch is, and silence is silent."""
+
+import io
+import math
+import wave
+
+import pytest
+import torch
+
+from experiments.common.sounds import BANDS, FRAMES, RATE, mel_filters, read_wave, spectrograms
+
+
+def tone(hertz: float, seconds: float = 1.0) -> torch.Tensor:
+    return 0.5 * torch.sin(2 * math.pi * hertz * torch.arange(int(RATE * seconds)) / RATE)
+
+
+@pytest.mark.parametrize("hertz", [300.0, 1000.0, 3000.0])
+def test_a_tone_is_in_the_band_of_its_pitch(hertz: float) -> None:
+    (found,) = spectrograms([tone(hertz)])
+    assert found.shape == (1, BANDS, FRAMES)
+    mel = 2595 * math.log10(1 + hertz / 700)
+    top = 2595 * math.log10(1 + RATE / 2 / 700)
+    assert abs(found[0, :, FRAMES // 2].argmax().item() - (mel / top * (BANDS + 1) - 1)) <= 1
+
+
+def test_a_short_sound_is_in_the_middle_of_silence() -> None:
+    (found,) = spectrograms([tone(1000, 0.3)])
+    energy = found[0].max(0).values
+    assert (energy[:15] == -6).all()
+    assert (energy[-15:] == -6).all()
+    assert (energy[25:40] > 0).all()
+
+
+def test_every_frequency_is_counted() -> None:
+    sums = mel_filters().sum(0)
+    assert (mel_filters().sum(1) > 0).all()
+    assert (sums[2:-2] > 0).all()
+
+
+def test_waves_are_read_as_they_were_written() -> None:
+    values = torch.tensor([0, 16384, -32768, 32767], dtype=torch.int16)
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, RATE, 4, "NONE", ""))
+        file.writeframes(values.numpy().astype("<i2").tobytes())
+    assert read_wave(buffer.getvalue()).tolist() == [0, 0.5, -1, 32767 / 32768]

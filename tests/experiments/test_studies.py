@@ -1,0 +1,261 @@
+"""Studies at their reduced size: rows that agree with themselves, kills, failures, searches, models of other arms."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from experiments.__main__ import NAMES, app, study_called
+from experiments.common import running
+from experiments.common.choosing import best_point
+from experiments.common.data import Data, few
+from experiments.common.pages import EVIDENCE, readme_section, section, write_pages
+from experiments.common.rows import RESULTS, SEARCH, read_rows, unpack
+from experiments.common.running import Runner
+from experiments.common.study import Arm, RunOf, Study
+from experiments.common.tables import difference, rows_of
+from vitrail.errors import InvalidOption, PictureError
+from vitrail.training import Event
+
+FOLDERS = Path(running.__file__).resolve().parents[1]
+
+TOY = Study(
+    name="toy",
+    question="Does it run?",
+    data=few,
+    base={
+        "model": "vit_tiny_patch16", "options": {"width": 16, "depth": 1, "heads": 1}, "preset": "tiny",
+        "image_size": 32, "patch_size": 16, "epochs": 1, "batch_size": 32,
+    },
+    arms=(Arm("plain"), Arm("registers", tokens="cls,register=2")),
+    reference="plain",
+    seeds=(0, 1),
+    timing=0,
+)  # fmt: skip
+
+
+def silent(row: dict[str, Any]) -> dict[str, Any]:
+    """What of a row must be the same each time."""
+    return {name: row[name] for name in ("key", "arm", "seed", "accuracy", "correct", "loss", "parameters")}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
+    """The first study, some of its arms, trained by its command at the reduced size."""
+    out = tmp_path_factory.mktemp("class_tokens")
+    arguments = ["class_tokens", "--reduced", "--device", "cpu", "--out", str(out)]
+    said = CliRunner().invoke(app, [*arguments, "--arms", r"1 × std .02|2 × std (0|\.02)"])
+    assert said.exit_code == 0, said.output
+    assert len(said.output.splitlines()) == 10, said.output
+    return study_called("class_tokens").small(), out
+
+
+def test_accuracy_is_the_share_of_the_pictures_that_are_right(finished: tuple[Study, Path]) -> None:
+    """Two ways through the model: `evaluate` counts, the other one notes every picture."""
+    rows = read_rows(finished[1] / RESULTS)
+    assert [(row["arm"], row["seed"]) for row in rows] == [
+        (arm, seed) for arm in ("1 × std .02", "2 × std 0", "2 × std .02") for seed in (0, 1)
+    ]
+    for row in rows:
+        assert row["correct"].keys() == row["accuracy"].keys() == {"fused", "cls"}
+        for name, packed in row["correct"].items():
+            assert unpack(packed, row["count"]).mean() == pytest.approx(row["accuracy"][name])
+        assert row["count"] == len(few().validation)
+        assert row["seconds"] > 0
+        assert row["versions"].keys() == {"python", "torch", "vitrail"}
+
+
+def test_equal_tokens_stay_equal_and_others_do_not(finished: tuple[Study, Path]) -> None:
+    for row in read_rows(finished[1] / RESULTS):
+        if row["arm"] == "2 × std 0":
+            assert row["apart"] == 0
+            assert row["disagree"] == 0
+            assert [one["outputs"] for one in row["over_training"]] == pytest.approx([1.0, 1.0])
+        elif row["arm"] == "2 × std .02":
+            assert row["apart"] > 0.3
+            assert row["outputs_by_layer"][-1] < 0.999
+            assert [one["epoch"] for one in row["over_training"]] == [1, 2]
+        else:
+            assert "apart" not in row
+
+
+def test_the_best_point_of_the_search_is_used(finished: tuple[Study, Path]) -> None:
+    study, out = finished
+    tried = read_rows(out / SEARCH)
+    assert [row["arm"] for row in tried] == ["1 × std .02"] * 2 + ["2 × std .02"] * 2
+    for row in read_rows(out / RESULTS):
+        arm = study.arm(row["arm"])
+        own = [one for one in tried if one["arm"] == (arm.tuned_as or arm.name)]
+        assert row["point"] == max(own, key=lambda one: one["held"])["point"] == best_point(study, arm, out)
+        assert row["fields"]["lr"] == row["point"]["lr"]
+    with pytest.raises(InvalidOption, match=r"not finished for the arm '4 × std \.02'"):
+        best_point(study, study.arm("4 × std 0"), out)
+
+
+def test_the_page_is_made_from_the_rows(finished: tuple[Study, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need it")
+    study, out = finished
+    rows = rows_of(study, out)
+    (out / "README.md").write_text("Before\n\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    write_pages(study, out, evidence=None)
+    page = (out / "README.md").read_text()
+    plots = "![accuracy](accuracy.png)\n\n![cosines](cosines.png)"
+    assert page == f"Before\n\n<!-- results -->\n{section(study, rows)}\n\n{plots}\n<!-- /results -->\nafter\n"
+    mean = sum(100 * row["accuracy"]["fused"] for row in rows[2:4]) / 2
+    found = difference(rows[2:4], rows[:2], "fused")
+    assert found is not None
+    line = next(line for line in page.splitlines() if line.startswith("| 2 × std 0 |"))
+    assert f"| {mean:.2f} ± " in line
+    assert f"{100 * found.mean:+.2f}".replace("-", "−") in line
+    for name in ("accuracy.png", "cosines.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert rows_of(replace(study, base={**study.base, "epochs": 3}), out) == []  # rows of other settings
+
+
+def test_a_killed_study_goes_on_and_gives_the_same_rows(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    lines: list[str] = []
+
+    def kill_after_two(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            raise Killed
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    Runner(TOY, whole, device="cpu").run()
+    with pytest.raises(Killed):
+        Runner(TOY, parts, device="cpu", say=kill_after_two).run()
+    text = (parts / RESULTS).read_text()
+    assert len(text.splitlines()) == 2
+    (parts / RESULTS).write_text(text + text.splitlines()[0][:40])  # the kill came while a row was written
+    again: list[str] = []
+    Runner(TOY, parts, device="cpu", say=again.append).run()
+    assert [line.partition(" ")[0] for line in again] == ["3/4", "4/4"]
+    assert [silent(row) for row in read_rows(parts / RESULTS)] == [silent(row) for row in read_rows(whole / RESULTS)]
+    Runner(TOY, parts, device="cpu", say=again.append).run()
+    assert len(again) == 2
+    assert not list((parts / "runs").rglob("*.safetensors"))  # models that nobody needs are not kept
+
+
+def test_a_long_run_goes_on_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = replace(TOY, base={**TOY.base, "epochs": 4}, arms=TOY.arms[:1], seeds=(0,), save_every=1)
+    asked, train = [], running.train
+
+    def cut_off(**given: Any) -> Any:
+        def tell(event: Event) -> None:
+            if event.kind == "epoch" and event.values["epoch"] == 2:
+                raise KeyboardInterrupt
+
+        asked.append(given["resume"])
+        return train(**given, tell=tell if len(asked) == 1 else None)
+
+    Runner(study, tmp_path / "whole", device="cpu").run()
+    monkeypatch.setattr(running, "train", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        Runner(study, tmp_path / "parts", device="cpu").run()
+    Runner(study, tmp_path / "parts", device="cpu").run()
+    assert asked == [False, True]
+    one, other = (read_rows(tmp_path / name / RESULTS) for name in ("whole", "parts"))
+    assert [silent(row) for row in one] == [silent(row) for row in other]
+    assert len(one) == 1
+
+
+def test_one_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
+    arms = (Arm("bad", tokens="nonsense"), Arm("plain"))
+    study = replace(TOY, arms=arms, seeds=(0,))
+    for _ in range(2):  # what failed is tried again, what went well is not
+        runner = Runner(study, tmp_path, device="cpu")
+        runner.run()
+        assert runner.failed == 1
+    rows = read_rows(tmp_path / RESULTS)
+    assert [(row["arm"], "error" in row) for row in rows] == [("bad", True), ("plain", False), ("bad", True)]
+    assert "nonsense" in rows[0]["error"]
+    assert [row["arm"] for row in rows_of(study, tmp_path)] == ["plain"]
+
+
+def test_no_run_begins_that_would_end_too_late(tmp_path: Path) -> None:
+    runner = Runner(TOY, tmp_path, seconds=0, device="cpu")
+    runner.run()
+    assert runner.left == 4
+    assert not (tmp_path / RESULTS).exists()
+
+
+def test_the_search_never_sees_the_validation_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Untouchable:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"the validation set was asked for {name}")
+
+    asked: list[dict[str, Any]] = []
+    train = running.train
+    monkeypatch.setattr(running, "train", lambda **given: (asked.append(given), train(**given))[1])
+    data = Data(few().train, Untouchable())  # type: ignore[arg-type]
+    study = replace(TOY, data=lambda: data, search={"lr": [1e-3, 2e-3], "drop_path": [0.0, 0.1]}, draws=2)
+    Runner(study, tmp_path, device="cpu").tune("plain")
+    assert [given["validation"] for given in asked] == [0.1, 0.1]
+    assert all(given["data"] is data.train for given in asked)
+    points = [row["point"] for row in read_rows(tmp_path / SEARCH)]
+    assert points == study.points()
+    assert points[0] != points[1]
+
+
+def test_an_arm_can_learn_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = Arm("taught", tokens="cls,distillation", teacher=RunOf("plain"))
+    study = replace(TOY, arms=(taught, *TOY.arms), seeds=(1,))
+    teachers: list[str | None] = []
+    train = running.train
+
+    def told(**given: Any) -> Any:
+        teachers.append(given.get("teacher"))
+        return train(**given)
+
+    monkeypatch.setattr(running, "train", told)
+    Runner(study, tmp_path, device="cpu").run("taught")
+    (last,) = (tmp_path / "runs/runs").glob("plain-1-*/last")
+    assert teachers == [None, str(last)]
+    rows = read_rows(tmp_path / RESULTS)
+    assert [row["arm"] for row in rows] == ["plain", "taught"]
+    assert rows[1]["fields"]["teacher"] == {"run_of": "plain"}
+    assert set(rows[1]["accuracy"]) == {"fused", "cls", "distillation"}
+    assert {path.name for path in last.parent.iterdir()} >= {"last", "config.yaml"}
+    with pytest.raises(InvalidOption, match="nobody among them"):
+        replace(TOY, arms=(Arm("plain", teacher=RunOf("nobody")),))
+
+
+def test_wrong_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say: Callable[..., Any] = CliRunner().invoke
+    assert "expected class_tokens" in " ".join(say(app, ["none"]).output.split())
+    wrong = say(app, ["class_tokens", "--reduced", "--arms", "none", "--out", str(tmp_path)])
+    assert (wrong.exit_code, "matches none of" in wrong.output) == (2, True)
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
+    study = study_called("class_tokens")
+    study.data.cache_clear()  # type: ignore[attr-defined]
+    with pytest.raises(PictureError, match="VITRAIL_DATA"):
+        study.data()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_say_what_the_rows_say(name: str) -> None:
+    """No number is typed by hand: `python -m experiments NAME --plot` rewrites these sections."""
+    study, folder = study_called(name), FOLDERS / name
+    assert study.name == name
+    rows = rows_of(study, folder)
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert study.question in " ".join(readme.split())
+    expected = {
+        "results": (readme, readme_section(study, rows, folder)),
+        f"results {name}": (EVIDENCE.read_text(encoding="utf-8"), section(study, rows)),
+    }
+    for mark, (page, text) in expected.items():
+        (found,) = re.findall(rf"<!-- {mark} -->\n(.*?)\n<!-- /{mark} -->", page, re.DOTALL)
+        assert found == text
+    for file in (RESULTS, SEARCH):
+        keys = [row["key"] for row in read_rows(folder / file) if "error" not in row]
+        assert len(set(keys)) == len(keys)
+        json.dumps(read_rows(folder / file))

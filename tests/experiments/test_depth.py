@@ -17,7 +17,7 @@ from experiments.common.running import Runner
 from experiments.common.tables import result_table, rows_of
 from experiments.depth.looking import by_layer, largest_rise
 from experiments.depth.study import STUDY
-from vitrail.errors import TrainingError
+from vitrail.errors import Diverged
 from vitrail.models import ViT, ViTConfig, create_model
 from vitrail.models.config import depth_rule
 
@@ -123,7 +123,7 @@ def test_a_point_that_diverges_is_the_worst_of_the_search(tmp_path: Path, monkey
 
     def diverges(**given: Any) -> Any:
         if all(given[name] == value for name, value in first.items()):
-            raise TrainingError("The loss is not finite since step 3 (epoch 1): class. The learning rate was 0.002.")
+            raise Diverged("The loss is not finite since step 3 (epoch 1): class. The learning rate was 0.002.")
         return train(**given)
 
     monkeypatch.setattr(running, "train", diverges)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import vitrail
+from tests.leaving import leave
 from tests.report.models import planted
 
 if __name__ == "__main__":
@@ -22,7 +23,4 @@ if __name__ == "__main__":
     except vitrail.errors.VitrailError as error:
         Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         ended = 3
-    finally:  # whoever leaves with the group still up may crash the others on their way out
-        dist.barrier()
-        dist.destroy_process_group()
-    sys.exit(ended)
+    leave(ended)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import vitrail
+from tests.leaving import leave
 from tests.surgery.models import ALL, FEW, distance, run, trunk_blocks
 from vitrail.errors import BrokenPass
 
@@ -135,10 +136,8 @@ def test_lora_by_peft_in_either_order(name):
 def _distributed(rank: int, world: int, address: str, job: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
-    try:
-        JOBS[job](rank)
-    finally:
-        dist.destroy_process_group()
+    JOBS[job](rank)
+    leave()
 
 
 def _ddp(rank: int) -> None:

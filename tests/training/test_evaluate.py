@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import vitrail
+from tests.leaving import leave
 from tests.training.data import table
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -279,7 +280,7 @@ def _part(rank: int, store: str, out: str, empty: bool) -> None:
          "differ": found.disagreement.argmax if found.disagreement else None},
         f"{out}-{rank}",
     )  # fmt: skip
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("empty", [False, True])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.leaving import leave
 from tests.training.toys import FIELDS
 from vitrail.training import Event, train
 
@@ -29,7 +30,7 @@ def main(folder: Path) -> None:
     train(out=str(folder / "alone-fsdp"), resume=True, shard="fsdp")
     if dist.get_rank() == 0:
         (folder / "said.txt").write_text("\n".join(said))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

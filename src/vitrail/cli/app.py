@@ -13,6 +13,7 @@ from vitrail.cli.compare import COMPARE_EPILOG, compare
 from vitrail.cli.evaluate import EVALUATE_EPILOG, evaluate
 from vitrail.cli.export import EXPORT_EPILOG, export
 from vitrail.cli.inspect import INSPECT_EPILOG, inspect
+from vitrail.cli.together import ending_at_once
 from vitrail.cli.train import TRAIN_EPILOG, train
 
 HELP = "Vision Transformers with fewer tokens: merge what is alike, and see it as stained glass."
@@ -30,7 +31,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
-    app(prog_name="vitrail")
+    with ending_at_once():
+        app(prog_name="vitrail")
 
 
 def _show_version(wanted: bool) -> None:

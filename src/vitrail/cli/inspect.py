@@ -290,6 +290,8 @@ def processes(device: str | None) -> Iterator[Processes]:
     import torch
     import torch.distributed as dist
 
+    from vitrail.training.distributed import leave
+
     rank, world = (int(value or 0) for value in told[:2])
     cuda = device != "cpu" and torch.cuda.is_available()
     if cuda:
@@ -302,4 +304,4 @@ def processes(device: str | None) -> Iterator[Processes]:
         yield Processes(rank, world)
     finally:
         console.out.quiet, console.err.quiet = before
-        dist.destroy_process_group()
+        leave()

@@ -12,8 +12,28 @@ import typer
 
 from vitrail.cli import console
 
+SEVERAL = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+"""What torchrun tells each of several processes."""
+
 PAUSE = 2.0
 """Seconds that the others wait before they end with an error: torchrun then ends the first one, too."""
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let one of several processes end as soon as all is done and written, with the code that it ends with anyway.
+
+    Threads of the link between processes can crash it while Python takes itself down, and torchrun would then take the
+    whole job for failed.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if any(name not in os.environ for name in SEVERAL) or os.environ["WORLD_SIZE"] == "1":
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 @contextmanager

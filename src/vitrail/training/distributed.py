@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,7 +122,13 @@ def joined(device: str | None) -> Iterator[Crew]:
     try:
         yield Crew(dist.get_rank(), dist.get_world_size(), where)
     finally:
-        dist.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    """Leave the other processes, with all that still holds on to the link."""
+    gc.collect()
+    dist.destroy_process_group()
 
 
 @contextmanager

@@ -68,6 +68,8 @@ def main(
         os.environ[VARIABLE] = str(data)
     failed, until = 0, time.monotonic() + seconds
     try:
+        if not all(seed.strip().isdigit() for seed in seeds.split(",") if seeds):
+            raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
         wanted = tuple(int(seed) for seed in seeds.split(",")) if seeds else None
         chosen = [name for word in names for name in names_of(word)]
         for name in chosen:

@@ -16,11 +16,12 @@ import vitrail
 from tests.leaving import leave
 from tests.training.data import table
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
+from vitrail.analysis import base
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.tokens import TokenSpec
+from vitrail.training import Evaluation, train
 from vitrail.training import evaluate as measure
-from vitrail.training import train
 from vitrail.training.evaluate import evaluate, merged_as
 from vitrail.training.selfsup import balanced
 
@@ -312,3 +313,28 @@ def test_which_pictures_are_right_is_known_one_by_one() -> None:
     assert torch.equal(found.right["fused"], said == feed.labels[:, 0])
     assert {name: one.double().mean().item() for name, one in found.right.items()} == pytest.approx(found.accuracy)
     assert "right" not in found.to_dict()
+
+
+def test_a_summary_never_writes_down_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine million numbers as a list would take seconds, and the loop logs a summary at each evaluation."""
+    table = torch.zeros(30, 30)
+    found = Evaluation(1, {"fused": 1.0}, {}, 0.0, {}, {"fused": table}, {"fused": ("a",) * 30})
+    seen: list[object] = []
+    plain = base.plain
+    monkeypatch.setattr(base, "plain", lambda value: (seen.append(value), plain(value))[1])
+    summary = found.summary()
+    assert not any(value is table for value in seen)
+    assert summary.keys().isdisjoint({"confusion", "classes"})
+    found.to_dict()
+    assert any(value is table for value in seen)
+
+
+def test_answers_that_are_no_numbers_are_told() -> None:
+    torch.manual_seed(0)
+    model, images = tiny(CLASS), torch.randn(6, 3, 16, 16)
+    images[1:3] = float("nan")
+    labels = torch.zeros(6, 1, dtype=torch.long)
+    found = evaluate(model, [(images, labels)], classes=ANIMALS, seconds=0, look=0)
+    assert any(note.startswith("2 answers are not finite numbers") for note in found.notes)
+    fine = evaluate(model, [(images[3:], labels[3:])], classes=ANIMALS, seconds=0, look=0)
+    assert not fine.notes

@@ -138,7 +138,11 @@ def _disagreement(found: Evaluation) -> list[str]:
 
 
 def _settings(merge: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in merge.items() if name in ("r", "keep", "gflops", "schedule"))
+    """Say how much was merged; and how, where that is not as usual."""
+    usual = {"proportional": True, "order": "paper", "unmerge": True, "method": "tome"}
+    return ", ".join(
+        f"{name}={value}" for name, value in merge.items() if name != "protect" and usual.get(name) != value
+    )
 
 
 def _percent(share: float | None) -> str:

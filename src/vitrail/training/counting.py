@@ -71,6 +71,7 @@ class HeadCounts:
         self._device = device
         self._heads: tuple[str, ...] = ()
         self._differ: Tensor | None = None
+        self._broken = torch.zeros((), dtype=torch.int64, device=device)
         for one in asked:
             self._tallies[one.label] = one, Tally(len(one.classes), device)
             for head in self._fused if one.own else ():
@@ -82,6 +83,7 @@ class HeadCounts:
             truth = labels[:, one.column]
             whole = output.logits if one.own else output.by_role[one.name]
             assert whole is not None
+            self._broken += (~one.read(whole).isfinite().all(-1)).sum()
             self._tallies[one.label][1].add(one.read(whole), truth)
             for head in self._fused if one.own else ():
                 if head in output.by_role:
@@ -95,6 +97,9 @@ class HeadCounts:
         """Add up over processes."""
         for _, tally in self._tallies.values():
             reduce(tally.sums)
+        broken = int(reduce(self._broken).item())
+        if broken:
+            self.notes.append(f"{broken} answers are not finite numbers: what is said of these pictures means nothing")
         heads = int(reduce(torch.tensor(len(self._heads), device=self._device), most=True).item())
         if heads:  # all processes take part, also one that had no pictures and heard no heads
             mine = torch.zeros(3, heads, heads, dtype=torch.float64) if self._differ is None else self._differ

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -75,7 +75,8 @@ class Evaluation(Result):
 
     def summary(self) -> dict[str, Any]:
         """Give plain values without the large ones: for a line of a log."""
-        return {name: value for name, value in self.to_dict().items() if name not in ("confusion", "classes")}
+        short = replace(self, confusion={}, classes={}).to_dict()  # tables of many classes take long to write down
+        return {name: value for name, value in short.items() if name not in ("confusion", "classes")}
 
 
 @dataclass(frozen=True)

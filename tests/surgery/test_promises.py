@@ -157,7 +157,17 @@ def test_hooks_see_and_may_replace_tokens(name):
     assert seen[0] - seen[1] == 2
 
 
-@pytest.mark.parametrize(("name", "unmerge"), [*((name, True) for name in FEW), (FEW[0], False)])
+LONG = ("eva-eva02", "eva-mixed-xy", "hf-deit-head")
+"""Like others that are compiled, and slower."""
+
+
+@pytest.mark.parametrize(
+    ("name", "unmerge"),
+    [
+        *(pytest.param(name, True, marks=[pytest.mark.slow] if name in LONG else []) for name in FEW),
+        (FEW[0], False),
+    ],
+)
 def test_compiles_as_one_graph(name, unmerge):
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)

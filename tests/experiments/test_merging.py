@@ -1,7 +1,7 @@
 """Merging at its reduced size: measurements against merged models themselves, the cap by trying, tables by hand."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -23,7 +23,6 @@ from experiments.merging import measuring
 from experiments.merging.measuring import KINDS, MERGED, UNMERGED, measure_merging, most, speed, steps, timed
 from experiments.merging.showing import at
 from experiments.merging.study import PLAIN, STUDY, WITH, R, look
-from vitrail.bench import timing
 from vitrail.errors import NotMerged
 from vitrail.merging import Room
 from vitrail.models import ViT, create_model
@@ -32,13 +31,7 @@ from vitrail.surgery import Merging, merge
 from vitrail.training import Labels
 from vitrail.training.parsing import read_tokens
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_times() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"WARM_S": 0.0, "WARM_STEPS": 1, "SAMPLE_S": 0.0, "MIN_ROUNDS": 2}.items():
-            patch.setattr(timing, name, value)
-        yield
+pytestmark = pytest.mark.usefixtures("short_times")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Merging on sounds and clips at the reduced size: against `evaluate`, and what patches of space and time leave."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from experiments.merging.showing import at
 from experiments.merging.study import PLAIN, look
 from experiments.sound_and_video.clips.study import STUDY as CLIPS
 from experiments.sound_and_video.sounds.study import STUDY as SOUNDS
-from vitrail.bench import timing
 from vitrail.models import create_model
 from vitrail.training import Run, evaluate
 
@@ -25,12 +23,7 @@ STUDIES = {"sounds": (SOUNDS, (40, 64), 9, 12, 40), "clips": (CLIPS, (8, 48, 48)
 """Each study; the size of its samples, the r that it trains with, the cap; and the patches of the reduced setting."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _short_times() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"WARM_S": 0.0, "WARM_STEPS": 1, "SAMPLE_S": 0.0, "MIN_ROUNDS": 2}.items():
-            patch.setattr(timing, name, value)
-        yield
+pytestmark = pytest.mark.usefixtures("short_times")
 
 
 @pytest.fixture(scope="module", params=list(STUDIES))

@@ -102,6 +102,7 @@ def _show_pictures(loaded: Loaded, paths: Sequence[Path], folder: Path) -> dict[
     names = Names(folder, ("sheet",), paths)
     costs = _costs(loaded)
     results: dict[str, list[Result]] = {strength: [] for strength in costs}
+    ask(loaded, read_picture(paths[0]))  # the first pass of all takes longer
     with console.progress() as bar:
         task = bar.add_task("Merging", total=len(paths))
         for path in paths:
@@ -136,7 +137,6 @@ def _costs(loaded: Loaded) -> dict[str, tuple[Cost, dict[str, Any]]]:
 def _one_picture(loaded: Loaded, path: Path, costs: Mapping[str, Cost]) -> tuple[Image.Image, dict[str, Result]]:
     """Ask about one picture with every strength: the sheet, and what was found by strength."""
     picture = read_picture(path)
-    ask(loaded, picture)  # the first pass of all takes longer
     before = ask(loaded, picture)
     cost = next(iter(costs.values()))
     columns = [_column(loaded, picture, picture, UNMERGED, (cost.tokens_before[-1], cost.flops_before), before.guesses)]

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli import console, options
+from vitrail.cli.together import place_among
 from vitrail.errors import UnsupportedInput, VitrailError
 
 if TYPE_CHECKING:
@@ -283,8 +284,8 @@ def stoppable(out: Path) -> Iterator[None]:
 @contextmanager
 def processes(device: str | None) -> Iterator[Processes]:
     """Join the processes that torchrun started, if it did; all but the first one are silent."""
-    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
-    if None in told or told[1] == "1":
+    place = place_among()
+    if place is None:
         yield Processes()
         return
     import torch
@@ -292,7 +293,7 @@ def processes(device: str | None) -> Iterator[Processes]:
 
     from vitrail.training.distributed import leave
 
-    rank, world = (int(value or 0) for value in told[:2])
+    rank, world = place
     cuda = device != "cpu" and torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())

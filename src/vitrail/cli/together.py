@@ -12,11 +12,14 @@ import typer
 
 from vitrail.cli import console
 
-SEVERAL = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-"""What torchrun tells each of several processes."""
-
 PAUSE = 2.0
 """Seconds that the others wait before they end with an error: torchrun then ends the first one, too."""
+
+
+def place_among() -> tuple[int, int] | None:
+    """Give this process's number and how many there are, as torchrun tells; None where it is alone."""
+    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    return None if None in told or told[1] == "1" else (int(told[0] or 0), int(told[1] or 1))
 
 
 @contextmanager
@@ -29,7 +32,7 @@ def ending_at_once() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if any(name not in os.environ for name in SEVERAL) or os.environ["WORLD_SIZE"] == "1":
+        if place_among() is None:
             raise
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import load_model
+from vitrail.adapters.saved import named
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
 from vitrail.models.position import resample
@@ -21,7 +22,7 @@ from vitrail.training.config import Config
 from vitrail.training.fitting import adapted, own_form
 from vitrail.training.normalising import Expects, Normalising
 from vitrail.training.parsing import read_tokens
-from vitrail.training.run import Labels, load_trained, named
+from vitrail.training.run import Labels, load_trained
 from vitrail.training.teacher import expected_by
 
 Classes = Mapping[str, Sequence[str]]
@@ -54,7 +55,7 @@ def _build(config: Config, classes: Classes) -> Built:
         return build_timm(config.model, _timm_options(config, classes), bool(config.pretrained), config.image_size)
     if config.model.startswith("hf:"):
         return _build_hf(config, classes)
-    model, labels = load_trained(named(config.model))
+    model, labels = load_trained(config.model)
     return _go_on(config, model, labels, classes)
 
 
@@ -220,7 +221,7 @@ def _expected(model: nn.Module, size: Size) -> Preprocessing:
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:
     """Load a model to learn from: a folder of a run or a model, ``timm:NAME``, ``hf:REPO``."""
     if named(name).is_dir():
-        return load_trained(named(name))
+        return load_trained(name)
     if ":" not in name:
         raise ModelLoadError(f"teacher={name!r}: there is no such folder; expected that of a run, timm:NAME or hf:REPO")
     try:

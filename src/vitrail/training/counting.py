@@ -83,8 +83,9 @@ class HeadCounts:
             truth = labels[:, one.column]
             whole = output.logits if one.own else output.by_role[one.name]
             assert whole is not None
-            self._broken += (~one.read(whole).isfinite().all(-1)).sum()
-            self._tallies[one.label][1].add(one.read(whole), truth)
+            scores = one.read(whole)
+            self._broken += (~scores.isfinite().all(-1)).sum()
+            self._tallies[one.label][1].add(scores, truth)
             for head in self._fused if one.own else ():
                 if head in output.by_role:
                     self._tallies[self._name(one, head)][1].add(one.read(output.by_role[head]), truth)

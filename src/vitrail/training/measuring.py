@@ -17,7 +17,7 @@ from vitrail.training.evaluation import Evaluation
 from vitrail.training.examples import LABEL, open_examples
 from vitrail.training.feeds import Keep, make_feed
 from vitrail.training.fitting import expected_of, prepares
-from vitrail.training.run import Labels, load_trained, named
+from vitrail.training.run import Labels, load_trained
 from vitrail.training.teacher import expected_by
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -92,7 +92,7 @@ def evaluate(
 def _loaded(model: str | Path | nn.Module | tuple[nn.Module, Labels]) -> tuple[nn.Module, Labels | None]:
     if isinstance(model, nn.Module):
         return model, None
-    return model if isinstance(model, tuple) else load_trained(named(model))
+    return model if isinstance(model, tuple) else load_trained(model)
 
 
 def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.saved import LABELS, load_saved, model_folder, read_config, read_labels
-from vitrail.adapters.saved import named as named
+from vitrail.adapters.saved import LABELS, load_saved, model_folder, named, read_config, read_labels
 from vitrail.analysis.roles import Disagreement
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT

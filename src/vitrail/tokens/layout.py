@@ -26,6 +26,9 @@ class Role(enum.StrEnum):
     PATCH = "patch"
 
 
+_ROLES = {role.value: role for role in Role}  # PyTorch 2.11 compiles a look-up, and no loop over an enumeration
+
+
 @dataclass(frozen=True)
 class TokenSpan:
     """``count`` neighbouring tokens of one role, optionally with a name (the task of a task token)."""
@@ -145,9 +148,11 @@ class TokenLayout:
 
 def as_role(role: Any) -> Role:
     """Give a role that may be written as a word."""
-    if not isinstance(role, str) or role not in [member.value for member in Role]:
-        raise InvalidOption(f"a role is one of {', '.join(Role)}; got {role!r}")
-    return Role(role)
+    if isinstance(role, Role):
+        return role
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidOption(f"a role is one of {', '.join(_ROLES)}; got {role!r}")
+    return _ROLES[role]
 
 
 def _is_whole(value: Any) -> bool:

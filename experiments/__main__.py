@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from experiments.common.pages import EVIDENCE, write_pages
 from experiments.common.running import Runner
 from experiments.common.study import Study
 from vitrail.errors import VitrailError
+from vitrail.training.stopping import Stop
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = sorted(path.parent.relative_to(HERE) for path in HERE.glob("**/study.py"))
@@ -66,33 +68,42 @@ def main(
     """Train what is missing of some studies. Rows are kept; asking again goes on."""
     if data is not None:
         os.environ[VARIABLE] = str(data)
-    failed, until = 0, time.monotonic() + seconds
+    errors, until = Counter[str](), time.monotonic() + seconds
     try:
         if not all(seed.strip().isdigit() for seed in seeds.split(",") if seeds):
             raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
         wanted = tuple(int(seed) for seed in seeds.split(",")) if seeds else None
         chosen = [name for word in names for name in names_of(word)]
-        for name in chosen:
-            study = study_called(name).small() if reduced else study_called(name)
-            folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
-            if out is not None:
-                folder = out / name if len(chosen) > 1 else out
-            if not plot:
-                runner = Runner(study, folder, until - time.monotonic(), device, commit, say)
+        with Stop.listening() as stop:
+            for name in chosen:
+                study = study_called(name).small() if reduced else study_called(name)
+                folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
+                if out is not None:
+                    folder = out / name if len(chosen) > 1 else out
+                if plot:
+                    write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
+                    continue
+                runner = Runner(study, folder, until - time.monotonic(), device, commit, say, stop)
                 runner.tune(arms)
-                if not tune and not runner.left:
+                if not tune and not runner.left and not runner.errors:
                     runner.run(arms, wanted)
-                failed += runner.failed
-                if runner.left:
-                    console.print(f"{runner.left} runs are left: no time. Give the same command again.")
-            else:
-                write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
+                errors += runner.errors
+                conclude(name, runner)
     except VitrailError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(2) from error
-    if failed:
-        console.print(f"[red]{failed} runs failed; their rows say why.")
+    if errors:
+        kinds = "one error" if len(errors) == 1 else f"{len(errors)} different errors"
+        console.print(f"[red]{errors.total()} runs failed, with {kinds}; their rows say why.")
         raise typer.Exit(1)
+
+
+def conclude(name: str, runner: Runner) -> None:
+    """Say what is left to do for a study, where a line for each run does not."""
+    if runner.left:
+        say(f"{runner.left} runs are left: no time. Give the same command again.")
+    elif not runner.tried:
+        say(f"{name}: all {runner.there} runs that were asked for are there, in {runner.out}. --plot writes the pages.")
 
 
 if __name__ == "__main__":

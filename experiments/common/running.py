@@ -9,6 +9,7 @@ import gc
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from experiments.common.rows import RESULTS, SEARCH, add_row, finished, pack, re
 from experiments.common.study import Arm, Row, RunOf, Study, Trained, plain
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.training import Evaluation, Run, evaluate, train
-from vitrail.training.stopping import Interrupted
+from vitrail.training.stopping import Interrupted, Stop
 
 HELD = 0.1
 """The share of the training data that the search is evaluated on; the validation set has no part in it."""
@@ -51,7 +52,9 @@ class Runner:
         device: as for `train`.
         commit: of the code, where there is no checkout to ask.
         say: told one line for each run.
-        failed, left: how many runs failed, and how many there was no time for.
+        stop: says whether somebody asked to stop; no run is started then.
+        errors: how many runs failed, by what was wrong with them.
+        there, tried, left: how many runs were done before, are done or failed now, and there was no time for.
     """
 
     study: Study
@@ -60,11 +63,19 @@ class Runner:
     device: str | None = None
     commit: str | None = None
     say: Callable[[str], object] = lambda line: None
-    failed: int = 0
+    stop: Stop = field(default_factory=Stop)
+    errors: Counter[str] = field(default_factory=Counter)
+    there: int = 0
+    tried: int = 0
     left: int = 0
     _begun: float = field(default_factory=time.monotonic)
     _longest: float = 0.0
     _last_arm: str = ""
+
+    @property
+    def failed(self) -> int:
+        """How many runs failed."""
+        return self.errors.total()
 
     def tune(self, arms: str = "") -> None:
         """Train every point of the search for each arm, on nine tenths of the training data."""
@@ -114,10 +125,13 @@ class Runner:
             except InvalidOption:  # the search of an arm that it learns from is not finished
                 key = ""
             if key in done:
+                self.there += 1
                 continue
             if not key or time.monotonic() - self._begun + self._longest > self.seconds:
                 self.left += 1
                 continue
+            if self.stop.wanted:
+                raise Interrupted("Stopped between two runs. Give the same command again to go on.")
             fields = plain(self.study.fields(job.arm, job.point))
             row = {"key": key, "arm": job.arm.name, "seed": job.seed, "point": plain(job.point), "fields": fields}
             begun = time.monotonic()
@@ -127,11 +141,12 @@ class Runner:
                 raise
             except Exception as error:  # one run that fails must not take the others with it
                 row["error"] = f"{type(error).__name__}: {error}".replace(str(self.out), "OUT")
-                self.failed += 1
+                self.errors[row["error"]] += 1
+            self.tried += 1
             row["wall"] = time.monotonic() - begun
             self._longest = max(self._longest, row["wall"])
             add_row(self.out / file, {**row, **machine(), "commit": self.commit or commit()})
-            self.say(f"{number}/{len(jobs)}  {_line(row)}")
+            self.say(f"{number}/{len(jobs)}  {_line(row, self.errors[row.get('error', '')])}")
 
     # One run.
 
@@ -217,10 +232,13 @@ def _evaluated(found: Evaluation) -> Row:
     return {name: told[name] for name in kept}
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any], failures: int) -> str:
+    """Tell what became of a run; an error in full the first time, and then how many runs failed with it."""
     text = f"{row['arm']}  seed {row['seed']}"
     if row["point"]:
         text += "  " + " ".join(f"{name}={value}" for name, value in row["point"].items())
+    if failures > 1:
+        return f"{text}  the same error, {failures} runs so far"
     if problem := row.get("error") or row.get("diverged"):
         return f"{text}  {problem}"
     told = " ".join(f"{name} {100 * value:.2f} %" for name, value in row["accuracy"].items())

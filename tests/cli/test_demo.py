@@ -169,7 +169,22 @@ def test_mistakes_are_answered_in_words(run: Path, pictures: Path, tmp_path: Pat
     vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "nameless")
     with pytest.raises(InvalidOption, match="does not know the names of its classes"):
         run_demo(tmp_path / "out", str(tmp_path / "nameless"), [pictures])
+    with pytest.raises(ModelLoadError, match="none holds no model; expected a folder of a run"):
+        run_demo(tmp_path / "out", str(tmp_path / "none"), [pictures])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "library"), [("timm:vit_tiny_patch16_224", "timm"), ("hf:a/b", "transformers")])
+def test_models_without_names_of_classes_are_refused_before_anything_is_fetched(
+    name: str, library: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.cli.demo.load", lambda *args, **options: pytest.fail("loaded"))
+    result = CliRunner().invoke(app, ["demo", "--model", name, "--pictures", str(pictures), "-o", str(tmp_path / "o")])
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert said.startswith(f"Error: {name}: the demo shows models that vitrail train saved")
+    assert said.endswith(f"for models of {library} there are vitrail merge and vitrail inspect.")
+    assert "--random-weights" not in said  # the demo has no such option
 
 
 def test_the_embedded_model_is_taken_where_it_is_installed(

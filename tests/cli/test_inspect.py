@@ -18,6 +18,7 @@ from tests.cli.words import one_line
 from vitrail.cli import app, console
 from vitrail.cli.inspect import bars
 from vitrail.errors import UnsupportedInput
+from vitrail.models import create_model
 
 MODEL = "timm:vit_tiny_patch16_224"
 TINY = ("--size", "32", "--random-weights", "--device", "cpu")
@@ -149,6 +150,18 @@ def test_a_size_that_the_model_does_not_take(reports: FakeReports, saved_vit: Pa
     assert result.exit_code == 2
     assert "does not take pictures of 64 × 64 pixels" in one_line(result.stderr)
     assert reports.calls == []
+
+
+def test_a_model_of_sounds_is_refused_and_nothing_is_written(
+    reports: FakeReports, pictures: Path, tmp_path: Path
+) -> None:
+    options = {"in_chans": 1, "image_size": (16, 24), "patch_size": 8}
+    create_model("vit_tiny_patch16", width=16, depth=1, heads=1, **options).save_pretrained(tmp_path / "sounds")
+    result = run(f"vitrail:{tmp_path / 'sounds'}", pictures, "--device", "cpu", "-o", tmp_path / "a.html")
+    assert result.exit_code == 2
+    assert "takes arrays, 1 × 16 × 24, and this command is for models that take pictures" in one_line(result.stderr)
+    assert reports.calls == []
+    assert not (tmp_path / "a.html").exists()
 
 
 def test_what_is_read_is_not_written_over(reports: FakeReports, pictures: Path) -> None:

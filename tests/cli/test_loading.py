@@ -1,5 +1,6 @@
 """Models by name: what is said when one cannot be had, and how the Hub is asked."""
 
+import json
 import logging
 import socket
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from huggingface_hub import constants
 
 from vitrail.cli import model as loading
 from vitrail.cli.model import load
-from vitrail.errors import ModelLoadError
+from vitrail.errors import ModelLoadError, UnsupportedInput
+from vitrail.models import create_model
 
 MODEL = "timm:vit_tiny_patch16_224"
 
@@ -161,6 +163,47 @@ def test_a_name_without_its_library_is_completed(tmp_path: Path, monkeypatch: py
         text = message(name)
         assert "timm:NAME" in text
         assert "Did you mean" not in text
+
+
+# ---------------------------------------------------------------- models of other things than pictures
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
+    "sound": (
+        {"in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
+        {"mean": [1.0], "std": [2.0], "scale": 1.0},
+        "takes arrays of floating point numbers, 1 × 16 × 24, and this command is for models that take pictures.",
+    ),
+    "clip": (
+        {"image_size": (4, 16, 16), "patch_size": (2, 8, 8)},
+        {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": 255},
+        "takes arrays, 3 × 4 × 16 × 16, and",
+    ),
+    "never trained": ({"in_chans": 2, "image_size": 16, "patch_size": 8}, None, "takes arrays, 2 × 16 × 16, and"),
+    "numbers": (
+        {"image_size": 16, "patch_size": 8},
+        {"mean": [0.0] * 3, "std": [9.0] * 3, "scale": 1.0},
+        "takes arrays of floating point numbers, 3 × 16 × 16, and",
+    ),
+    "bytes": ({"image_size": 16, "patch_size": 8}, {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": 255}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_models_that_take_no_pictures_say_what_they_take(kind: str, tmp_path: Path) -> None:
+    options, expects, said = SHAPES[kind]
+    create_model("vit_tiny_patch16", width=16, depth=1, heads=1, **options).save_pretrained(tmp_path)
+    if expects is not None:
+        (tmp_path / "labels.json").write_text(json.dumps({"classes": {}, "preprocessing": expects}))
+    if said:
+        with pytest.raises(UnsupportedInput) as caught:
+            load(str(tmp_path), random=False, device="cpu")
+        text = str(caught.value)
+        assert text.startswith(f"{tmp_path} {said}")
+        assert "vitrail.training.evaluate" in text
+        assert ("vitrail.inspect" in text) == (kind != "clip")  # which is for two axes
+    if kind in ("bytes", "numbers"):  # where nothing is shown to it, the shape is enough
+        loaded = load(str(tmp_path), random=False, device="cpu", shown=kind == "bytes")
+        assert loaded.preprocessing.size == (16, 16)
 
 
 # ---------------------------------------------------------------- asking the Hub

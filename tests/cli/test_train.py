@@ -1,6 +1,8 @@
 """``vitrail train`` and ``vitrail evaluate``: what they write and say, and how they answer mistakes."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.training.toys import make_photos
 from vitrail.cli import app
 from vitrail.training import Config, Event
 from vitrail.training import start as training
+from vitrail.training.loop import Loop
 
 SMALL = ("--preset", "tiny", "--image-size", "32", "--device", "cpu", "--epochs", "2", "--batch-size", "8")
 SMALL += ("--set", "options={width: 32, depth: 2, heads: 2}")
@@ -101,6 +104,19 @@ def test_stopping_is_answered_with_a_sentence(photos: Path, tmp_path: Path, monk
     result = run("train", "--data", photos, *SMALL, "-o", tmp_path / "run")
     assert result.exit_code == 130
     assert one_line(result.stderr) == "Error: Stopped after step 3 of 4. Go on with --resume."
+
+
+def test_stopped_in_the_last_evaluation_it_ends_as_a_finished_run(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(self: Loop, count: int, done: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Loop, "_said", told)  # is called while a run is evaluated
+    result = run("train", "--data", photos, *SMALL, "--epochs", "1", "-o", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert "Note: Asked to stop when all steps were done" in one_line(result.stderr)
+    assert (tmp_path / "run" / "last" / "labels.json").is_file()
 
 
 MISTAKES = {

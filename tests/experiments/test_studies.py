@@ -1,7 +1,9 @@
 """Studies at their reduced size: rows that agree with themselves, kills, failures, searches, models of other arms."""
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from experiments.common.study import Arm, RunOf, Study
 from experiments.common.tables import difference, rows_of
 from vitrail.errors import InvalidOption, PictureError
 from vitrail.training import Event
+from vitrail.training.stopping import Interrupted, Stop
 
 FOLDERS = Path(running.__file__).resolve().parents[1]
 
@@ -52,6 +55,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
     said = CliRunner().invoke(app, [*arguments, "--arms", r"1 × std .02|2 × std (0|\.02)"])
     assert said.exit_code == 0, said.output
     assert len(said.output.splitlines()) == 10, said.output
+    again = CliRunner().invoke(app, [*arguments, "--arms", r"1 × std .02|2 × std (0|\.02)"])
+    assert again.exit_code == 0, again.output
+    there = f"all 10 runs that were asked for are there, in {out}. --plot writes the pages."
+    assert again.output == f"class_tokens: {there}\n"
     return study_called("class_tokens").small(), out
 
 
@@ -178,6 +185,37 @@ def test_one_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     assert [(row["arm"], "error" in row) for row in rows] == [("bad", True), ("plain", False), ("bad", True)]
     assert "nonsense" in rows[0]["error"]
     assert [row["arm"] for row in rows_of(study, tmp_path)] == ["plain"]
+
+
+def test_one_error_of_several_runs_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "nowhere"))
+    study = study_called("class_tokens")
+    study.data.cache_clear()  # type: ignore[attr-defined]
+    said = CliRunner().invoke(app, ["class_tokens", "--device", "cpu", "--out", str(tmp_path)])
+    assert said.exit_code == 1
+    lines = said.output.splitlines()
+    jobs = len(study.points()) * len({arm.tuned_as or arm.name for arm in study.arms})
+    assert len(lines) == jobs + 1
+    assert said.output.count("nowhere") == 1
+    assert "PictureError" in lines[0]
+    assert [line.partition("the same error, ")[2] for line in lines[1:-1]] == [
+        f"{number} runs so far" for number in range(2, jobs + 1)
+    ]
+    assert lines[-1] == f"{jobs} runs failed, with one error; their rows say why."
+    assert all("nowhere" in row["error"] for row in read_rows(tmp_path / SEARCH))
+
+
+def test_asked_to_stop_while_a_run_ends_no_other_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = running.evaluate
+
+    def evaluate(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*args, **options)
+
+    monkeypatch.setattr(running, "evaluate", evaluate)
+    with Stop.listening() as stop, pytest.raises(Interrupted, match="Give the same command again"):
+        Runner(TOY, tmp_path, device="cpu", stop=stop).run()
+    assert [row["arm"] for row in read_rows(tmp_path / RESULTS)] == ["plain"]
 
 
 def test_no_run_begins_that_would_end_too_late(tmp_path: Path) -> None:

@@ -235,6 +235,29 @@ def test_only_what_was_asked_for_is_kept(toy: ToyViT) -> None:
     assert not any((found.tokens, found.norms, found.q, found.v, found.attention, found.mlp))
 
 
+def test_compiled_blocks_are_seen_without_compiling_anew() -> None:
+    model = ViT(ViTConfig(image_size=16, patch_size=4, width=24, depth=3, heads=2, num_classes=3)).eval()
+    pictures = torch.randn(2, 3, 16, 16)
+    plain = vitrail.record(model, pictures, ("tokens", "attention"))
+    compiled: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    for block in model.blocks:
+        block.compile(backend=count)
+    with torch.no_grad():
+        model(pictures)
+        assert compiled
+        before = len(compiled)
+        found = vitrail.record(model, pictures, ("tokens", "attention"))
+        model(pictures)
+    assert len(compiled) == before
+    assert all(torch.equal(found.tokens[layer], plain.tokens[layer]) for layer in range(3))
+    assert all(torch.equal(found.attention[layer], plain.attention[layer]) for layer in range(3))
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "what": ({"what": "magic"}, InvalidOption, "what to record is one or more of"),
     "nothing": ({"what": ()}, InvalidOption, "what to record is one or more of"),

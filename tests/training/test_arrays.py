@@ -1,5 +1,6 @@
 """Arrays: sounds and clips are taken as they are, learned from, evaluated, saved, and gone on with."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.training.toys import FIELDS, same, weights
-from vitrail.errors import InvalidOption
-from vitrail.training import Arrays, Config, Event, evaluate, load_trained, open_examples, train
+from vitrail.errors import InvalidOption, TrainingError
+from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, open_examples, train
 from vitrail.training.augment import Augment
 from vitrail.training.feeds import make_feed
 from vitrail.training.mixing import Mix
@@ -112,6 +113,38 @@ def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
     whole = train(data=floats(0), out=str(tmp_path / "whole"), **{**fields, "validation": floats(1)})
     assert same(weights(resumed.last), weights(whole.last))
     assert resumed.evaluation.loss == whole.evaluation.loss
+
+
+def test_a_run_goes_on_with_the_data_that_it_was_started_with(tmp_path: Path) -> None:
+    values, labels = clips(32)._values, torch.arange(32) % 2
+    out = str(tmp_path / "run")
+
+    def stop(event: Event) -> None:
+        if event.kind == "train" and event.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(data=Arrays(values, labels), out=out, tell=stop, **{**CLIP, "save_every": "1 steps"})
+
+    def on(values: Tensor, labels: Tensor) -> Any:
+        return train(data=Arrays(values, labels), out=out, resume=True)
+
+    with pytest.raises(TrainingError, match=r"data: the samples have other values than before\. resume goes on with"):
+        on(values + 1, labels)
+    with pytest.raises(TrainingError, match="data: the samples have other classes than before, or another order"):
+        on(values, labels.flip(0))
+    with pytest.raises(TrainingError, match="data: label had 16 samples of '0', and now has 15"):
+        on(values, torch.cat([torch.ones(1).long(), labels[1:]]))
+
+    # A checkpoint of before there were fingerprints is gone on with, whatever the values.
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta.pop("data")["counts"] == {"label": [16, 16]}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    listed = json.loads((folder / "complete.json").read_text())
+    listed["files"]["meta.json"] = checkpoint._fingerprint(folder / "meta.json")
+    (folder / "complete.json").write_text(json.dumps(listed))
+    assert on(values + 1, labels).last.is_dir()
 
 
 def test_models_of_other_libraries_and_trained_ones(tmp_path: Path) -> None:

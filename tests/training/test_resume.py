@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from vitrail.errors import InvalidOption, TrainingError, VitrailWarning
 from vitrail.training import Event, read_log, train
 from vitrail.training import checkpoint as checkpoints
 from vitrail.training.run import last_evaluation
-from vitrail.training.stopping import Interrupted
+from vitrail.training.stopping import SIGNALS, Interrupted, Stop
 
 RANDOM = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "drop_path": 0.2, "ema": 0.9, "clip": 0.5}
 """All that is random in a step."""
@@ -185,6 +186,12 @@ def test_other_data_is_refused(stopped: Path, tmp_path: Path) -> None:
         train(out=str(stopped), resume=True, data=str(make_photos(tmp_path / "more", 9)))
 
 
+def test_the_same_data_in_another_place_is_the_same(photos: str, stopped: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    run = train(out=str(stopped), resume=True, data=str(moved))
+    assert same(weights(run.last), finished(photos, tmp_path / "whole"))
+
+
 def test_asked_to_stop_it_finishes_the_step_and_can_go_on(photos: str, tmp_path: Path) -> None:
     def tell(event: Event) -> None:
         if event.kind == "train" and event.done == 4:
@@ -195,6 +202,50 @@ def test_asked_to_stop_it_finishes_the_step_and_can_go_on(photos: str, tmp_path:
         train(data=photos, out=str(tmp_path / "run"), tell=tell, **FIELDS)
     assert signal.getsignal(signal.SIGTERM) is before
     assert same(weights(train(out=str(tmp_path / "run"), resume=True).last), finished(photos, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluating"])
+def test_asked_to_stop_in_the_last_step_or_evaluation_it_finishes(kind: str, photos: str, tmp_path: Path) -> None:
+    fields = {**FIELDS, "validation": 0.25, "evaluate_every": 3}
+    notes: list[str] = []
+
+    def tell(event: Event) -> None:
+        if event.kind == kind and (event.done == 5 or kind == "evaluating"):  # of six steps: the sixth is under way
+            os.kill(os.getpid(), signal.SIGTERM)
+        if event.kind == "note":
+            notes.append(event.text)
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = train(data=photos, out=str(tmp_path / "run"), tell=tell, **fields)
+    assert notes == ["Asked to stop when all steps were done: the run was finished instead."]
+    assert signal.getsignal(signal.SIGTERM) is before
+    whole = train(data=photos, out=str(tmp_path / "whole"), **fields)
+    assert same(weights(run.last), weights(whole.last))
+    assert run.evaluation.loss == whole.evaluation.loss
+
+
+def test_a_run_whose_steps_are_done_gets_the_model_that_it_lacks(photos: str, tmp_path: Path) -> None:
+    fields = {**FIELDS, "validation": 0.25, "merge": "r=1", "ema": 0.9}
+    run = train(data=photos, out=str(tmp_path / "run"), **fields)
+    before = weights(run.last)
+    shutil.rmtree(run.last)
+    again = train(out=str(run.folder), resume=True)
+    assert same(weights(again.last), before)
+    assert again.evaluation.loss == run.evaluation.loss
+
+
+def test_who_listens_around_a_run_hears_what_the_run_heard() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with Stop.listening() as outer:
+        with Stop.listening() as first:
+            pass
+        assert not first.wanted
+        with Stop.listening() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert [signal.getsignal(number) for number in SIGNALS] == before  # asking again stops at once
+        assert (inner.wanted, outer.wanted) == (True, True)
+        assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def _run(
     results: list[BenchResult] = []
     failure: VitrailError | KeyboardInterrupt | None = None
     with console.err.status(f"Loading {model}") as status:
-        loaded = load(model, random=not config.pretrained, size=config.size, device="cpu")
+        loaded = load(model, random=not config.pretrained, size=config.size, device="cpu", shown=False)
         try:
             for result in sweep(config, name, counts[name], model=loaded.model, tell=lambda text: status.update(text)):
                 status.stop()  # it would share a line with the results

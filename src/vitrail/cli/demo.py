@@ -15,7 +15,8 @@ from rich import box
 from rich.table import Table
 
 import vitrail
-from vitrail.adapters.saved import is_saved
+from vitrail.adapters import ADAPTERS
+from vitrail.adapters.saved import PREFIX, is_saved, named
 from vitrail.analysis.attention import token_maps
 from vitrail.cli import console
 from vitrail.cli.asking import ask, cost_of, paint
@@ -77,6 +78,16 @@ def run_demo(out: Path, model: str | None = None, pictures: Sequence[Path] = ())
 
 
 def _load(name: str) -> Loaded:
+    """Load a trained model; others are refused before anything is fetched for them."""
+    from vitrail.training.run import model_of
+
+    library, colon, _ = name.partition(":")
+    if colon and library in ADAPTERS and not name.startswith(PREFIX):
+        raise InvalidOption(
+            f"{name}: the demo shows models that vitrail train saved, as these know the names of their classes. Give "
+            f"the folder of a run; for models of {ADAPTERS[library]} there are vitrail merge and vitrail inspect."
+        )
+    model_of(named(name))  # says what is wrong with a folder that has no model
     with console.err.status(f"Loading {name}"):
         loaded = load(name, random=False, device="cpu")
     if not loaded.questions:

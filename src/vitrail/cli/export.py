@@ -107,7 +107,7 @@ def run_export(
     path, kind = check_path(out, format)  # mistakes are found before the model is loaded
     kind.check(precision or torch.float32, opset)
     with console.err.status(f"Loading {name}"):
-        loaded = load(name, random=random, size=size, device="cpu")
+        loaded = load(name, random=random, size=size, device="cpu", shown=False)
     if random:
         console.note(f"{name} has random weights here: the file is good for trying things out, and nothing else.")
     with vitrail.merge(loaded.model, **options) as merging, console.err.status(f"Exporting {name}"):

@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 import vitrail
-from vitrail.adapters import find
-from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
+from vitrail.adapters import Found, find
+from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
+from vitrail.models import ViT
 from vitrail.pictures import Preprocessing
 
 if TYPE_CHECKING:
@@ -47,9 +49,18 @@ class Loaded:
 
 
 def load(
-    name: str, *, random: bool, size: tuple[int, int] | None = None, device: str | None = None, seed: int = 0
+    name: str,
+    *,
+    random: bool,
+    size: tuple[int, int] | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    shown: bool = True,
 ) -> Loaded:
-    """Load a model by name for inputs of a size; random weights are always the same ones."""
+    """Load a model by name for inputs of a size; random weights are always the same ones.
+
+    ``shown``: whether pictures are shown to it; without, it is enough that it takes tensors of their shape.
+    """
     place = _device(device)
     options: dict[str, Any] = {} if size is None or not name.startswith("timm:") else {"img_size": size}
     torch.manual_seed(seed)
@@ -60,6 +71,7 @@ def load(
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)
+    _check_takes_pictures(name, found, shown)
     expected = found.adapter.preprocessing(found.trunk)
     if size is not None:
         expected = replace(expected, size=size)
@@ -70,6 +82,32 @@ def load(
     if size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2]):
         raise _wrong_size(name, size)
     return Loaded(name, model.to(place), expected, layout, place, random, _questions(model))
+
+
+def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
+    """Refuse a model that was made for other arrays: spectrograms, clips, numbers on a scale of their own."""
+    told = read_labels(model_folder(named(name))).get("preprocessing") if is_saved(name) else None
+    trunk = found.trunk
+    shape: tuple[int, ...] = (3, *found.adapter.preprocessing(trunk).size)
+    if isinstance(trunk, ViT):
+        shape = (trunk.config.in_chans, *trunk.config.image)
+    numbers = False
+    if told:
+        from vitrail.training.normalising import Normalising, read_expects
+
+        expects = read_expects(told)
+        shape = (len(expects.mean), *shape[1:])
+        numbers = isinstance(expects, Normalising) and not expects.of_bytes
+    if len(shape) == 3 and shape[0] == 3 and not (numbers and shown):
+        return
+    kind = " of floating point numbers" if numbers else ""
+    looks = "vitrail.record" if len(shape) > 3 else "vitrail.record or vitrail.inspect"
+    raise UnsupportedInput(
+        f"{name} takes arrays{kind}, {' × '.join(map(str, shape))}, and this command is for models that take pictures. "
+        "From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, look inside with "
+        f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
+        "labels.preprocessing normalises arrays for it."
+    )
 
 
 def _questions(model: nn.Module) -> tuple[Question, ...]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import InvalidOption, NotMerged
 from vitrail.merging import Assignment, MergeState
+from vitrail.surgery.eagerly import eagerly
 from vitrail.tokens import TokenLayout
 
 
@@ -88,9 +87,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-_eager_lock = threading.Lock()
-_eager_count = 0
-_eager_stance: Any = None
 
 
 @contextmanager
@@ -101,11 +97,10 @@ def tracking(plan: object) -> Iterator[Trace]:
     """
     trace = Trace()
     _active.traces.append((plan, trace))
-    _hold_eager(1)
     try:
-        yield trace
+        with eagerly():
+            yield trace
     finally:
-        _hold_eager(-1)
         _active.traces.remove((plan, trace))
 
 
@@ -119,16 +114,3 @@ def record(plan: object, traced: TracedPass) -> None:
 def is_tracking() -> bool:
     """Whether anybody tracks in this thread."""
     return bool(_active.traces)
-
-
-def _hold_eager(change: int) -> None:
-    """Count trackers over all threads; the first turns compiled code off and the last turns it on again."""
-    global _eager_count, _eager_stance
-    with _eager_lock:
-        _eager_count += change
-        if _eager_count == 1 and change == 1 and "torch._dynamo" in sys.modules:
-            _eager_stance = torch.compiler.set_stance("force_eager")
-            _eager_stance.__enter__()
-        elif _eager_count == 0 and _eager_stance is not None:
-            _eager_stance.__exit__(None, None, None)
-            _eager_stance = None

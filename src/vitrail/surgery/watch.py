@@ -23,6 +23,7 @@ from vitrail.merging.attention import key_bias
 from vitrail.surgery.appended import MARK, added_to, layout_of
 from vitrail.surgery.asked import BY_LAYER, check_layers, check_what, find_queries, listed
 from vitrail.surgery.beside import Reading, prepare, with_beside
+from vitrail.surgery.eagerly import eagerly
 from vitrail.surgery.running import Carried, read_mask
 from vitrail.tokens import Role, TokenLayout
 
@@ -81,14 +82,15 @@ class Watch:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Have the hooks in the model for as long as this lasts."""
+        """Have the hooks in the model for as long as this lasts; compiled models run eagerly meanwhile."""
         handles: list[RemovableHandle] = []
         try:
             embedding = self.found.adapter.patch_embedding(self.found.trunk)
             handles.append(embedding.register_forward_hook(self._begin))
             for layer in self.wanted.layers:
                 handles += self._hook_block(layer)
-            yield
+            with eagerly():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -27,7 +27,8 @@ class Arrays:
     Args:
         values: (N, C, H, W) or (N, C, T, H, W), a tensor or a numpy array: bytes, which are scaled as pictures are, or
             floating point numbers, which are normalised by the mean and spread of each channel of the training data.
-        labels: N class numbers or names, in a sequence or a tensor; for tasks a mapping of columns to such.
+        labels: N class numbers or names, in a sequence or a tensor; for tasks a mapping of columns to such. None, or a
+            negative number, is no class: where one is missing by any column that is learned, the sample is left out.
         classes: names of the classes, by column where labels are; by default the names that occur, in order of the
             alphabet, or the numbers.
         names: what to call each sample.

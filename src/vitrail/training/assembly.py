@@ -20,6 +20,7 @@ from vitrail.training.config import Config
 from vitrail.training.distributed import Crew, repeated, wrap_ddp, wrap_fsdp
 from vitrail.training.examples import Examples, open_examples
 from vitrail.training.feeds import Feed, make_feed
+from vitrail.training.fingerprint import fingerprint
 from vitrail.training.fitting import check_fits, prepares
 from vitrail.training.learner import Learner
 from vitrail.training.log import Event, Log, Tell
@@ -166,6 +167,7 @@ def make_parts(
         optimizer=optimizer,
         ema=Ema(built.model, config.ema) if config.ema else None,
         feed=feed,
+        data=fingerprint(examples),
         held=evaluated,
         augment=views,
         mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing),

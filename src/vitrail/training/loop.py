@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,27 +66,37 @@ class Loop:
                     self._set_merging(step // self.per_epoch)
                 self._step(step)
                 self._after(step + 1, stop)
-        folder = parts.checkpoints.folder.parent
-        return Run(folder, self.evaluation or last_evaluation(folder), self.best)
+            if start == self.total and not parts.crew.share((self._folder / LAST).is_dir()):
+                self._set_merging(start // self.per_epoch - 1)
+                self._finish(start)  # the checkpoint of the last step is there, and the model is not
+            if stop.wanted:
+                parts.tell(Event("note", text="Asked to stop when all steps were done: the run was finished instead."))
+        return Run(self._folder, self.evaluation or last_evaluation(self._folder), self.best)
 
     def _after(self, done: int, stop: Stop) -> None:
         """Do what is due when so many steps are done."""
         config, ended = self.parts.config, done % self.per_epoch == 0
-        finished = done == self.total
         if done % config.log_every == 0 or ended or self._watched:
             self._check(done, stop)
-        evaluated = finished or self._evaluations.due(done, self.per_epoch)
-        save = finished or self._saves.due(done, self.per_epoch)
         if ended:
             self._end_epoch(done)
-        if evaluated and self.parts.held is not None:
+        if done == self.total:
+            self._finish(done)
+            return
+        evaluated = self._evaluations.due(done, self.per_epoch)
+        save = self._saves.due(done, self.per_epoch)
+        if evaluated:
             self._evaluate(done)
-        if finished:
-            self._write(LAST, done)
         if save:
             self._save(done)
         if ended or evaluated or save:
             self._begun, self._since = time.perf_counter(), done
+
+    def _finish(self, done: int) -> None:
+        """Do what is left when all steps are done. Nobody stops it: there would be a run without its model."""
+        self._evaluate(done)
+        self._write(LAST, done)
+        self._save(done)
 
     @property
     def _watched(self) -> bool:
@@ -136,7 +147,7 @@ class Loop:
         faults = [(*fault, rank) for rank, (fault, _) in enumerate(found) if fault is not None]
         if faults:
             self._give_up(*min(faults))
-        if any(wanted for _, wanted in found):
+        if any(wanted for _, wanted in found) and done < self.total:
             self._save(done)
             parts.crew.fail(Interrupted(f"Stopped after step {done} of {self.total}. {self._last_checkpoint()}"))
         values = {**self.meter.means(reduce), "lr": self._lr(done - 1), "images_per_s": self._speed(done)}
@@ -172,8 +183,10 @@ class Loop:
             parts.tell(Event("note", text=f"{len(skipped)} pictures cannot be read and are left out: {few}"))
 
     def _evaluate(self, done: int) -> None:
+        """Evaluate, where there is something to evaluate on, and keep the model if it is the best so far."""
         parts, config = self.parts, self.parts.config
-        assert parts.held is not None
+        if parts.held is None:
+            return
         sharded = parts.wrapped is parts.learner and parts.crew.world > 1
         if parts.crew.device.type == "cuda":
             torch.cuda.synchronize()
@@ -211,8 +224,7 @@ class Loop:
         labels = Labels(
             parts.classes, parts.built.preprocessing, {**trained, **self._merged()}, parts.built.architecture
         )
-        folder = parts.checkpoints.folder.parent / name
-        parts.crew.first_does(lambda: write_model(folder, self._model, states, labels))
+        parts.crew.first_does(lambda: write_model(self._folder / name, self._model, states, labels))
 
     def _save(self, done: int) -> None:
         parts = self.parts
@@ -225,6 +237,7 @@ class Loop:
             "seconds": self._clock(),
             "examples": parts.feed.count,
             "classes": parts.classes,
+            "data": parts.data,
         }
         path = parts.checkpoints.save(done, self.tensors(), meta)
         if path is not None:
@@ -244,6 +257,11 @@ class Loop:
     def _model(self) -> nn.Module:
         model: nn.Module = self.parts.learner.model  # type: ignore[assignment]
         return model
+
+    @property
+    def _folder(self) -> Path:
+        """The run's folder."""
+        return self.parts.checkpoints.folder.parent
 
     def _merged(self) -> dict[str, Any]:
         return {} if self.parts.merging is None else {"merge": self.parts.merging.config}

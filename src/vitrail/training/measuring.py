@@ -17,6 +17,7 @@ from vitrail.training.evaluation import Evaluation
 from vitrail.training.examples import LABEL, open_examples
 from vitrail.training.feeds import Keep, make_feed
 from vitrail.training.fitting import expected_of, prepares
+from vitrail.training.remarks import left_out
 from vitrail.training.run import Labels, load_trained
 from vitrail.training.teacher import expected_by
 
@@ -76,7 +77,7 @@ def evaluate(
             rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
             progress=reading,
         )  # fmt: skip
-        plain, notes = prepares(expects).plain, _notes(known, merge)
+        plain, notes = prepares(expects).plain, (*_notes(known, merge), left_out("data", examples))
         try:
             found = evaluate_model(
                 net.to(crew.device), feed, known=_several(known), prepare=plain, merge=merge, batch=batch,
@@ -84,7 +85,7 @@ def evaluate(
                 progress=lambda done: _tell(crew, progress, "evaluating", done * crew.world, count), look=look,
                 seconds=seconds,
             )  # fmt: skip
-            return replace(found, notes=(*notes, *found.notes))
+            return replace(found, notes=tuple(text for text in (*notes, *found.notes) if text))
         finally:
             feed.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ class Parts:
         learner: model and objective; what checkpoints hold.
         wrapped: the same as it is called, maybe through DDP.
         feed: the pictures to learn from.
+        data: their fingerprint.
         held: the pictures to evaluate on.
         merging: the handle of the model's merging.
         r: merges per layer at the end of their rise.
@@ -44,6 +46,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     ema: Ema | None
     feed: Feed
+    data: dict[str, Any]
     held: Feed | None
     augment: Augment | Views | ArrayAugment
     mixing: Mix

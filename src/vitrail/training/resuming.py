@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.training.config import Config, read_yaml
+from vitrail.training.fingerprint import difference
 from vitrail.training.log import Event
 from vitrail.training.loop import Loop
+from vitrail.training.parts import Parts
 from vitrail.training.run import SETTINGS
 
 FREE = (
@@ -47,12 +50,7 @@ def go_on(loop: Loop, count: int) -> int:
     meta = parts.checkpoints.meta(step)
     for text in passed:
         parts.tell(Event("note", text=f"{text[0].upper()}{text[1:]}; going on from step {step} instead."))
-    if meta["examples"] != count or {k: tuple(v) for k, v in meta["classes"].items()} != parts.classes:
-        problem = TrainingError(
-            f"data: the run was started with {meta['examples']} pictures of {sum(map(len, meta['classes'].values()))} "
-            f"classes, and now there are {count} of {sum(map(len, parts.classes.values()))}; the same data is needed"
-        )
-        parts.crew.fail(problem)
+    parts.crew.together(lambda: _check_data(parts, meta, count))
     parts.crew.together(lambda: parts.checkpoints.load(step, loop.tensors()))
     loop.meter.restore(meta["meter"])
     loop.best, loop.seconds = meta["best"], meta["seconds"]
@@ -68,6 +66,21 @@ def go_on(loop: Loop, count: int) -> int:
             )
         )
     return step
+
+
+def _check_data(parts: Parts, meta: Mapping[str, Any], count: int) -> None:
+    """Refuse other data than the run was started with, as far as its checkpoint tells."""
+    if meta["examples"] != count or {k: tuple(v) for k, v in meta["classes"].items()} != parts.classes:
+        raise TrainingError(
+            f"data: the run was started with {meta['examples']} pictures of {sum(map(len, meta['classes'].values()))} "
+            f"classes, and now there are {count} of {sum(map(len, parts.classes.values()))}; the same data is needed"
+        )
+    differs = difference(meta["data"], parts.data, parts.classes) if "data" in meta else None
+    if differs is not None:
+        raise TrainingError(
+            f"data: {differs}. resume goes on with the data that the run was started with; for other data start "
+            f"another run, with model={parts.config.folder} to begin from its weights"
+        )
 
 
 def processes(count: int) -> str:

@@ -14,6 +14,7 @@ from vitrail.training.distributed import Crew, joined
 from vitrail.training.log import Event, Tell, nobody
 from vitrail.training.loop import Loop
 from vitrail.training.parts import Parts
+from vitrail.training.remarks import remarks
 from vitrail.training.resuming import go_on, processes, resumed
 from vitrail.training.run import SETTINGS, Run, check_free, claim, write_text
 
@@ -93,6 +94,9 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
     parts.log.trim(start)
     crew.barrier()
     _introduce(parts, start, loop.total)
+    for text in remarks(config, examples, held):
+        parts.log.write("note", step=start, text=text)
+        tell(Event("note", text=text))
     return loop, start
 
 

@@ -18,10 +18,14 @@ class Interrupted(TrainingError):
 
 
 class Stop:
-    """Whether somebody asked to stop."""
+    """Whether somebody asked to stop.
+
+    Where one listens inside of another, both hear it: what comes after a run that was finished nevertheless can stop.
+    """
 
     def __init__(self) -> None:
         self.wanted = False
+        self._before: dict[int, Any] = {}
 
     @classmethod
     @contextmanager
@@ -31,17 +35,22 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield stop
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-
-        def ask(number: int, frame: Any) -> None:
-            stop.wanted = True
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
+        stop._before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
-            signal.signal(number, ask)
+            signal.signal(number, stop._ask)
         try:
             yield stop
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if not stop.wanted:
+                stop._restore()
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.wanted = True
+        self._restore()
+        outer = getattr(self._before[number], "__self__", None)
+        if isinstance(outer, Stop):
+            outer._ask(number, frame)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

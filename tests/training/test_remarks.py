@@ -1,0 +1,72 @@
+"""What is said about data before a run begins: samples without a class, and data of one class alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.toys import FIELDS
+from vitrail.training import Arrays, Config, Event, evaluate, open_examples, read_log, train
+from vitrail.training.remarks import remarks
+
+SMALL: dict[str, Any] = {
+    **{name: value for name, value in FIELDS.items() if name not in ("image_size", "tokens")},
+    "epochs": 1,
+    "tasks": "tone,voice",
+}
+
+
+def arrays(tone: list[int], voice: list[Any]) -> Arrays:
+    values = torch.randn(len(tone), 1, 8, 16, generator=torch.Generator().manual_seed(0))
+    return Arrays(values, {"tone": torch.tensor(tone), "voice": voice})
+
+
+def test_samples_without_a_class_by_any_task_are_left_out_and_counted(tmp_path: Path) -> None:
+    tone, voice = [0, 1, -1, -7] + [0, 1] * 4, ["a", None, "b", None] + ["a", "b"] * 4
+    given = arrays(tone, voice)
+    complete = [row for row in range(12) if tone[row] >= 0 and voice[row] is not None]
+    assert open_examples(given, labels=("tone", "voice"))._rows == complete
+    said: list[Event] = []
+    run = train(data=given, validation=given, out=str(tmp_path / "run"), tell=said.append, **{
+        name: value for name, value in SMALL.items() if name != "validation"
+    })  # fmt: skip
+    expected = [
+        f"{name}: {12 - len(complete)} samples have no class by one of tone, voice (none is given, or a negative "
+        "number) and are left out."
+        for name in ("data", "validation")
+    ]
+    assert [event.text for event in said if event.kind == "note"] == expected
+    assert [line["text"] for line in read_log(run.folder / "log.jsonl", "note")] == expected
+    assert run.evaluation.count == len(complete)
+    found = evaluate(run.last, given, labels=("tone",), seconds=0, look=0)
+    assert found.count == 10
+    assert "data: 2 samples have no class by tone (none is given, or a negative number) and are left out." in (
+        found.notes
+    )
+
+
+def test_what_is_held_out_is_counted_once() -> None:
+    examples = open_examples(arrays([0, 1, -1] * 4, [0, 1, 0] * 4), labels=("tone", "voice"))
+    kept, held = examples.split(0.25, 0)
+    assert len(remarks(Config(data="x", validation=0.25), kept, held)) == 1
+
+
+@pytest.mark.parametrize(
+    ("tone", "only"),
+    [([0] * 8, "0"), ([1, -1] * 4 + [1] * 4, "1"), ([0, 1] * 8, None)],
+    ids=["one number", "minus one and one", "two classes"],
+)
+def test_data_of_one_class_is_told(tone: list[int], only: str | None) -> None:
+    voice = ["a", "a", "b", "b"] * (len(tone) // 4)
+    examples = open_examples(arrays(tone, voice), labels=("tone", "voice"))
+    told = [text for text in remarks(Config(data="x", validation=None), examples, None) if "one class" in text]
+    used = sum(value >= 0 for value in tone)
+    begin = f"tone: all {used} samples to learn from are of one class, {only!r}. There is nothing to tell apart"
+    assert len(told) == (only is not None)
+    assert all(text.startswith(begin) for text in told)
+
+
+def test_without_labels_there_is_nothing_to_say() -> None:
+    examples = open_examples(arrays([0, -1], ["a", "b"]), labels=None)
+    assert remarks(Config(data="x", validation=None), examples, None) == []

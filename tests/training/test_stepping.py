@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.training.toys import FIELDS, difference, make_photos, same, weights
 from vitrail.errors import InvalidOption
-from vitrail.training import Event, train
+from vitrail.surgery import running
+from vitrail.training import Event, evaluate, train
 from vitrail.training import loop as loops
 from vitrail.training.objective import Terms
 from vitrail.training.stepping import WARM_UP
@@ -126,3 +127,28 @@ def test_a_gpu_replays_what_it_runs(photos: str, tmp_path: Path, fields: dict[st
         train(data=photos, out=str(tmp_path / name), tell=told.append, **given)
     assert not [event.text for event in told if event.kind == "note"]
     assert difference(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last")) < 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", ["off", "blocks"])
+def test_merged_blocks_train_by_their_kernels(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str
+) -> None:
+    calls = []
+    fused = running.dense_forward
+
+    def spy(*given: Any) -> Any:
+        calls.append(given[1].dtype)
+        return fused(*given)
+
+    monkeypatch.setattr(running, "dense_forward", spy)
+    wide = {**FIELDS, "options": {"width": 64, "depth": 2, "heads": 1}, "merge": "r=2", "device": "cuda", "epochs": 6}
+    found = {}
+    for dtype in ("fp32", "bf16-weights"):
+        run = train(data=photos, out=str(tmp_path / dtype), **{**wide, "dtype": dtype, "compile": compiled})
+        found[dtype] = evaluate(run.folder, photos, seconds=0, device="cuda").loss
+        if dtype == "fp32":
+            assert not calls
+    if compiled == "off":
+        assert set(calls) == {torch.bfloat16}
+    assert found["bf16-weights"] == pytest.approx(found["fp32"], abs=0.1)

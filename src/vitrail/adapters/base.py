@@ -127,8 +127,8 @@ def _is_idle(part: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Whether a module is just one of these classes, with ordinary parameters and nobody hooked into it."""
-    ordinary = all(type(value) is nn.Parameter for value in module._parameters.values() if value is not None)
+    """Whether a module is just one of these classes, with ordinary weights and nobody hooked into it."""
+    ordinary = all(type(value) in (nn.Parameter, Tensor) for value in module._parameters.values() if value is not None)
     return type(module) in kinds and ordinary and not module._forward_hooks and not module._forward_pre_hooks
 
 

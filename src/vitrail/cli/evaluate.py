@@ -45,6 +45,12 @@ def evaluate(
             "--labels", "--tasks", metavar="COLUMNS", help="Columns of labels; by default all those of the training."
         ),
     ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Pixels to show pictures at; by default as in training.", show_default=False
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Pictures to run at once.")] = 256,
     device: Annotated[
         options.Device | None,
@@ -76,6 +82,7 @@ def evaluate(
                 data,
                 labels=columns,
                 merge=None if plan is None else plan.options,
+                size=size,
                 batch=batch,
                 device=place,
                 dtype=dtype,

@@ -79,7 +79,10 @@ def train(
     ema: Annotated[float | None, _option(_RECIPE, "Decay of averaged weights; 0 for none.", "F", "--ema")] = None,
     seed: Annotated[int | None, _option(_RECIPE, "Seed of all that is random.", "N", "--seed")] = None,
     device: Annotated[Text, _option(_MACHINE, "cpu or cuda.", "D", "--device")] = None,
-    dtype: Annotated[Text, _option(_MACHINE, "fp32 or bf16 (autocast).", "D", "--dtype")] = None,
+    dtype: Annotated[
+        Text,
+        _option(_MACHINE, "fp32, bf16 (autocast) or bf16-weights (all in bf16, from float32 weights).", "D", "--dtype"),
+    ] = None,
     compile_: Annotated[Text, _option(_MACHINE, "whole, blocks or off.", "C", "--compile")] = None,
     shard: Annotated[Text, _option(_MACHINE, "Several devices: ddp, or fsdp for large models.", "S", "--shard")] = None,
     workers: Annotated[

@@ -47,7 +47,9 @@ def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, state: MergeSt
     if known is not None and known.holds():
         return known.dense
     dense = _find(parts, block)
-    if dense is not None:
+    if dense is not None and all(
+        type(weight) is nn.Parameter for weight in block.parameters()
+    ):  # they will be the same
         _known[block] = Known.of(block, dense)
     return dense
 

@@ -90,7 +90,7 @@ def assemble(config: Config, classes: Mapping[str, tuple[str, ...]], crew: Crew)
             raise InvalidOption(f"merge: {error}") from error
         r = tuple(merging.r)
     _lay_out(built.model, crew)
-    learner = Learner(built.model, objective).to(crew.device)
+    learner = Learner(built.model, objective, rounds=config.dtype == "bf16-weights").to(crew.device)
     return built, teacher, learner, merging, r
 
 
@@ -126,7 +126,7 @@ def _teacher(config: Config, built: Built, classes: Mapping[str, tuple[str, ...]
         )
     if not isinstance(built.preprocessing, Preprocessing) or not isinstance(labels.preprocessing, Preprocessing | None):
         raise InvalidOption(f"teacher={config.teacher!r}: teachers are for pictures, and one of the two models is not")
-    half = torch.bfloat16 if config.dtype == "bf16" and crew.device.type == "cuda" else None
+    half = torch.bfloat16 if config.half and crew.device.type == "cuda" else None
     _lay_out(model, crew)
     if config.compile == "whole":
         model.compile()

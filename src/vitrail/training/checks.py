@@ -26,7 +26,7 @@ CHOICES = {
     "distillation": ("hard", "soft", "features"),
     "augment": ("none", "flip", "light", "medium", "strong"),
     "device": ("cpu", "cuda"),
-    "dtype": ("fp32", "bf16"),
+    "dtype": ("fp32", "bf16", "bf16-weights"),
     "compile": ("whole", "blocks", "off"),
     "shard": ("ddp", "fsdp"),
     "recipe": ("labels", "dino"),
@@ -139,6 +139,7 @@ def check_together(config: Config) -> None:
     if config.temperature is not None and config.distillation is None:
         raise InvalidOption("temperature is for distillation='soft'; say so, or leave it out")
     _check_dropped(config)
+    _check_rounded(config)
     _check_tasks(config)
     _check_recipe(config)
     if config.epochs is not None and (config.warmup_epochs or 0) > config.epochs:
@@ -157,6 +158,18 @@ def _check_dropped(config: Config) -> None:
     for name, asked in compared.items():
         if asked and config.options.get("patch_drop"):
             raise InvalidOption(f"{name} needs every patch, and options: patch_drop leaves some out; give one of them")
+
+
+def _check_rounded(config: Config) -> None:
+    """Refuse to round weights where something else takes care of them."""
+    others = {
+        f"recipe={config.recipe}": config.recipe != "labels",
+        "shard=fsdp": config.shard == "fsdp",  # it rounds weights itself
+        "compile=whole": config.compile == "whole",  # rounding is done around the model, by Python
+    }
+    for name, asked in others.items():
+        if asked and config.dtype == "bf16-weights":
+            raise InvalidOption(f"dtype=bf16-weights does not go with {name}; give dtype=bf16, or leave {name} out")
 
 
 def _check_model(config: Config) -> None:

@@ -48,7 +48,8 @@ class Config:
     none), ``ema`` (decay; 0 for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``mixing`` (share of
     the pictures that either is done to), ``augment``, ``crop_min``, ``erasing``, ``repeats``, ``seed``.
 
-    The machine: ``device``, ``dtype`` (``bf16`` is autocast), ``compile`` (``whole``, ``blocks`` or ``off``),
+    The machine: ``device``, ``dtype`` (``bf16`` is autocast; with ``bf16-weights`` all that the model computes is bf16,
+    and weights are rounded for each step from float32 ones), ``compile`` (``whole``, ``blocks`` or ``off``),
     ``graphs`` (record a step as a CUDA graph and replay it; by default where one process trains on a GPU), ``shard``
     (``ddp``, or ``fsdp`` for what one device cannot hold), ``workers``.
 
@@ -142,6 +143,11 @@ class Config:
     def own(self) -> bool:
         """Whether the model is one of ours, built by name."""
         return self.model in MODELS
+
+    @property
+    def half(self) -> bool:
+        """Whether bf16 is computed in, one way or the other."""
+        return self.dtype in ("bf16", "bf16-weights")
 
     @property
     def folder(self) -> Path:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.training.answers import answer, answer_with_map
 from vitrail.training.objective import Objective, Terms
+from vitrail.training.rounding import rounded
 from vitrail.training.teacher import Taught
 
 __all__ = ["Learner", "Taught", "Terms", "answer"]
@@ -26,12 +29,14 @@ class Learner(nn.Module):
     Args:
         model: any classifier: ours, timm's, transformers', or a module that gives logits.
         objective: what it is to learn.
+        rounds: whether the model computes with weights that are rounded to bfloat16 (see `rounded`).
     """
 
-    def __init__(self, model: nn.Module, objective: Objective) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, rounds: bool = False) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
+        self.rounds = rounds
         apart: Any = getattr(model, "set_distilled_training", None)
         if objective.heads.distilled is not None and apart is not None:
             apart(True)  # timm's models then give both answers while they train
@@ -51,10 +56,23 @@ class Learner(nn.Module):
             mixed: for mixed pictures, each one's partner in the batch and share of its own label, (B,) each.
             taught: what the teacher says about the same pictures.
         """
-        if self.objective.wants_features:
-            output, features = answer_with_map(self.model, images)
-            return self.objective(output, labels, mixed, taught, features)
-        return self.objective(answer(self.model, images), labels, mixed, taught)
+        features = None
+        with self._rounding(images.device):
+            if self.rounds:
+                images = images.bfloat16()
+            if self.objective.wants_features:
+                output, features = answer_with_map(self.model, images)
+            else:
+                output = answer(self.model, images)
+        return self.objective(output, labels, mixed, taught, features)
+
+    def _rounding(self, device: torch.device) -> AbstractContextManager[Any]:
+        if not self.rounds:
+            return nullcontext()
+        both = ExitStack()
+        both.enter_context(torch.autocast(device.type, enabled=False))  # it would make the norms float32 again
+        both.enter_context(rounded(self.model))
+        return both
 
     def after_step(self, progress: float) -> None:
         """Do what follows a step of the optimiser; ``progress`` is the share of training done. Here, nothing."""

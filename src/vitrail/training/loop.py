@@ -192,7 +192,7 @@ class Loop:
             torch.cuda.synchronize()
         count = parts.held.count
         said = partial(self._said, count)
-        half = torch.bfloat16 if config.dtype == "bf16" else None
+        half = torch.bfloat16 if config.half else None
         with parts.ema.applied() if parts.ema is not None else nullcontext():
             found = evaluate(
                 self._model, parts.held, prepare=parts.augment.plain, batch=min(256, count), dtype=half,

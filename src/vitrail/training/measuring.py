@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from vitrail.errors import InvalidOption
+from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.surgery.record import evaluating
 from vitrail.training.distributed import Crew, joined
 from vitrail.training.evaluate import evaluate as evaluate_model
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.examples import LABEL, open_examples
 from vitrail.training.feeds import Keep, make_feed
 from vitrail.training.fitting import expected_of, prepares
+from vitrail.training.normalising import Expects
 from vitrail.training.remarks import left_out
 from vitrail.training.run import Labels, load_trained
 from vitrail.training.teacher import expected_by
@@ -30,6 +33,7 @@ def evaluate(
     *,
     labels: Sequence[str] = (),
     merge: Mapping[str, Any] | None = None,
+    size: int | None = None,
     batch: int = 256,
     device: str | None = None,
     dtype: str = "fp32",
@@ -50,6 +54,8 @@ def evaluate(
         data: labelled pictures or arrays, as for training. Classes are found by their names.
         labels: columns of labels, some of those that the model was trained with; by default all of them.
         merge: options of ``vitrail.merge``; ``{"r": 0}`` for none.
+        size: height and width to show pictures at; by default the model's own. A net that was trained on crops has seen
+            things larger than they are in a whole picture, and is often better on larger ones.
         batch, device, dtype: how to run it; ``bf16`` is autocast.
         keep_data, workers, max_unreadable: how pictures are read, as for training.
         progress: called with what is done, how far it is, and how far it goes.
@@ -66,7 +72,7 @@ def evaluate(
         classes = None if known is None else _classes(known, columns)
         examples = open_examples(data, labels=columns, classes=classes)
         expects = (known.preprocessing if known else None) or expected_by(net)
-        expects = expected_of(examples, expects, type(net).__name__)
+        expects = _sized(expected_of(examples, expects, type(net).__name__), size, net)
 
         def reading(done: int, total: int) -> None:
             _tell(crew, progress, "reading", done, total)
@@ -77,7 +83,9 @@ def evaluate(
             rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
             progress=reading,
         )  # fmt: skip
-        plain, notes = prepares(expects).plain, (*_notes(known, merge), left_out("data", examples))
+        plain = prepares(expects).plain
+        shown = "" if size is None else f"pictures are shown at {size} × {size} pixels"
+        notes = (*_notes(known, merge), shown, left_out("data", examples))
         try:
             found = evaluate_model(
                 net.to(crew.device), feed, known=_several(known), prepare=plain, merge=merge, batch=batch,
@@ -94,6 +102,24 @@ def _loaded(model: str | Path | nn.Module | tuple[nn.Module, Labels]) -> tuple[n
     if isinstance(model, nn.Module):
         return model, None
     return model if isinstance(model, tuple) else load_trained(model)
+
+
+def _sized(expects: Expects, size: int | None, net: nn.Module) -> Expects:
+    """Say how pictures of another size are prepared; refuse one that the model does not take, before any is read."""
+    if size is None:
+        return expects
+    if not isinstance(expects, Preprocessing):
+        raise InvalidOption(f"size={size} is for pictures; arrays are given to a model as they are")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InvalidOption(f"size={size!r}: expected a number of pixels, 1 or more")
+    weight = next(net.parameters(), torch.zeros(()))
+    try:
+        with torch.no_grad(), evaluating(net):
+            net(torch.zeros(1, 3, size, size, device=weight.device, dtype=weight.dtype))
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise InvalidOption(f"size={size}: {type(net).__name__} does not take pictures of this size ({why})") from error
+    return replace(expects, size=(size, size))
 
 
 def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -124,7 +124,7 @@ class Step:
         return found
 
     def _forward(self, images: Tensor, labels: Tensor, mixed: Mixed | None) -> Terms:
-        half = self._parts.config.dtype == "bf16"
+        half = self._parts.config.half
         # Halved weights that were kept from outside of a recording would never change in it.
         kept = self._recorder is None
         with torch.autocast(images.device.type, torch.bfloat16, enabled=half, cache_enabled=kept):

@@ -1,5 +1,6 @@
 """The tool that makes an embedded model of a run: what it writes is the model, and what it must not take it refuses."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_is_the_model_in_half_precision_with_a_card(run: Path, tmp_path: Path) -> None:
     out = tool.embed(run, tmp_path / "tiny", "Noise in three colours.", "CC0-1.0")
-    assert sorted(path.name for path in out.iterdir()) == ["CARD.md", "config.json", "labels.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "CARD.md", "config.json", "labels.json", "log.jsonl", "model.safetensors",
+    ]  # fmt: skip
     model, labels = load_trained(run)
     written = load_file(out / "model.safetensors")
     assert {value.dtype for value in written.values()} == {torch.float16}
@@ -36,11 +39,27 @@ def test_the_folder_is_the_model_in_half_precision_with_a_card(run: Path, tmp_pa
     assert card.startswith("# vitrail:tiny\n")
     assert f"{sum(value.numel() for value in model.parameters()):,} parameters" in card
     assert "- Data: Noise in three colours.\n" in card
-    assert "- Licence: CC0-1.0.\n" in card
+    assert "- Licence of the weights: CC0-1.0.\n" in card
     assert f"| fused | {100 * labels.trained['evaluation']['accuracy']['fused']:.2f} % |" in card
     assert "blue, green, red" in card
     assert "tokens: cls,register=2\n" in card
     assert str(run.parent) not in card
+
+
+def test_a_card_of_several_seeds(run: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"{seed}.json" for seed in range(3)]
+    for file, share in zip(files, (0.5, 0.6, 0.7), strict=True):
+        file.write_text(json.dumps({"count": 1234, "dtype": "float32", "accuracy": {"fused": share}, "loss": 1.0}))
+    out = tool.embed(run / "last", tmp_path / "tiny", "Noise.", evaluations=files, notes=["Its teacher is a wall."])
+    card = (out / "CARD.md").read_text(encoding="utf-8")
+    assert "| fused | 50.00 % | 60.00 ± 10.00 % |\n" in card
+    assert "on 1,234 pictures" in card
+    assert "- Its teacher is a wall.\n" in card
+    assert (out / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
+    files[1].write_text("{}")
+    with pytest.raises(InvalidOption, match=r"1\.json is not what vitrail evaluate --json writes"):
+        tool.embed(run, tmp_path / "other", "Noise.", evaluations=files)
+    assert not (tmp_path / "other").exists()
 
 
 def test_what_must_not_be_embedded_is_refused_and_nothing_is_written(

@@ -6,12 +6,20 @@ Writes ``src/vitrail/weights/NAME/``, which `vitrail:NAME` is read from (``EMBED
 A package stays small: models of more than 6 million parameters or 12 MiB are refused. What the card says is read from
 the run itself; only what the data set is, and under which terms, has to be told. Nothing is written before all is
 checked, the answers in half precision included.
+
+How good it is, is measured with what was embedded, and then written into the card, here beside two more seeds:
+
+    vitrail evaluate vitrail:tiny val.parquet --json 0.json
+    python tools/embed.py runs/tiny --name tiny --about "…" --evaluation 0.json 1.json 2.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +32,7 @@ from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.models.saving import WEIGHTS, write_folder, write_whole
 from vitrail.training.config import read_yaml
-from vitrail.training.run import BEST, SETTINGS, Labels, load_trained
+from vitrail.training.run import BEST, LOG, SETTINGS, Labels, load_trained
 
 MOST_BYTES, MOST_PARAMETERS = 12 * 2**20, 6_000_000
 CLOSE = 0.02
@@ -38,7 +46,15 @@ PLACES = ("data", "validation", "teacher", "model")
 OF_THE_MACHINE = ("out", "device", "workers", "keep", "keep_data", "log_every", "save_every", "tensorboard", "shard")
 
 
-def embed(run: Path, out: Path, about: str, licence: str = LICENCE) -> Path:
+def embed(
+    run: Path,
+    out: Path,
+    about: str,
+    licence: str = LICENCE,
+    *,
+    evaluations: Sequence[Path] = (),
+    notes: Sequence[str] = (),
+) -> Path:
     """Write the folder of an embedded model from that of a run.
 
     Args:
@@ -46,6 +62,8 @@ def embed(run: Path, out: Path, about: str, licence: str = LICENCE) -> Path:
         out: the folder to write, which is made or replaced file by file.
         about: the data set in words: what it is, where it is from, under which terms.
         licence: of the weights.
+        evaluations: what ``vitrail evaluate --json`` wrote for this model, and then for the same with other seeds.
+        notes: what else the card should say, a sentence or two each.
     """
     if not about.strip():
         raise InvalidOption("about is empty; say what the model was trained on, and under which terms")
@@ -57,9 +75,17 @@ def embed(run: Path, out: Path, about: str, licence: str = LICENCE) -> Path:
     states = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     size = _check_size(model, states)
     difference = _check_answers(model, states)
-    card = _card(out.name, model, labels, settings, size, difference, about, licence)
+    found = [_read(file) for file in evaluations] or [labels.trained.get("evaluation") or {}]
+    best = folder.name == BEST and not evaluations
+    told = [f"Half precision changes no probability by more than {difference:.1e} (16 random pictures).", *notes]
+    log = next((place / LOG for place in (folder, folder.parent) if (place / LOG).is_file()), None)
+    if log is not None:
+        told.append(f"The log of its training is {LOG}, beside this card.")
+    card = _card(out.name, model, labels, settings, size, about, licence, told, _evaluation(found, best))
     write_folder(out, model.config.to_dict(), states)
     write_whole(out / LABELS, (folder / LABELS).read_bytes())
+    if log is not None:
+        write_whole(out / LOG, log.read_bytes())
     write_whole(out / CARD, card.encode())
     load_saved(out)
     return out
@@ -114,9 +140,10 @@ def _card(
     labels: Labels,
     settings: dict[str, Any],
     size: int,
-    difference: float,
     about: str,
     licence: str,
+    told: Sequence[str],
+    evaluated: Sequence[str],
 ) -> str:
     """Write down what the model is, how it was made and how good it is."""
     import yaml
@@ -125,7 +152,6 @@ def _card(
     parameters = sum(value.numel() for value in model.parameters())
     tokens = ", ".join(f"{spec.name} ({spec.role.value} × {spec.count})" for spec in config.tokens) or "none"
     classes = "; ".join(f"{column}: {', '.join(names)}" for column, names in labels.classes.items())
-    found = labels.trained.get("evaluation") or {}
     lines = [
         f"# vitrail:{name}",
         "",
@@ -137,12 +163,12 @@ def _card(
         f"- Classes, {classes}.",
         f"- Data: {about.strip()}",
         f"- Trained for {labels.trained.get('epochs', 0):g} epochs; weights: {labels.trained.get('weights', 'last')}.",
-        f"- Half precision changes no probability by more than {difference:.1e} (16 random pictures).",
-        f"- Licence: {licence}.",
+        *(f"- {text}" for text in told),
+        f"- Licence of the weights: {licence}.",
         "",
         "## How good it is",
         "",
-        *_evaluation(found, labels.folder.name == BEST),
+        *evaluated,
         "",
         "## How it was made",
         "",
@@ -156,18 +182,35 @@ def _card(
     return "\n".join(lines)
 
 
-def _evaluation(found: dict[str, Any], chosen: bool) -> list[str]:
-    if not found:
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("count", "dtype", "accuracy")}
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidOption(f"{file} is not what vitrail evaluate --json writes ({error})") from error
+
+
+def _evaluation(found: Sequence[Mapping[str, Any]], chosen: bool) -> list[str]:
+    """Say how good this model is, which is the first, and all of them together where there are several."""
+    first = found[0]
+    if not first:
         return ["It was not evaluated."]
     best = " It is the best of the run's evaluations on these pictures, so a little too good." if chosen else ""
-    return [
-        f"Accuracy on {found['count']:,} pictures that it was not trained on, in {found['dtype']} and before the "
-        f"weights were rounded, by head.{best}",
+    several = len(found) > 1
+    heading = f" of {len(found)} seeds, mean ± standard deviation |" if several else ""
+    lines = [
+        f"Accuracy on {first['count']:,} pictures that it was not trained on, in {first['dtype']}, by head.{best}",
         "",
-        "| answer | accuracy |",
-        "| --- | ---: |",
-        *(f"| {head} | {100 * share:.2f} % |" for head, share in found["accuracy"].items()),
+        f"| answer | accuracy |{heading}",
+        f"| --- | ---: |{' ---: |' if several else ''}",
     ]
+    for head, share in first["accuracy"].items():
+        cell = ""
+        if several:
+            values = [100 * one["accuracy"][head] for one in found]
+            cell = f" {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} % |"
+        lines.append(f"| {head} | {100 * share:.2f} % |{cell}")
+    return lines
 
 
 def main() -> int:
@@ -177,9 +220,13 @@ def main() -> int:
     parser.add_argument("--name", required=True, choices=sorted(EMBEDDED), help="which embedded model it becomes")
     parser.add_argument("--about", required=True, help="the data set in words, with its terms")
     parser.add_argument("--licence", default=LICENCE, help="of the weights")
+    parser.add_argument("--evaluation", type=Path, nargs="+", default=(), help="of this model, then of other seeds")
+    parser.add_argument("--note", nargs="+", default=(), help="what else the card should say")
     given = parser.parse_args()
     try:
-        folder = embed(given.run, EMBEDDED[given.name], given.about, given.licence)
+        folder = embed(
+            given.run, EMBEDDED[given.name], given.about, given.licence, evaluations=given.evaluation, notes=given.note
+        )
     except VitrailError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -11,6 +11,7 @@ from vitrail.models import ViT
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training import PRESETS, Config, train
 from vitrail.training.building import build
+from vitrail.training.config import read_yaml
 from vitrail.training.parsing import MergePlan, read_every, read_merge, read_tokens
 from vitrail.training.presets import batch_for, ema_for, lr_for
 
@@ -189,3 +190,20 @@ def test_distances() -> None:
     steps, epochs = read_every("x", "3 steps"), read_every("x", 2)
     assert [step for step in range(1, 13) if steps.due(step, 4)] == [3, 6, 9, 12]
     assert [step for step in range(1, 25) if epochs.due(step, 4)] == [8, 16, 24]
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_recipes_of_ours_can_be_read_and_built(file: Path) -> None:
+    given = {"data": "photos", **read_yaml(file)}
+    if given.get("distillation"):
+        given["teacher"] = "timm:resnet18"
+    config = Config.from_dict(given).resolved(9469)
+    model = build(config, {"label": tuple("abcdefghij")}).model
+    if file.stem == "imagenette-tiny":
+        assert sum(value.numel() for value in model.parameters()) <= 6_000_000
+        assert [(spec.role, spec.count) for spec in model.config.tokens] == [  # type: ignore[union-attr]
+            (Role.CLASS, 1), (Role.DISTILLATION, 1), (Role.REGISTER, 4),
+        ]  # fmt: skip

@@ -9,17 +9,28 @@ from experiments.common.data import imagenette
 from experiments.common.plots import INK, dots, figure
 from experiments.common.study import Arm, Column, Rows, RunOf, Study
 from experiments.common.tables import by_arm
+from vitrail.training.config import read_yaml
 
 PUBLISHED = 94.24
 """fastai's leaderboard: convolutional nets, 128 pixels, 200 epochs, from nothing."""
 
-SMALL: dict[str, Any] = {"epochs": 2, "image_size": 32}
-VIT: dict[str, Any] = {
-    "model": "vit_small_patch16",
-    "patch_size": 8,
-    "options": {"stem": "convolutions"},
-    "reduced": {**SMALL, "options": {"stem": "convolutions", "width": 32, "depth": 2, "heads": 2}},
-}
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SMALL: dict[str, Any] = {
+    "batch_size": 16, "epochs": 2, "warmup_epochs": 0, "image_size": 32, "dtype": "fp32", "preset": "tiny",
+}  # fmt: skip
+SMALLER = {**SMALL, "options": {"stem": "convolutions", "width": 32, "depth": 2, "heads": 2}}
+TEACHING = ("distillation", "distillation_weight", "temperature", "feature_weight", "tokens")
+
+
+def recipe(name: str, **others: Any) -> dict[str, Any]:
+    """Give the fields of the recipe that the embedded model or its teacher was trained by, some of them replaced."""
+    apart = ("validation", "save_every")  # the study's own matter
+    return {field: value for field, value in read_yaml(RECIPES / name).items() if field not in apart} | others
+
+
+CONV = recipe("imagenette-teacher.yaml")
+VIT = recipe("imagenette-tiny.yaml", model="vit_small_patch16")
+PLAIN = {field: value for field, value in VIT.items() if field not in TEACHING}
 
 
 def draw(study: Study, rows: Rows, folder: Path) -> None:
@@ -35,15 +46,11 @@ STUDY = Study(
     name="long_distillation",
     question="Does a distilled ViT reach the published convolutional reference on Imagenette at 128 pixels?",
     data=imagenette,
-    base={"preset": "small", "image_size": 128, "epochs": 200, "compile": "off"},
+    base={},
     arms=(
-        Arm("plain", tokens="cls", **VIT),
-        Arm(
-            "conv",
-            model="timm:ecaresnet50t",
-            reduced={**SMALL, "options": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}},
-        ),
-        Arm("distilled", tokens="cls,distillation,register=4", teacher=RunOf("conv"), **VIT),
+        Arm("plain", tokens="cls", reduced=SMALLER, **PLAIN),
+        Arm("conv", reduced={**SMALL, "options": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}}, **CONV),
+        Arm("distilled", teacher=RunOf("conv"), reduced=SMALLER, **VIT),
     ),
     reference="plain",
     save_every=10,
@@ -54,5 +61,4 @@ STUDY = Study(
         Column("minutes of training", lambda row: row["seconds"] / 60, "{:.1f}"),
     ),
     draw=draw,
-    reduced={"preset": "tiny", "batch_size": 16},
 )

@@ -18,6 +18,12 @@ from vitrail.errors import InvalidOption, UnsupportedInput
 HALVES = Split(range(20), range(20, 40))
 
 
+def pixels_of(values: Tensor, valid: Tensor, patch: int) -> list[float]:
+    """The valid pixels of one of 5 × 3 patches, whose sides do not divide 17 × 11."""
+    places = [(y, x) for y in range(17) for x in range(11) if (y * 5 // 17) * 3 + x * 3 // 11 == patch]
+    return [values[place].item() for place in places if valid[place]]
+
+
 class TestClassification:
     def test_planted_label(self) -> None:
         labels = torch.arange(5).repeat(20)
@@ -153,12 +159,7 @@ class TestSegmentation:
         found = patch_labels(masks, (5, 3), 4, valid)
         for b in range(3):
             for p in range(15):
-                pixels = [
-                    int(masks[b, y, x])
-                    for y in range(17)
-                    for x in range(11)
-                    if (y * 5 // 17) * 3 + x * 3 // 11 == p and valid[b, y, x]
-                ]
+                pixels = pixels_of(masks[b], valid[b], p)
                 want = min((-pixels.count(c), c) for c in pixels)[1] if pixels else -1
                 assert found[b, p] == want
 
@@ -266,12 +267,7 @@ class TestDepth:
         found = patch_means(maps, (5, 3), valid)
         for b in range(2):
             for p in range(15):
-                pixels = [
-                    float(maps[b, y, x])
-                    for y in range(17)
-                    for x in range(11)
-                    if (y * 5 // 17) * 3 + x * 3 // 11 == p and valid[b, y, x]
-                ]
+                pixels = pixels_of(maps[b], valid[b], p)
                 want = sum(pixels) / len(pixels) if pixels else math.nan
                 assert float(found[b, p]) == pytest.approx(want, nan_ok=True)
 

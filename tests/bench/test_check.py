@@ -41,6 +41,21 @@ def nothing() -> Iterator[None]:
     yield
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A list that holds something while the reference is asked for."""
+    asked: list[bool] = []
+
+    @contextmanager
+    def reference() -> Iterator[None]:
+        asked.append(True)
+        yield
+        asked.clear()
+
+    monkeypatch.setattr(vitrail.kernels, "reference", reference, raising=False)
+    return asked
+
+
 def test_where_fast_and_reference_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vitrail.kernels, "reference", nothing, raising=False)
     config = quick(batch=20, dtype="bf16")
@@ -55,20 +70,12 @@ def test_where_fast_and_reference_are_the_same(monkeypatch: pytest.MonkeyPatch) 
     assert next(base.module.parameters()).dtype == torch.bfloat16
 
 
-def test_a_wrong_fast_path_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_fast_path_is_seen(exact: list[bool]) -> None:
     """A fast path that disturbs the tokens, and a reference that does not."""
-    exact: list[bool] = []
-
-    @contextmanager
-    def reference() -> Iterator[None]:
-        exact.append(True)
-        yield
-        exact.clear()
 
     def disturb(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output if exact else output + torch.randn_like(output)
 
-    monkeypatch.setattr(vitrail.kernels, "reference", reference, raising=False)
     model: Any = tiny()
     model.patch_embed.register_forward_hook(disturb)
     config = quick(r=4)
@@ -96,15 +103,8 @@ def test_autocast_is_compared_in_float32(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.error_of_dtype > 1e-4
 
 
-def test_training_is_compared_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_compared_with_its_gradients(exact: list[bool]) -> None:
     """A fast path that is right forward, and doubles the gradients of the patch embedding on the way back."""
-    exact: list[bool] = []
-
-    @contextmanager
-    def reference() -> Iterator[None]:
-        exact.append(True)
-        yield
-        exact.clear()
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -118,7 +118,6 @@ def test_training_is_compared_with_its_gradients(monkeypatch: pytest.MonkeyPatch
     def double(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output if exact else Doubled.apply(output)
 
-    monkeypatch.setattr(vitrail.kernels, "reference", reference, raising=False)
     model: Any = tiny()
     model.patch_embed.register_forward_hook(double)
     config = quick(train=True)

@@ -5,29 +5,14 @@ import copy
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
 
 import vitrail
-from tests.surgery.models import ALL, FEW, distance, main_output, run, trunk_blocks
+from tests.surgery.models import ALL, FEW, distance, leaving, main_output, run, trunk_blocks
 from vitrail.bench.models import copy_model
 from vitrail.bench.sliced import slice_tokens
 from vitrail.errors import InvalidOption
 
 CASES = [name for name in ALL if "backbone" not in name]  # a backbone's maps need every patch
-
-
-def lengths_of(model: nn.Module, images: Tensor, call: dict[str, object]) -> list[int]:
-    """How many tokens leave each block, seen from outside."""
-    seen: list[int] = []
-    hooks = [
-        block.register_forward_hook(lambda _, __, out: seen.append(main_output(out).shape[1]))
-        for block in trunk_blocks(model)
-    ]
-    with torch.no_grad():
-        model(images, **call)
-    for hook in hooks:
-        hook.remove()
-    return seen
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,7 +35,7 @@ def test_as_many_tokens_as_merged_in_every_layer(name: str) -> None:
     merging = vitrail.merge(merged, r=2, unmerge=False)
     expected = merging.tokens_per_layer(size)
     slice_tokens(sliced, expected)
-    assert lengths_of(sliced, images, case.call) == expected
+    assert [tokens.shape[1] for tokens in leaving(sliced, images, **case.call)] == expected
     assert expected[0] - expected[-1] == 2 * (len(expected) - 1)
 
 

@@ -154,9 +154,9 @@ def test_a_sweep_loads_its_model_once_as_every_command_does(tmp_path: Path, monk
     monkeypatch.setattr("vitrail.cli.model.load", load)
     done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
     assert done.exit_code == 0, done.output
-    assert asked == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu"})]
+    assert asked == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
     run(MODEL, "--r", 4)
-    assert asked[1] == (MODEL, {"random": True, "size": None, "device": "cpu"})
+    assert asked[1] == (MODEL, {"random": True, "size": None, "device": "cpu", "shown": False})
 
 
 def test_a_sweep_that_is_interrupted_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

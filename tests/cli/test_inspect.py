@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from tests.cli.reports import FakeReports
 from tests.cli.words import one_line
+from tests.training.toys import finish, start
 from vitrail.cli import app, console
-from vitrail.cli.inspect import bars
 from vitrail.errors import UnsupportedInput
 from vitrail.models import create_model
 
@@ -91,7 +90,7 @@ def test_progress_goes_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     usual = console.progress
     monkeypatch.setattr(console, "progress", lambda: made.append(usual()) or made[-1])
-    with bars() as tell:
+    with console.bars() as tell:
         tell("looking at pictures", 1, 3)
         tell("looking at pictures", 3, 3)
         tell("analysing", 1, None)
@@ -224,22 +223,8 @@ def test_two_processes_give_the_report_of_one(pictures: Path, tmp_path: Path) ->
 
 
 def test_a_mistake_in_two_processes_is_said_once(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = ALONE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "vitrail", "inspect", MODEL, "missing.png", "--device", "cpu"],
-            cwd=tmp_path,
-            env=os.environ | meeting | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=300) for process in started]
-    assert [process.returncode for process in started] == [2, 2], said
-    assert "Error: missing.png: there is no such file" in said[0][1]
-    assert said[1] == ("", "")
+    missing, page = str(tmp_path / "missing.png"), str(tmp_path / "report.html")
+    first, second = finish(start(2, "-m", "vitrail", "inspect", MODEL, missing, "-o", page, "--device", "cpu"))
+    assert first[0] == 2
+    assert f"Error: {missing}: there is no such file" in first[2]
+    assert second == (2, "", "")

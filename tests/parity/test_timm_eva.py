@@ -16,9 +16,7 @@ from tests.parity.checks import (
     Setting,
     ask_oracle,
     check_against_oracle,
-    check_layers_before_the_first_merge,
     check_nothing_merged,
-    check_removal,
 )
 from tests.parity.models import Case
 from tests.parity.models_timm_eva import CASES, DINOV3, ROTARY, eva, named
@@ -35,20 +33,9 @@ DEFAULTS = {
 }
 
 
-@every_case
-def test_nothing_merged_is_the_model_itself(name: str) -> None:
-    check_nothing_merged(CASES[name])
-
-
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_nothing_merged_is_the_model_itself_with_default_frequencies(name: str) -> None:
     check_nothing_merged(DEFAULTS[name])
-
-
-@every_case
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_outputs_and_groups_are_the_oracles(name: str, setting: str) -> None:
-    check_against_oracle(CASES[name], SETTINGS[setting])
 
 
 @pytest.mark.parametrize("r", range(0, 12, 3))
@@ -71,11 +58,6 @@ def test_default_frequencies_in_single_precision(name: str) -> None:
 
 
 @every_case
-def test_removal_gives_the_model_back(name: str) -> None:
-    check_removal(CASES[name])
-
-
-@every_case
 def test_intermediates_come_out_at_full_length(name: str) -> None:
     case = CASES[name]
     model, images = case.model(), case.images()
@@ -93,17 +75,6 @@ def test_intermediates_come_out_at_full_length(name: str) -> None:
         assert torch.allclose(rows[i], patches, rtol=0, atol=case.tolerance)
         grid = patches.transpose(1, 2).unflatten(2, (height, width))
         assert torch.allclose(maps[i], grid, rtol=0, atol=case.tolerance)
-
-
-@every_case
-def test_features_stay_merged_on_request(name: str) -> None:
-    case = CASES[name]
-    model, images = case.model(), case.images()
-    expected, options = ask_oracle(model, case, images, SETTINGS["steady"])
-    with torch.no_grad(), vitrail.merge(model, **options, unmerge=False):
-        features = model.forward_features(images)
-    with torch.no_grad():
-        assert torch.allclose(features, model.norm(expected.merged), rtol=0, atol=case.tolerance)
 
 
 def test_coordinates_jittered_in_training_are_the_ones_that_merge() -> None:
@@ -150,12 +121,6 @@ def test_patches_dropped_in_training_keep_their_positions(kind: dict[str, Any]) 
     assert trace.groups.tolist() == [expected.groups[0] for expected in alone]
     wanted = torch.cat([expected.outputs["output"] for expected in alone])
     assert torch.allclose(output, wanted, rtol=0, atol=1e-9)
-
-
-@every_case
-def test_layers_before_the_first_merge_are_the_models_own(name: str) -> None:
-    """No shortcut: a model that merges in its last layer only still runs its first layers to the bit."""
-    check_layers_before_the_first_merge(CASES[name])
 
 
 def test_resolution_may_change_between_calls() -> None:

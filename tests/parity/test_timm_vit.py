@@ -11,24 +11,10 @@ from tests.parity.checks import (
     Setting,
     ask_oracle,
     check_against_oracle,
-    check_layers_before_the_first_merge,
-    check_nothing_merged,
-    check_removal,
 )
 from tests.parity.models_timm_vit import CASES
 
 every_case = pytest.mark.parametrize("name", CASES)
-
-
-@every_case
-def test_nothing_merged_is_the_model_itself(name: str) -> None:
-    check_nothing_merged(CASES[name])
-
-
-@every_case
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_outputs_and_groups_are_the_oracles(name: str, setting: str) -> None:
-    check_against_oracle(CASES[name], SETTINGS[setting])
 
 
 @pytest.mark.parametrize("order", ["paper", "original"])
@@ -39,11 +25,6 @@ def test_every_r_up_to_the_cap_and_beyond(name: str, r: int, order: str) -> None
 
 
 @every_case
-def test_removal_gives_the_model_back(name: str) -> None:
-    check_removal(CASES[name])
-
-
-@every_case
 def test_features_come_out_at_full_length(name: str) -> None:
     case = CASES[name]
     model, images = case.model(), case.images()
@@ -51,17 +32,6 @@ def test_features_come_out_at_full_length(name: str) -> None:
     with torch.no_grad(), vitrail.merge(model, **options):
         features = model.forward_features(images)
     assert torch.allclose(features, expected.features, rtol=0, atol=case.tolerance)
-
-
-@every_case
-def test_features_stay_merged_on_request(name: str) -> None:
-    case = CASES[name]
-    model, images = case.model(), case.images()
-    expected, options = ask_oracle(model, case, images, SETTINGS["steady"])
-    with torch.no_grad(), vitrail.merge(model, **options, unmerge=False):
-        features = model.forward_features(images)
-    with torch.no_grad():
-        assert torch.allclose(features, model.norm(expected.merged), rtol=0, atol=case.tolerance)
 
 
 @every_case
@@ -118,12 +88,6 @@ def test_r_may_change_between_calls() -> None:
         with torch.no_grad():
             output = model(images)
         assert torch.allclose(output, expected.outputs["output"], rtol=0, atol=case.tolerance)
-
-
-@every_case
-def test_layers_before_the_first_merge_are_the_models_own(name: str) -> None:
-    """No shortcut: a model that merges in its last layer only still runs its first layers to the bit."""
-    check_layers_before_the_first_merge(CASES[name])
 
 
 def test_resolution_may_change_between_calls() -> None:

@@ -12,8 +12,6 @@ from tests.parity.checks import (
     Setting,
     ask_oracle,
     check_against_oracle,
-    check_nothing_merged,
-    check_removal,
 )
 from tests.parity.models_transformers import CASES
 from vitrail.errors import UnsupportedInput
@@ -21,26 +19,10 @@ from vitrail.errors import UnsupportedInput
 every_case = pytest.mark.parametrize("name", CASES)
 
 
-@every_case
-def test_nothing_merged_is_the_model_itself(name: str) -> None:
-    check_nothing_merged(CASES[name])
-
-
-@every_case
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_outputs_and_groups_are_the_oracles(name: str, setting: str) -> None:
-    check_against_oracle(CASES[name], SETTINGS[setting])
-
-
 @pytest.mark.parametrize("r", range(11))
 @pytest.mark.parametrize("name", ["vit", "deit-teacher", "registers"])
 def test_every_r_up_to_the_cap_and_beyond(name: str, r: int) -> None:
     check_against_oracle(CASES[name], Setting(r))
-
-
-@every_case
-def test_removal_gives_the_model_back(name: str) -> None:
-    check_removal(CASES[name])
 
 
 @every_case

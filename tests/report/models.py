@@ -12,6 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import vitrail
+from vitrail.report import Report
+
 PLANTED = (9, 42)
 SINCE = 2
 
@@ -55,3 +58,15 @@ def write_pictures(folder: Path, count: int = 24, classes: int = 2) -> Path:
         Image.fromarray(pixels).save(place / f"{number:02d}.png")
     (folder / "class-0" / "broken.png").write_bytes(b"no picture")
     return folder
+
+
+def look(model: nn.Module, data: Any, **options: Any) -> Report:
+    """Inspect a model in this process alone, which then has the report."""
+    report = vitrail.inspect(model, data, **options)
+    assert report is not None
+    return report
+
+
+def glance(model: nn.Module, data: Any, **options: Any) -> Report:
+    """Inspect without what takes long."""
+    return look(model, data, probes=False, discovery=False, **options)

@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import vitrail
-from tests.report.models import pictures, small
-from vitrail.report import Report
+from tests.report.models import glance, pictures, small
 from vitrail.report.closer import drawn_layers
 from vitrail.tokens import Role, TokenSpec
-
-
-def look(model: nn.Module, data: Any, **options: Any) -> Report:
-    report = vitrail.inspect(model, data, probes=False, discovery=False, **options)
-    assert report is not None
-    return report
 
 
 def maps(rows: Tensor, special: int) -> Tensor:
@@ -30,7 +23,7 @@ def maps(rows: Tensor, special: int) -> Tensor:
 def test_maps_are_those_of_the_recorded_attention() -> None:
     model = small("vit_medium_patch16_reg4_gap_256", class_token=True, depth=9)
     images = pictures(5)
-    report = look(model, images)
+    report = glance(model, images)
     assert report.attention["closer"] == {"pictures": [0, 2, 4], "layers": [0, 2, 3, 5, 6, 8], "rollout": True}
     recording = vitrail.record(model, images, "attention", queries=range(69))
     for shown in report.pictures:
@@ -59,7 +52,7 @@ def test_every_role_has_its_maps() -> None:
         TokenSpec("breed", Role.TASK, classes=5),
     ]
     model = vitrail.create_model("vit_tiny_patch16", num_classes=3, tokens=tokens, image_size=128, depth=3).eval()
-    report = look(model, pictures(3))
+    report = glance(model, pictures(3))
     page = report.to_html()
     assert len(report.attention["tokens"]) == 5
     for name in report.attention["tokens"]:
@@ -71,7 +64,7 @@ def test_every_role_has_its_maps() -> None:
 
 def test_without_whole_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.report.closer.MOST_BYTES", 4 * 2 * 65**2 - 1)
-    report = look(small(), pictures(3))
+    report = glance(small(), pictures(3))
     assert report.attention["closer"]["rollout"] is False
     assert "would take" in report.attention["closer"]["note"]
     page = report.to_html()
@@ -82,13 +75,13 @@ def test_without_whole_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyP
 def test_merged_models_have_layers_but_no_rollout() -> None:
     model = small()
     with vitrail.merge(model, r=8):
-        report = look(model, pictures(3))
+        report = glance(model, pictures(3))
     assert "merged" in report.attention["closer"]["note"]
     assert any(one.closer is not None for one in report.pictures)
 
 
 def test_model_without_special_tokens_has_none() -> None:
-    report = look(small(class_token=False, global_pool="avg"), pictures(3))
+    report = glance(small(class_token=False, global_pool="avg"), pictures(3))
     assert "closer" not in report.attention
     assert "Layer by layer" not in report.to_html()
 
@@ -114,7 +107,7 @@ class Shuffled:
 
 
 def test_pictures_that_change_are_noticed() -> None:
-    report = look(small(), Shuffled())
+    report = glance(small(), Shuffled())
     assert "another one when it was looked at again" in report.attention["closer"]["note"]
     assert all(one.closer is None for one in report.pictures)
     assert report.to_html()

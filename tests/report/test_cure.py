@@ -9,17 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
-from tests.report.models import pictures, planted, small
+from tests.report.models import glance, pictures, planted, small
 from tests.surgery.test_registers import LAYER, NEURONS, SPOTS
 from tests.surgery.test_registers import planted as planted_by_neurons
 from vitrail.report import Report
 from vitrail.report.cure import effect
-
-
-def look(model: nn.Module, data: Any, **options: Any) -> Report:
-    report = vitrail.inspect(model, data, probes=False, discovery=False, **options)
-    assert report is not None
-    return report
 
 
 def curable() -> tuple[nn.Module, Tensor]:
@@ -34,7 +28,7 @@ def found() -> tuple[nn.Module, Tensor, Report]:
     model, images = curable()
     before = model(images[:4]).detach()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    report = look(model, images)
+    report = glance(model, images)
     assert torch.equal(model(images[:4]), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
@@ -94,7 +88,7 @@ def test_the_page_shows_it(found: tuple[nn.Module, Tensor, Report]) -> None:
 
 
 def test_artifacts_from_elsewhere_stay_and_more_neurons_are_tried() -> None:
-    report = look(planted(), pictures())
+    report = glance(planted(), pictures())
     assert report.cure["effect"] == "none"
     assert list(report.cure["tried"]) == ["10", "50"]
     assert report.cure["num_neurons"] == 10
@@ -103,10 +97,10 @@ def test_artifacts_from_elsewhere_stay_and_more_neurons_are_tried() -> None:
 
 
 def test_nothing_is_tried_where_there_is_nothing_to_cure() -> None:
-    clean = look(small(), pictures())
+    clean = glance(small(), pictures())
     assert clean.cure == {"note": "there is nothing to cure: no artifacts were found"}
     assert all(one.cured is None for one in clean.pictures)
-    asked = look(planted(), pictures(), cure=False)
+    asked = glance(planted(), pictures(), cure=False)
     assert asked.cure == {"note": "left out, as asked for"}
     assert asked.settings["cure"] is False
     assert "It was not tried here" in asked.to_html()
@@ -115,7 +109,7 @@ def test_nothing_is_tried_where_there_is_nothing_to_cure() -> None:
 def test_models_that_carry_something_already() -> None:
     model, images = curable()
     with vitrail.test_time_registers(model, neurons={0: [3]}) as handle:
-        report = look(model, images)
+        report = glance(model, images)
         assert handle.active
     assert report.norms["verdict"] == "artifacts"
     assert "has test-time registers already" in report.cure["note"]
@@ -123,7 +117,7 @@ def test_models_that_carry_something_already() -> None:
 
 def test_an_iterator_cannot_be_walked_over_again() -> None:
     model, images = curable()
-    report = look(model, iter(images.split(8)))
+    report = glance(model, iter(images.split(8)))
     assert report.norms["verdict"] == "artifacts"
     assert "runs once" in report.cure["note"]
 
@@ -136,7 +130,7 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.
         raise RuntimeError("lost")
 
     monkeypatch.setattr("vitrail.report.cure._trial", fail)
-    report = look(model, images)
+    report = glance(model, images)
     assert report.cure["note"] == "this failed: RuntimeError: lost"
     assert torch.equal(model(images[:2]), before)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

@@ -13,16 +13,10 @@ import transformers as hf
 from torch import nn
 
 import vitrail
-from tests.report.models import PLANTED, SINCE, pictures, plant, planted, small, write_pictures
+from tests.report.models import PLANTED, SINCE, look, pictures, plant, planted, small, write_pictures
 from vitrail.errors import InvalidOption, PictureError, UnsupportedInput, UnsupportedModel
 from vitrail.report import Report
 from vitrail.report.looking import Packed, chosen
-
-
-def look(model: nn.Module, data: Any, **options: Any) -> Report:
-    report = vitrail.inspect(model, data, **options)
-    assert report is not None
-    return report
 
 
 @pytest.fixture(scope="module")

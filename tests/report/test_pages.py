@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import vitrail
-from tests.report.models import pictures, planted, small
+from tests.report.models import glance, look, pictures, planted, small
 from vitrail.errors import InvalidOption, ReportError
 from vitrail.report import Report, images
 from vitrail.report.charts import Bars, Line, Scale, histogram, over_layers
@@ -47,8 +47,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    found = vitrail.inspect(planted(), pictures(), name=HOSTILE)
-    assert found is not None
+    found = look(planted(), pictures(), name=HOSTILE)
     for one in found.pictures:
         object.__setattr__(one, "name", HOSTILE)
     found.problems["skipped"] = [{"name": HOSTILE, "reason": HOSTILE}]
@@ -99,8 +98,7 @@ def test_verdict_comes_first_and_advice_fits_it(report: Report) -> None:
     page = report.to_html()
     assert page.index("This model has artifact tokens") < page.index('id="pictures"')
     assert "did not help on these pictures" in page
-    clean = vitrail.inspect(small(), pictures(), probes=False, discovery=False)
-    assert clean is not None
+    clean = glance(small(), pictures())
     assert "Nothing needs to be done" in clean.to_html()
 
 
@@ -152,8 +150,7 @@ def test_bad_places_and_files_are_clear_errors(report: Report, tmp_path: Path) -
 
 
 def test_comparison(report: Report, tmp_path: Path) -> None:
-    clean = vitrail.inspect(small(), pictures(), name=HOSTILE)
-    assert clean is not None
+    clean = look(small(), pictures(), name=HOSTILE)
     found = vitrail.compare(clean, report)
     assert found.verdict == "Model A has no artifact tokens; model B has artifact tokens."
     by_key = {one.key: one for one in found.differences}
@@ -171,8 +168,7 @@ def test_comparison(report: Report, tmp_path: Path) -> None:
 
 
 def test_comparison_of_files_and_of_different_pictures(report: Report, tmp_path: Path) -> None:
-    other = vitrail.inspect(small(), pictures(5), seed=3, probes=False)
-    assert other is not None
+    other = look(small(), pictures(5), seed=3, probes=False)
     report.save(tmp_path / "a.html")
     other.save(tmp_path / "b.html")
     found = vitrail.compare(tmp_path / "a.json", str(tmp_path / "b.html"))

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import vitrail
-from tests.report.models import planted, write_pictures
+from tests.report.models import look, planted, write_pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,9 +47,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "pictures", 51)
     assert run(folder, tmp_path / "two.json") == [0, 0]
     two = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))
-    report = vitrail.inspect(planted(), folder, batch_size=4, name="planted")
-    assert report is not None
-    one = report.to_dict()
+    one = look(planted(), folder, batch_size=4, name="planted").to_dict()
     for name in ("versions", "settings"):
         one.pop(name)
         two.pop(name)

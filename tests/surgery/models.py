@@ -46,6 +46,20 @@ def trunk_blocks(model: nn.Module) -> list[nn.Module]:
     return list(next(part for part in lists if len(part) >= 3 and hasattr(part[0], "mlp")))
 
 
+def leaving(model: nn.Module, images: Tensor, **call: Any) -> list[Tensor]:
+    """Give the tokens that leave each block, seen from outside."""
+    found: list[Tensor] = []
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
+        for block in trunk_blocks(model)
+    ]
+    with torch.no_grad():
+        model(images, **call)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 def count_parameters_with_gradient(model: nn.Module) -> int:
     return sum(parameter.grad is not None for parameter in model.parameters())
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.fakes import ToyViT
-from tests.surgery.models import ALL, distance, run, trunk_blocks
+from tests.surgery.models import ALL, distance, leaving, run
 from vitrail.adapters import find
 from vitrail.errors import (
     BrokenPass,
@@ -54,19 +54,6 @@ def witnessed(model: nn.Module, images: Tensor, **call: Any) -> list[tuple[Tenso
     with mock.patch.object(F, "scaled_dot_product_attention", witness), torch.no_grad():
         model(images, **call)
     return witness.calls
-
-
-def leaving(model: nn.Module, images: Tensor, **call: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    hooks = [
-        block.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))
-        for block in trunk_blocks(model)
-    ]
-    with torch.no_grad():
-        model(images, **call)
-    for hook in hooks:
-        hook.remove()
-    return found
 
 
 @pytest.mark.parametrize("name", ALL)

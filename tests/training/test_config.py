@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.training.toys import make_photos
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.models import ViT
 from vitrail.tokens import Role, TokenSpec
@@ -75,11 +74,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no such column": ({"tasks": "colour,shape"}, "colour"),
     "no such teacher": ({"teacher": "timm:no_such_model"}, "teacher='timm:no_such_model'"),
 }
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

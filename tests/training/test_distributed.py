@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from tests.training.toys import FIELDS, difference, finish, make_photos, start, weights
-from vitrail.errors import InvalidOption, TrainingError
+from vitrail.errors import TrainingError
 from vitrail.models import create_model
+from vitrail.processes import Crew
 from vitrail.training import Event, train
-from vitrail.training.distributed import Crew, broken_links, joined, place, repeated
+from vitrail.training.distributed import broken_links, repeated
 
 ALONE = Crew(0, 1, torch.device("cpu"))
 MIXED = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "ema": 0.9, "validation": 0.25, "epochs": 2}
@@ -114,25 +115,6 @@ def test_lost_link_and_full_device_are_explained() -> None:
         raise RuntimeError("a bug")
     with pytest.raises(TrainingError, match="larger accumulate"), broken_links(ALONE, str):
         raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_one_process_is_a_crew_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    with joined("cpu") as crew:
-        assert (crew.rank, crew.world, crew.first) == (0, 1, True)
-        assert crew.gather(3) == [3]
-        assert crew.share("x") == "x"
-        crew.barrier()
-        with pytest.raises(TrainingError, match="so"):
-            crew.together(lambda: crew.fail(TrainingError("so")))
-
-
-def test_cuda_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert place(None) == torch.device("cpu")
-    with pytest.raises(InvalidOption, match="device='cuda'"):
-        place("cuda")
 
 
 def test_blocks_are_found() -> None:

@@ -15,11 +15,6 @@ from vitrail.training.learner import Learner
 from vitrail.training.objective import Terms
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))
-
-
 def run(photos: str, folder: Path, **fields: Any) -> Run:
     return train(data=photos, out=str(folder), **{**FIELDS, **fields})
 
@@ -80,8 +75,8 @@ def test_averaged_weights_are_those_that_are_evaluated_and_written(photos: str, 
 
 def load_first(photos: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The weights before the first step."""
+    from vitrail.processes import Crew
     from vitrail.training.assembly import assemble
-    from vitrail.training.distributed import Crew
 
     config = Config.from_dict({"data": photos, **FIELDS}).resolved(18)
     built = assemble(config, {"label": ("blue", "green", "red")}, Crew(0, 1, torch.device("cpu")))[0]

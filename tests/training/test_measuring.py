@@ -9,14 +9,9 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from tests.training.toys import FIELDS, make_photos
+from tests.training.toys import FIELDS
 from vitrail.errors import InvalidOption
 from vitrail.training import Arrays, evaluate, load_trained, open_examples, train
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))
 
 
 @pytest.mark.parametrize("model", ["vit_tiny_patch16", "timm:resnet18"])

@@ -47,11 +47,6 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))
-
-
 @pytest.fixture
 def stopped(photos: str, tmp_path: Path) -> Path:
     """A run of nine steps that was stopped in the seventh, with checkpoints of steps 4 and 6."""

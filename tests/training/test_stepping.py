@@ -10,18 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.toys import FIELDS, difference, make_photos, same, weights
+from tests.training.toys import FIELDS, difference, same, weights
 from vitrail.errors import InvalidOption
 from vitrail.surgery import running
 from vitrail.training import Event, evaluate, train
 from vitrail.training import loop as loops
 from vitrail.training.objective import Terms
 from vitrail.training.stepping import WARM_UP
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))
 
 
 class Played:

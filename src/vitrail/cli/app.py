@@ -66,16 +66,13 @@ def merge(
     r: options.R = None,
     keep: options.Keep = None,
     gflops: options.Gflops = None,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Folder for the results.")] = Path("glass"),
+    out: options.Folder = Path("glass"),
     schedule: options.Schedule = "constant",
     order: options.OrderOf = options.Order.paper,
     proportional: options.Proportional = True,
     size: options.Size = None,
     random_weights: options.RandomWeights = False,
-    device: Annotated[
-        options.Device | None,
-        typer.Option(help="Where to run; by default on CUDA if there is one.", show_default=False),
-    ] = None,
+    device: options.DeviceOf = None,
 ) -> None:
     """Merge a model's tokens on your pictures, and paint what was merged as stained glass.
 
@@ -87,8 +84,7 @@ def merge(
     with console.user_errors(), console.notes():
         from vitrail.cli.merge import run_merge
 
-        place = None if device is None else device.value
-        summary = run_merge(model, pictures, settings, out, size=pixels, random=random_weights, device=place)
+        summary = run_merge(model, pictures, settings, out, size=pixels, random=random_weights, device=device)
     if summary.skipped:
         raise typer.Exit(1)
 
@@ -115,7 +111,7 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Folder for the results.")] = Path("demo"),
+    out: options.Folder = Path("demo"),
 ) -> None:
     """Show what a trained model says about pictures while its tokens merge: no download, some seconds.
 

@@ -62,9 +62,7 @@ def bench(
             help="Trained weights or random ones. Speed does not depend on them, so nothing is fetched by default.",
         ),
     ] = False,
-    schedule: Annotated[
-        str, typer.Option(metavar="S", help="constant, decreasing, increasing, or an inflection from -1 to 1.")
-    ] = "constant",
+    schedule: options.Schedule = "constant",
     attention: Annotated[
         str, typer.Option(metavar="A", help="PyTorch's own attention: auto, flash, cudnn, efficient or math.")
     ] = "auto",
@@ -105,7 +103,7 @@ def bench(
         "train": train,
         "autocast": autocast,
         "pretrained": pretrained,
-        "schedule": options.parse_schedule(schedule),
+        "schedule": options.number_or_word(schedule),
         "attention": attention,
         "compile_mode": compile_mode,
         "cold": cold,
@@ -203,7 +201,7 @@ def _run(
 ) -> None:
     from vitrail.bench import BenchConfig
     from vitrail.bench.sweep import check_plot, plot, sweep
-    from vitrail.cli.files import check_writable, write_atomically
+    from vitrail.cli.files import check_writable, write_atomically, write_text
     from vitrail.cli.model import load
 
     config = BenchConfig(model, r=counts["r"][0], batch=counts["batch"][0], **settings)
@@ -241,7 +239,7 @@ def _run(
                 write_atomically(plot_file, lambda file: file.write(plot(results, name, form)), "--plot")
                 console.say(f"The plot is in {plot_file}")
             if json_file is not None:
-                write_atomically(json_file, lambda file: file.write(f"{line}\n".encode()), "--json")
+                write_text(json_file, f"{line}\n", "--json")
     finally:
         typer.echo(line)  # also where a file could not be written: it was minutes of work
     if failure is not None:

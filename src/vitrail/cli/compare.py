@@ -9,13 +9,11 @@ import typer
 
 from vitrail.cli import console, options
 from vitrail.cli.inspect import (
-    BatchSize,
-    Device,
     Labels,
     Limit,
+    Out,
     Pictures,
     Probes,
-    Processes,
     Seed,
     Settings,
     check_page,
@@ -24,6 +22,7 @@ from vitrail.cli.inspect import (
     show,
     stoppable,
 )
+from vitrail.processes import Crew
 
 if TYPE_CHECKING:
     from vitrail.report import Report
@@ -40,16 +39,14 @@ def compare(
     first: Annotated[str, typer.Argument(metavar="A", help=WHAT)],
     second: Annotated[str, typer.Argument(metavar="B", help="The same.")],
     pictures: Pictures = None,
-    out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="FILE", help="The page; its values go beside it, as JSON.")
-    ] = Path("compare.html"),
+    out: Out = Path("compare.html"),
     limit: Limit = 200,
-    batch: BatchSize = 16,
+    batch: options.Batch = 16,
     size: options.Size = None,
     labels: Labels = None,
     probes: Probes = True,
     random_weights: options.RandomWeights = False,
-    device: Device = None,
+    device: options.DeviceOf = None,
     seed: Seed = 0,
 ) -> None:
     """Compare two reports, or two models that are inspected on the same pictures first.
@@ -61,9 +58,8 @@ def compare(
     if pictures and len(files) == 2:
         raise typer.BadParameter("Both are reports, and pictures are for models. Leave the pictures out.")
     pixels = options.parse_size(size)
-    place = None if device is None else device.value
-    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, place, seed)
-    with console.user_errors(), console.notes(), stoppable(out), processes(place) as crew:
+    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, device, seed)
+    with console.user_errors(), console.notes(), stoppable(out), processes(device) as crew:
         page = crew.together(lambda: check_page(out, [*settings.pictures, *files, *_beside(files)]))
         reports = run_compare(names, settings, crew)
         if reports is None:
@@ -80,7 +76,7 @@ def compare(
         console.say(f"Comparison: {page}, with its values in {page.with_suffix('.json').name}", style="bold")
 
 
-def run_compare(names: tuple[str, str], settings: Settings, crew: Processes) -> tuple[Report, Report] | None:
+def run_compare(names: tuple[str, str], settings: Settings, crew: Crew) -> tuple[Report, Report] | None:
     """Read or make both reports; of several processes, the first one gets them."""
     from vitrail.report import Report
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from vitrail.errors import VitrailError, VitrailWarning
@@ -86,3 +86,17 @@ def progress() -> Progress:
     """Give a progress bar that leaves nothing behind."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+
+
+@contextmanager
+def bars() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Give what shows how far it is: one line for each thing that is done."""
+    with progress() as shown:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = shown.add_task(stage[:1].upper() + stage[1:], total=total)
+            shown.update(tasks[stage], completed=done, total=total)
+
+        yield tell

@@ -24,7 +24,7 @@ from vitrail.cli.demo_sheet import Column, draw_sheet
 from vitrail.cli.files import Names, make_folder, write_picture
 from vitrail.cli.merge import readable
 from vitrail.cli.model import Loaded, load
-from vitrail.cli.summary import Cost, Guesses, Result, Summary, as_data, markdown, write_summary
+from vitrail.cli.summary import Cost, Guesses, Result, Summary, as_data, markdown, markdown_row, write_summary
 from vitrail.errors import InvalidOption
 from vitrail.pictures import find_pictures, read_picture, samples, to_tensor
 from vitrail.pictures.drawn import drawings
@@ -188,8 +188,7 @@ def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks
     classes = {question.name: question.classes for question in loaded.questions}
     data = {"model": loaded.name, "classes": classes, "agreement": agreement, "notes": list(remarks)}
     head, rows = _rows(runs)
-    lines = ["---"] * len(head)
-    short = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, lines, *rows)]
+    short = [markdown_row(row) for row in (head, ["---"] * len(head), *rows)]
     text = markdown(list(runs.values()), f"Vitrail's demo, {loaded.name}", [*remarks, "\n".join(short)])
     write_summary(folder, {**data, "runs": [as_data(run) for run in runs.values()]}, text)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.progress import TaskID
 from rich.table import Table
 
 from vitrail.cli import console, options
@@ -51,11 +48,8 @@ def evaluate(
             min=1, metavar="N", help="Pixels to show pictures at; by default as in training.", show_default=False
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Pictures to run at once.")] = 256,
-    device: Annotated[
-        options.Device | None,
-        typer.Option(help="Where to run; by default on CUDA if there is one.", show_default=False),
-    ] = None,
+    batch: options.Batch = 256,
+    device: options.DeviceOf = None,
     dtype: Annotated[str, typer.Option(metavar="D", help="fp32 or bf16 (autocast).")] = "fp32",
     max_unreadable: Annotated[
         float, typer.Option("--max-unreadable", metavar="F", help="Share of pictures that may be unreadable.")
@@ -64,9 +58,8 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all values here.")] = None,
 ) -> None:
     """Measure a trained model on labelled pictures: accuracy of each head and fused, calibration, confusion, speed."""
-    place = None if device is None else device.value
     with one_speaks(), console.user_errors(), console.notes():
-        from vitrail.cli.files import check_writable, write_atomically
+        from vitrail.cli.files import check_writable, write_text
         from vitrail.training import evaluate as measure
         from vitrail.training.parsing import read_merge
 
@@ -76,7 +69,7 @@ def evaluate(
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
-        with _bars() as progress, said_once():
+        with console.bars() as progress, said_once():
             found = measure(
                 checkpoint,
                 data,
@@ -84,14 +77,13 @@ def evaluate(
                 merge=None if plan is None else plan.options,
                 size=size,
                 batch=batch,
-                device=place,
+                device=device,
                 dtype=dtype,
                 max_unreadable=max_unreadable,
                 progress=progress,
             )
         if json_file is not None and not console.out.quiet:
-            text = json.dumps(found.to_dict(), ensure_ascii=False, indent=2)
-            write_atomically(json_file, lambda file: file.write(f"{text}\n".encode()), "--json")
+            write_text(json_file, json.dumps(found.to_dict(), ensure_ascii=False, indent=2) + "\n", "--json")
         show(found, confusion)
 
 
@@ -154,16 +146,3 @@ def _settings(merge: dict[str, Any]) -> str:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.2f} %"
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    with console.progress() as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def tell(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage.capitalize(), total=total)
-            progress.update(tasks[stage], completed=done, total=total)
-
-        yield tell

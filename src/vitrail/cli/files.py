@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO
 
 from PIL import Image
 
 from vitrail.errors import VitrailError
+from vitrail.files import drafts
 
 
 class OutputError(VitrailError):
@@ -38,27 +39,13 @@ def check_writable(path: Path, option: str) -> None:
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], option: str = "-o") -> None:
     """Write a file in one step: a reader sees the old one or the new one, and a failure leaves the old one.
 
-    The text goes to a temporary file in the same folder, which then takes the name. Pipes and devices, like
-    ``/dev/stdout``, are written to as they are: no file may take their place.
+    Pipes and devices, like ``/dev/stdout``, are written to as they are: no file may take their place.
     """
-    if _is_special(path):
-        try:
-            with path.open("wb") as file:
-                write(file)
-        except OSError as error:
-            raise _unwritable(path, error, option) from error
-        return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with nullcontext([path]) if _is_special(path) else drafts(path) as (place,), place.open("wb") as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         raise _unwritable(path, error, option) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _is_special(path: Path) -> bool:
@@ -78,9 +65,9 @@ def write_picture(path: Path, picture: Image.Image) -> None:
     write_atomically(path, lambda file: picture.save(file, format="PNG"))
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, option: str = "-o") -> None:
     """Write a text file in one step."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(text.encode()), option)
 
 
 def make_folder(path: Path) -> Path:

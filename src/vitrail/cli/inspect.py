@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -16,14 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli import console, options
-from vitrail.cli.together import place_among
-from vitrail.errors import UnsupportedInput, VitrailError
+from vitrail.cli.together import one_speaks, said_once
+from vitrail.errors import UnsupportedInput
+from vitrail.processes import Crew, joined
 
 if TYPE_CHECKING:
     from vitrail.pictures import Collection
     from vitrail.report import Report
-
-T = TypeVar("T")
 
 NAMED = 5
 """How many skipped pictures are named one by one; the report names more."""
@@ -50,18 +48,14 @@ Pictures = Annotated[
 Limit = Annotated[
     int, typer.Option(min=0, metavar="N", help="Most pictures to look at, spread over the data; 0 for all.")
 ]
-BatchSize = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Pictures to run at once.")]
 Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of a parquet file with the classes.")]
 Probes = Annotated[bool, typer.Option("--probes/--no-probes", help="Fit probes, which takes the longest.")]
 Cure = Annotated[
     bool,
     typer.Option("--cure/--no-cure", help="Where there are artifacts, try test-time registers on the same pictures."),
 ]
-Device = Annotated[
-    options.Device | None,
-    typer.Option(help="Where to run; by default on CUDA if there is one.", show_default=False),
-]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of splits, draws and random weights.")]
+Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The page; its values go beside it, as JSON.")]
 
 
 @dataclass(frozen=True)
@@ -90,49 +84,18 @@ class Settings:
         return collection
 
 
-@dataclass(frozen=True)
-class Processes:
-    """This process among those that share the work."""
-
-    rank: int = 0
-    world: int = 1
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Let every process do something; where it fails in one, it fails in all, and the first one says why."""
-        if self.world == 1:
-            return work()
-        import torch.distributed as dist
-
-        problem = None
-        try:
-            done = work()
-        except VitrailError as error:
-            problem = str(error)
-        problems: list[Any] = [None] * self.world
-        dist.all_gather_object(problems, problem)
-        found = [text for text in problems if text is not None]
-        if not found:
-            return done
-        if self.rank == 0:
-            console.complain(found[0])
-        dist.barrier()  # torchrun ends the others as soon as one has left: not before it was said
-        raise typer.Exit(2)
-
-
 def inspect(
     model: options.Model,
     pictures: Pictures = None,
-    out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="FILE", help="The page; its values go beside it, as JSON.")
-    ] = Path("report.html"),
+    out: Out = Path("report.html"),
     limit: Limit = 200,
-    batch: BatchSize = 16,
+    batch: options.Batch = 16,
     size: options.Size = None,
     labels: Labels = None,
     probes: Probes = True,
     cure: Cure = True,
     random_weights: options.RandomWeights = False,
-    device: Device = None,
+    device: options.DeviceOf = None,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
 ) -> None:
@@ -142,9 +105,8 @@ def inspect(
     are replaced by complete ones only. Pictures that cannot be read are skipped and named, and the exit code is 1 then.
     """
     pixels = options.parse_size(size)
-    place = None if device is None else device.value
-    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, place, seed, cure)
-    with console.user_errors(), console.notes(), stoppable(out), processes(place) as crew:
+    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, device, seed, cure)
+    with console.user_errors(), console.notes(), stoppable(out), processes(device) as crew:
         page = crew.together(lambda: check_page(out, settings.pictures))
         collection = crew.together(settings.open)
         report = run_inspect(model, collection, settings, crew)
@@ -160,7 +122,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-def run_inspect(name: str, collection: Collection, settings: Settings, crew: Processes) -> Report | None:
+def run_inspect(name: str, collection: Collection, settings: Settings, crew: Crew) -> Report | None:
     """Load a model and inspect it; of several processes, the first one gets the report."""
     import torch
     from PIL import Image
@@ -182,7 +144,7 @@ def run_inspect(name: str, collection: Collection, settings: Settings, crew: Pro
 
     def work() -> Report | None:
         try:
-            with bars() as progress:
+            with console.bars() as progress:
                 return look(
                     loaded.model,
                     collection,
@@ -258,20 +220,6 @@ def _number(value: float | None) -> str:
 
 
 @contextmanager
-def bars() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Give what shows how far it is: one line for each thing that is done."""
-    with console.progress() as progress:
-        tasks: dict[str, Any] = {}
-
-        def tell(stage: str, done: int, total: int | None) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage[:1].upper() + stage[1:], total=total)
-            progress.update(tasks[stage], completed=done, total=total)
-
-        yield tell
-
-
-@contextmanager
 def stoppable(out: Path) -> Iterator[None]:
     """Answer Ctrl-C with a sentence; files are written whole or not at all."""
     try:
@@ -282,27 +230,8 @@ def stoppable(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def processes(device: str | None) -> Iterator[Processes]:
+def processes(device: str | None) -> Iterator[Crew]:
     """Join the processes that torchrun started, if it did; all but the first one are silent."""
-    place = place_among()
-    if place is None:
-        yield Processes()
-        return
-    import torch
-    import torch.distributed as dist
-
-    from vitrail.training.distributed import leave
-
-    rank, world = place
-    cuda = device != "cpu" and torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
-    before = console.out.quiet, console.err.quiet
-    try:
-        if rank > 0:
-            console.out.quiet = console.err.quiet = True
-        yield Processes(rank, world)
-    finally:
-        console.out.quiet, console.err.quiet = before
-        leave()
+    where = "cpu" if device == "cpu" else None  # that CUDA is missing is said when a model is loaded, by all at once
+    with one_speaks(console.out, console.err), said_once(), joined(where, PATIENCE, tensors=False) as crew:
+        yield crew

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -54,6 +55,12 @@ RandomWeights = Annotated[
     bool,
     typer.Option("--random-weights", help="Do not fetch trained weights (the same random ones each time)."),
 ]
+Batch = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Pictures to run at once.")]
+DeviceOf = Annotated[
+    Device | None,
+    typer.Option(help="Where to run; by default on CUDA if there is one.", show_default=False),
+]
+Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Folder for the results.")]
 
 
 def merge_options(
@@ -66,7 +73,7 @@ def merge_options(
             "Give one of -r, --keep and --gflops, to say how much to merge, like -r 16; -r 0 merges nothing."
         )
     options = {name: value for name, value in given.items() if value is not None}
-    return options | {"schedule": parse_schedule(schedule), "order": order.value, "proportional": proportional}
+    return options | {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
 
 
 def parse_r(text: str | None) -> int | list[int] | None:
@@ -85,8 +92,8 @@ def parse_r(text: str | None) -> int | list[int] | None:
     return values[0] if len(values) == 1 else values
 
 
-def parse_schedule(text: str) -> str | float:
-    """Read a schedule's name, or a number; which of them are known is the library's to say."""
+def number_or_word(text: str) -> str | float:
+    """Read a number, or else a word as it is; which of them are known is the library's to say."""
     try:
         return float(text)
     except ValueError:

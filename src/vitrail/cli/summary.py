@@ -131,11 +131,16 @@ def markdown(runs: Sequence[Summary], heading: str, remarks: Sequence[str] = ())
     """Make the short text: the table, what its columns mean, tokens per layer, and what was skipped."""
     lines = [f"# {heading}", ""]
     lines += [line for remark in remarks for line in (remark, "")]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for run in runs for row in run.rows()]
+    lines += [markdown_row(COLUMNS), "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    lines += [markdown_row(row) for run in runs for row in run.rows()]
     lines += ["", LEGEND, ""]
     lines += dict.fromkeys(line for run in runs for line in _details(run))  # once where runs are alike
     return "\n".join([*lines, "", f"Written by Vitrail {__version__}.", ""])
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """Write a line of a table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _details(run: Summary) -> list[str]:

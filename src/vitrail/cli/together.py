@@ -9,17 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
+from rich.console import Console
 
 from vitrail.cli import console
+from vitrail.processes import LinkLost, SaidElsewhere, told
 
 PAUSE = 2.0
 """Seconds that the others wait before they end with an error: torchrun then ends the first one, too."""
-
-
-def place_among() -> tuple[int, int] | None:
-    """Give this process's number and how many there are, as torchrun tells; None where it is alone."""
-    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
-    return None if None in told or told[1] == "1" else (int(told[0] or 0), int(told[1] or 1))
 
 
 @contextmanager
@@ -32,7 +28,7 @@ def ending_at_once() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if place_among() is None:
+        if told() is None:
             raise
         sys.stdout.flush()
         sys.stderr.flush()
@@ -40,17 +36,20 @@ def ending_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def one_speaks() -> Iterator[None]:
-    """Let only the first process print results; what the others find wrong by themselves they still say."""
-    if os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1":
-        yield
-        return
-    before = console.out.quiet
-    console.out.quiet = True
+def one_speaks(*silent: Console) -> Iterator[None]:
+    """Let only the first process print results; what the others find wrong by themselves they still say.
+
+    ``silent`` are the consoles on which the others say nothing: by default that of results.
+    """
+    rank, _ = told() or (0, 1)
+    before = {one: one.quiet for one in (silent or (console.out,) if rank else ())}
     try:
+        for one in before:
+            one.quiet = True
         yield
     finally:
-        console.out.quiet = before
+        for one, quiet in before.items():
+            one.quiet = quiet
 
 
 @contextmanager
@@ -59,8 +58,6 @@ def said_once() -> Iterator[None]:
 
     A process that lost the others ends at once: threads of a broken connection would crash it on its way out.
     """
-    from vitrail.training.distributed import LinkLost, SaidElsewhere
-
     try:
         yield
     except LinkLost as error:

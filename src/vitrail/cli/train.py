@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, TaskID
 
-from vitrail.cli import console
+from vitrail.cli import console, options
 from vitrail.cli.together import one_speaks, said_once
 from vitrail.errors import InvalidOption
 
@@ -111,7 +111,7 @@ def train(
     with one_speaks(), console.user_errors(), console.notes():
         fields = {**_file(config), **given, **_set(set_ or [])}
         if isinstance(fields.get("validation"), str):
-            fields["validation"] = _share(fields["validation"])
+            fields["validation"] = options.number_or_word(fields["validation"])
         finished = _run(fields, resume, overwrite)
         _conclude(finished)
 
@@ -218,10 +218,3 @@ def _set(pairs: list[str]) -> dict[str, Any]:
             raise InvalidOption(f"--set {pair}: expected a field and its value, like --set clip=0.5")
         values[name.strip().replace("-", "_")] = read_value(text)
     return values
-
-
-def _share(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text

@@ -1,8 +1,7 @@
-"""Whole files or none: written out of sight, beside where they go, and moved there when they are right."""
+"""A folder out of sight in which files are made, and from where they are moved to their place when they are right."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vitrail.errors import ExportError
+from vitrail.files import move
 
 
 @contextmanager
@@ -29,13 +29,10 @@ def workshop(path: Path) -> Iterator[Path]:
 
 def publish(folder: Path, path: Path) -> tuple[Path, ...]:
     """Move finished files to their place, ``path`` itself last, and give all of them, ``path`` first."""
-    drafts = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
-    for draft in drafts:
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-    for draft in drafts:
-        draft.replace(path.with_name(draft.name))
-    return tuple(path.with_name(draft.name) for draft in reversed(drafts))
+    made = sorted(folder.iterdir(), key=lambda file: file.name == path.name)
+    places = {file: path.with_name(file.name) for file in made}
+    move(places)
+    return tuple(reversed(places.values()))
 
 
 def _unwritable(path: Path, error: OSError) -> ExportError:

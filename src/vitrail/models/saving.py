@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vitrail.errors import ModelLoadError
+from vitrail.files import drafts
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ARCHITECTURE = "vitrail.ViT"
@@ -140,15 +139,7 @@ def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file out of sight first, and then move it to its place."""
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).chmod(0o644)
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    """Write a file for everybody to read, whole or not at all."""
+    with drafts(path) as (draft,):
+        draft.write_bytes(data)
+        draft.chmod(0o644)

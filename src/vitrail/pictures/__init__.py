@@ -18,9 +18,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.pictures.collection import Batch, Collection, open_collection
+    from vitrail.pictures.collection import Collection, open_collection
     from vitrail.pictures.glass import stained_glass
-    from vitrail.pictures.preprocessing import Preprocessing, to_tensor
+    from vitrail.pictures.preprocessing import Batch, Preprocessing, to_tensor
     from vitrail.pictures.reading import MAX_PIXELS, as_rgb, check_picture, find_pictures, read_picture
     from vitrail.pictures.sample import Sample
     from vitrail.pictures.sheet import contact_sheet
@@ -45,7 +45,7 @@ __all__ = [
 
 _HOMES = {
     "MAX_PIXELS": "reading",
-    "Batch": "collection",
+    "Batch": "preprocessing",
     "Collection": "collection",
     "Preprocessing": "preprocessing",
     "Sample": "sample",

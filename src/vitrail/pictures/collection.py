@@ -17,7 +17,7 @@ from torch import Tensor
 from vitrail.errors import InvalidOption, PictureError
 from vitrail.pictures.files import PictureFiles, find_tables
 from vitrail.pictures.parquet import ParquetPictures
-from vitrail.pictures.preprocessing import Preprocessing, to_tensor
+from vitrail.pictures.preprocessing import Batch, Preprocessing, to_tensor
 from vitrail.pictures.reading import find_pictures
 from vitrail.pictures.sample import UNKNOWN, Box, Sample, Source
 from vitrail.pictures.shipped import samples
@@ -26,26 +26,6 @@ UNLABELLED = -1
 """The label in a batch of a picture that has none, where others have one."""
 
 PathLike = str | os.PathLike[str]
-
-
-class Batch(NamedTuple):
-    """Pictures made ready for a model, and what is known about each.
-
-    Attributes:
-        images: (B, 3, H, W) in float32.
-        indices: where each is in the collection.
-        names: what to call each.
-        labels: (B,) in int64, -1 where a picture has none; None if no picture of the collection has one.
-        masks: (B, H, W) in uint8, resized as the images are; all 255 where a picture has none.
-        boxes: of each picture, in pixels of the images; empty where a picture has none.
-    """
-
-    images: Tensor
-    indices: tuple[int, ...]
-    names: tuple[str, ...]
-    labels: Tensor | None = None
-    masks: Tensor | None = None
-    boxes: list[tuple[Box, ...]] | None = None
 
 
 class Collection:

@@ -10,29 +10,16 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.pictures.preprocessing import Preprocessing
-
-Boxes = Sequence[tuple[float, float, float, float]]
+from vitrail.pictures.preprocessing import Batch, Preprocessing
 
 AT_ONCE = 8
 """Pictures in a batch of files, where nobody says how many."""
-
-
-class Piece(NamedTuple):
-    """One batch: the same fields as a batch of a collection."""
-
-    images: Tensor
-    indices: tuple[int, ...]
-    names: tuple[str, ...]
-    labels: Tensor | None = None
-    masks: Tensor | None = None
-    boxes: Sequence[Boxes | None] | None = None
 
 
 @dataclass
@@ -90,7 +77,7 @@ class Feed:
 
     def batches(
         self, preprocessing: Preprocessing, batch_size: int | None = None, rank: int = 0, world: int = 1
-    ) -> Iterator[Piece | Any]:
+    ) -> Iterator[Batch]:
         """Give the batches of one of ``world`` processes.
 
         Of batches that the user makes, each process is given all and looks at every ``world``-th.
@@ -114,9 +101,7 @@ class Feed:
         else:
             yield from self._from_batches(rank, world)
 
-    def _from_collection(
-        self, preprocessing: Preprocessing, batch_size: int, rank: int, world: int
-    ) -> Iterator[Piece | Any]:
+    def _from_collection(self, preprocessing: Preprocessing, batch_size: int, rank: int, world: int) -> Iterator[Batch]:
         part = self.data if self.only is None else self.data.some(self.only)
         part = part.part(rank, world) if world > 1 else part
         limit = None if self.limit is None else max(0, -(-(self.limit - rank) // world))
@@ -127,7 +112,7 @@ class Feed:
         finally:
             self.skipped = [(str(name), str(reason)) for name, reason in part.skipped]
 
-    def _from_tensor(self, batch_size: int, rank: int, world: int) -> Iterator[Piece]:
+    def _from_tensor(self, batch_size: int, rank: int, world: int) -> Iterator[Batch]:
         every = torch.arange(self.total or 0) if self.only is None else torch.tensor(self.only, dtype=torch.long)
         for places in every[rank::world].split(batch_size):
             if len(places):
@@ -135,9 +120,9 @@ class Feed:
                 labels = None if self.labels is None else self.labels[places]
                 together = indices[-1] - indices[0] == len(indices) - 1  # then nothing needs to be copied
                 where = slice(indices[0], indices[-1] + 1) if together else places.to(self.data.device)
-                yield Piece(self.data[where], indices, _numbered(indices), labels)
+                yield Batch(self.data[where], indices, _numbered(indices), labels)
 
-    def _from_batches(self, rank: int, world: int) -> Iterator[Piece]:
+    def _from_batches(self, rank: int, world: int) -> Iterator[Batch]:
         start = 0
         for number, batch in enumerate(self.data):
             images, labels = batch_parts(batch, self.with_labels, self.frames)
@@ -147,20 +132,20 @@ class Feed:
             indices = tuple(range(start, start + len(images)))
             start += len(images)
             if number % world == rank:
-                piece = self._wanted(Piece(images, indices, _numbered(indices), labels))
+                piece = self._wanted(Batch(images, indices, _numbered(indices), labels))
                 if piece.indices:
                     yield piece
             if start >= self._end():
                 return
 
-    def _wanted(self, piece: Piece) -> Piece:
+    def _wanted(self, piece: Batch) -> Batch:
         """Leave out what was not asked for."""
         if self.only is None:
             return piece
         rows = [row for row, index in enumerate(piece.indices) if index in self.only]
         indices = tuple(piece.indices[row] for row in rows)
         labels = None if piece.labels is None else piece.labels[rows]
-        return Piece(piece.images[rows], indices, _numbered(indices), labels)
+        return Batch(piece.images[rows], indices, _numbered(indices), labels)
 
     def _end(self) -> float:
         """Give the number of pictures after which nothing more is wanted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -13,8 +13,30 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    from vitrail.pictures.sample import Box
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and spread of ImageNet's colours, which many models are trained with."""
+
+
+class Batch(NamedTuple):
+    """Pictures made ready for a model, and what is known about each.
+
+    Attributes:
+        images: (B, 3, H, W) in float32.
+        indices: where each is in the data.
+        names: what to call each.
+        labels: (B,) in int64, -1 where a picture has none; None if no picture of the data has one.
+        masks: (B, H, W) in uint8, resized as the images are; all 255 where a picture has none.
+        boxes: of each picture, in pixels of the images; empty where a picture has none.
+    """
+
+    images: Tensor
+    indices: tuple[int, ...]
+    names: tuple[str, ...]
+    labels: Tensor | None = None
+    masks: Tensor | None = None
+    boxes: list[tuple[Box, ...]] | None = None
 
 
 @dataclass(frozen=True)

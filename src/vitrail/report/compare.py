@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vitrail.analysis.base import Result
 from vitrail.errors import InvalidOption
-from vitrail.report.files import write_whole
-from vitrail.report.report import Report, page_path
+from vitrail.report.page import Page
+from vitrail.report.report import Report
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Difference(Result):
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison(Result):
+class Comparison(Page):
     """Two reports, and what differs.
 
     Attributes:
@@ -85,14 +83,6 @@ class Comparison(Result):
 
         return comparison_page(self)
 
-    def save(self, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-        """Write the page, and the differences as JSON beside it: both or none, and give their paths."""
-        page = page_path(path)
-        values = page.with_suffix(".json")
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
-        write_whole({values: text.encode(), page: self.to_html().encode()})
-        return page, values
-
 
 QUANTITIES: dict[str, tuple[str, bool]] = {
     "norms.outlier_share": ("tokens above the threshold", True),
@@ -137,17 +127,17 @@ def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[st
     one_verdict, two_verdict = (both["norms"]["verdict"] for both in values)
     found = [Difference("norms.verdict", "verdict", one_verdict, two_verdict, None)]
     for key, (name, share) in QUANTITIES.items():
-        left, right = (look_up(both, key) for both in values)
+        left, right = (look_up(both, key.split(".")) for both in values)
         if left is not None or right is not None:
             change = right - left if left is not None and right is not None else None
             found.append(Difference(key, name, left, right, change, share))
     return Comparison(one, two, found, _remarks(one, two))
 
 
-def look_up(values: Mapping[str, Any], key: str) -> Any:
+def look_up(values: Mapping[str, Any], path: Sequence[str]) -> Any:
     """Find a value by its path; None where any part of the path is missing."""
     found: Any = values
-    for part in key.split("."):
+    for part in path:
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
 

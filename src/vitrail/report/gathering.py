@@ -12,16 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from vitrail.errors import PictureError, UnsupportedInput, VitrailError
+from vitrail.processes import gathered, ranks
 from vitrail.report.looking import Evidence
 
 NOTHING = "there was no picture to inspect: give one picture or more that can be read"
-
-
-def processes() -> tuple[int, int]:
-    """Give this process's number, and how many there are."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def gather(evidence: Evidence, error: Exception | None) -> Evidence | None:
@@ -30,15 +24,14 @@ def gather(evidence: Evidence, error: Exception | None) -> Evidence | None:
     A process that failed tells the others before they wait for it, so that all of them raise. A part without one
     readable picture is no failure as long as another process has some.
     """
-    rank, world = processes()
+    rank, world = ranks()
     if world == 1:
         if error is not None:
             raise error
         return _not_empty(evidence)
     empty = isinstance(error, PictureError) and evidence.seen == 0
     mine = None if error is None or empty else f"{type(error).__name__}: {error}"
-    states: list[Any] = [None] * world
-    dist.all_gather_object(states, (mine, evidence.seen))
+    states = gathered((mine, evidence.seen))
     failed = [(other, what) for other, (what, _) in enumerate(states) if what is not None]
     if error is not None and not empty:
         raise error

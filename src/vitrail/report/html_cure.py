@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vitrail.report.compare import look_up
 from vitrail.report.html_pictures import (
     map_panel,
     norm_map,
@@ -49,7 +50,7 @@ def _table(found: Values) -> Html:
     states = [found["before"], found["after"], found["control"]]
 
     def row(name: str, write: Any, *keys: str) -> list[Any]:
-        return [name, *(write(_look_up(state, keys)) for state in states)]
+        return [name, *(write(look_up(state, keys)) for state in states)]
 
     rows = [
         row(f"tokens above {number(found['threshold'])}", percent, "outlier_share"),
@@ -65,13 +66,6 @@ def _table(found: Values) -> Html:
         rows.append(row(f"{who}: cosine with before", number, "similarity", name))
     caption = f"The same {count(found['pictures'], 'picture')} without and with test-time registers"
     return table(["", "before", "with registers", "with random neurons"], rows, caption)
-
-
-def _look_up(state: Values, keys: Sequence[str]) -> Any:
-    value: Any = state
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def _pictures(pictures: Sequence[Shown], found: Values) -> list[Html]:

@@ -16,10 +16,11 @@ from vitrail.bench.machine import describe_machine
 from vitrail.errors import InvalidOption
 from vitrail.pictures.feed import Feed, open_feed
 from vitrail.pictures.shipped import samples
+from vitrail.processes import ranks
 from vitrail.report.again import Again
 from vitrail.report.closer import Closer, look_closer
 from vitrail.report.cure import Trial, try_cure
-from vitrail.report.gathering import gather, processes
+from vitrail.report.gathering import gather
 from vitrail.report.looking import Evidence, Looker
 from vitrail.report.report import Report
 from vitrail.report.sections import (
@@ -117,7 +118,7 @@ def _look(
     model: nn.Module, found: Found, source: Feed, batch_size: int, objects: bool, tell: Progress
 ) -> tuple[Evidence, Exception | None]:
     """Run the model over this process's part; give what it saw, and the error that ended it."""
-    rank, world = processes()
+    rank, world = ranks()
     total = source.total
     mine = None if total is None else len(range(rank, total, world))
     preprocessing = found.adapter.preprocessing(found.trunk)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitrail.analysis.base import Result
 from vitrail.errors import ReportError
-from vitrail.report.files import write_whole
+from vitrail.report.page import Page
 from vitrail.report.shown import Shown
 from vitrail.report.words import verdict
 
@@ -20,7 +19,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, eq=False)
-class Report(Result):
+class Report(Page):
     """What an inspection found. ``docs/report.md`` explains every value.
 
     Each section is a dictionary of plain values; an analysis that could not be done has a ``note`` that says why.
@@ -68,25 +67,11 @@ class Report(Result):
         """Give everything as plain values, less pixels and maps."""
         return {"format": FORMAT, "verdict": self.verdict, **super().to_dict()}
 
-    def to_json(self) -> str:
-        """Give the same as JSON."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
-
     def to_html(self) -> str:
-        """Give the report as one page that needs nothing else: no network, no scripts."""
+        """Give the report as one page."""
         from vitrail.report.html import report_page
 
         return report_page(self)
-
-    def save(self, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-        """Write the page, and the values as JSON beside it: both or none, and give their paths.
-
-        Files that exist are replaced, and only by complete ones.
-        """
-        page = page_path(path)
-        values = page.with_suffix(".json")
-        write_whole({values: self.to_json().encode(), page: self.to_html().encode()})
-        return page, values
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -117,14 +102,3 @@ class Report(Result):
         except (KeyError, TypeError, AttributeError) as error:
             raise ReportError(f"{where} has pictures that are damaged ({error}). Inspect the model again") from error
         return cls(**{name: values[name] for name in names}, pictures=shown)
-
-
-def page_path(path: str | os.PathLike[str]) -> Path:
-    """Check the name of a page."""
-    page = Path(path)
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise ReportError(f"a report is saved as a page, such as report.html (its JSON goes beside it); got {page}")
-    return page
-
-
-__all__ = ["FORMAT", "Report", "ReportError", "page_path"]

@@ -12,12 +12,13 @@ from torch import nn
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.processes import Crew
 from vitrail.surgery import Merging, merge
 from vitrail.training.building import Built, build, load_teacher
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.checks import NO_LABELS
 from vitrail.training.config import Config
-from vitrail.training.distributed import Crew, repeated, wrap_ddp, wrap_fsdp
+from vitrail.training.distributed import repeated, wrap_ddp, wrap_fsdp
 from vitrail.training.examples import Examples, open_examples
 from vitrail.training.feeds import Feed, make_feed
 from vitrail.training.fingerprint import fingerprint

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitrail.errors import TrainingError, VitrailWarning
-from vitrail.training.distributed import Crew
+from vitrail.processes import Crew
 
 META, STATE, SHARDS, COMPLETE = "meta.json", "state.pt", "shards", "complete.json"
 

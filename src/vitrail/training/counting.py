@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitrail.analysis.roles import Disagreement, disagreement
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
+from vitrail.processes import gathered, ranks
 from vitrail.training.metrics import Tally, neighbour_logits, reduce
 from vitrail.training.questions import HeadPlan, Question, ask, heads_of, some
 
@@ -165,13 +165,13 @@ class NeighbourCounts:
     def reduce(self) -> None:
         """Let each process classify its pictures by those of all, and add up."""
         mine = (torch.cat(self._features), torch.cat(self._labels)) if self.seen else None
-        rank, gathered = _gathered(mine)
-        parts = [part for part in gathered if part is not None]
+        rank, everyone = _gathered(mine)
+        parts = [part for part in everyone if part is not None]
         if sum(len(part[0]) for part in parts) < 2:
             raise UnsupportedInput("neighbours need two pictures or more to evaluate")
         if mine is not None:
             features, labels = mine
-            before = sum(len(part[0]) for part in gathered[:rank] if part is not None)
+            before = sum(len(part[0]) for part in everyone[:rank] if part is not None)
             own = torch.arange(before, before + len(features), device=features.device)
             memory, known = (torch.cat([part[i].to(features.device) for part in parts]) for i in (0, 1))
             for column, (name, tally) in enumerate(self._tallies.items()):
@@ -207,9 +207,7 @@ def _by_answer(tallies: Mapping[str, Tally]) -> dict[str, Any]:
 
 def _gathered(mine: tuple[Tensor, Tensor] | None) -> tuple[int, list[tuple[Tensor, Tensor] | None]]:
     """Give this process's number and what all processes have, in their order."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    rank, world = ranks()
+    if world == 1:
         return 0, [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    sent = None if mine is None else (mine[0].cpu(), mine[1].cpu())
-    dist.all_gather_object(found, sent)
-    return dist.get_rank(), found
+    return rank, gathered(None if mine is None else (mine[0].cpu(), mine[1].cpu()))

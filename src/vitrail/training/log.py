@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.errors import TrainingError, VitrailWarning
+from vitrail.errors import InvalidOption, VitrailWarning
 from vitrail.models.saving import write_whole
 from vitrail.training.objective import Terms
 
@@ -121,7 +121,7 @@ class Log:
                     stacklevel=2,
                 )
         if self._folder is not None:
-            self._board = self._board or open_board(self._folder)
+            self._board = self._board or board_writer()(str(self._folder))
             for name, value in flat(kind, values):
                 self._board.add_scalar(name, value, values.get("step", 0))
             self._board.flush()
@@ -144,16 +144,16 @@ def read_log(path: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [values for _, values in _read(Path(path)) if kind is None or values.get("kind") == kind]
 
 
-def open_board(folder: Path) -> Any:
-    """Open TensorBoard's writer, or say that it is missing."""
+def board_writer() -> Any:
+    """Give the class of TensorBoard's writer, or say that it is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise TrainingError(
+        raise InvalidOption(
             "tensorboard=True needs TensorBoard; install it with `pip install vitrail[train]`, or leave it out: "
             "log.jsonl has the same values"
         ) from error
-    return SummaryWriter(str(folder))
+    return SummaryWriter
 
 
 def flat(name: str, values: Any) -> Sequence[tuple[str, float]]:

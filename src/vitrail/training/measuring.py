@@ -12,8 +12,8 @@ from torch import nn
 
 from vitrail.errors import InvalidOption
 from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.processes import Crew, joined
 from vitrail.surgery.record import evaluating
-from vitrail.training.distributed import Crew, joined
 from vitrail.training.evaluate import evaluate as evaluate_model
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.examples import LABEL, open_examples

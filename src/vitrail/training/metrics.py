@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitrail.processes import ranks
+
 BINS = 15
 """Bins of confidence for the calibration error."""
 
@@ -87,7 +89,7 @@ class Tally:
 
 def reduce(sums: Tensor, *, most: bool = False) -> Tensor:
     """Add up a tensor over all processes, in place, or take the largest; with one process nothing happens."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if ranks()[1] > 1:
         dist.all_reduce(sums, dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
     return sums
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail.processes import Crew
 from vitrail.surgery import Merging
 from vitrail.training.augment import Augment
 from vitrail.training.building import Built
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config
-from vitrail.training.distributed import Crew
 from vitrail.training.feeds import Feed
 from vitrail.training.log import Log, Tell
 from vitrail.training.mixing import Mix

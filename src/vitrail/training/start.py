@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from vitrail.errors import InvalidOption
+from vitrail.processes import Crew, joined
 from vitrail.training.assembly import Made, assemble, make_parts, open_data
 from vitrail.training.config import Config
-from vitrail.training.distributed import Crew, joined
-from vitrail.training.log import Event, Tell, nobody
+from vitrail.training.log import Event, Tell, board_writer, nobody
 from vitrail.training.loop import Loop
 from vitrail.training.parts import Parts
 from vitrail.training.remarks import remarks
@@ -76,7 +76,7 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
     def check() -> Made:
         _check_batch(config, crew, len(examples))
         if config.tensorboard:
-            _check_board()
+            board_writer()
         if config.graphs and (crew.world > 1 or crew.device.type != "cuda"):
             here = f"{crew.world} {processes(crew.world)} on {crew.device.type}"
             raise InvalidOption(f"graphs=True needs one process on a GPU, and this run has {here}; leave it out")
@@ -150,14 +150,4 @@ def _check_batch(config: Config, crew: Crew, count: int) -> None:
         raise InvalidOption(
             f"batch_size={batch} cannot be shared out among {crew.world} {processes(crew.world)} and "
             f"accumulate={config.accumulate} parts{pairs}; choose a multiple of {parts * even}"
-        )
-
-
-def _check_board() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("tensorboard") is None:
-        raise InvalidOption(
-            "tensorboard=True needs TensorBoard; install it with `pip install vitrail[train]`, or leave it out: "
-            "log.jsonl has the same values"
         )

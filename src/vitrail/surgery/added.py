@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, NotMerged, UnsupportedInput, UnsupportedModel
+from vitrail.models.decay import undecayed
 from vitrail.surgery.added_checks import check_mix, outputs_of, specs_of
 from vitrail.surgery.added_module import START, AddedModule, read_added, write_added
 from vitrail.surgery.appended import added_to, layout_of
@@ -202,11 +203,10 @@ class AddedTokens:
                 group["lr"] = gate_lr
         if model:
             mine = {id(weight) for weight in self.tokens.parameters()}
-            own = [weight for weight in self.model.parameters() if id(weight) not in mine and weight.requires_grad]
-            spare = _spared(self.model, self.found)
-            flat = [weight for weight in own if weight.dim() < 2 or id(weight) in spare]
-            kept = {id(weight) for weight in flat}
-            groups.append({"name": "model", "params": [weight for weight in own if id(weight) not in kept]})
+            spared = undecayed(self.model)
+            own = {n: w for n, w in self.model.named_parameters() if id(w) not in mine and w.requires_grad}
+            flat = [weight for name, weight in own.items() if name in spared]
+            groups.append({"name": "model", "params": [w for name, w in own.items() if name not in spared]})
             groups.append({"name": "model, no decay", "params": flat, "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
@@ -265,13 +265,6 @@ def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs
 
 def _width(found: Found) -> int:
     return int(found.block_adapters[0].feed_last(found.blocks[0]).out_features)  # type: ignore[arg-type]
-
-
-def _spared(model: nn.Module, found: Found) -> set[int]:
-    """Give the parameters that the model itself wants spared from weight decay."""
-    asked = getattr(found.trunk, "no_weight_decay", None)
-    names = set(asked()) if callable(asked) else set()
-    return {id(weight) for name, weight in found.trunk.named_parameters() if name in names}
 
 
 def _logits(own: Any) -> Tensor | None:

@@ -106,7 +106,10 @@ def test_damaged_bytes_are_noticed(stopped: Path) -> None:
 def test_nothing_complete_is_an_error(stopped: Path) -> None:
     for file in stopped.glob("checkpoints/*/complete.json"):
         file.unlink()
-    with pytest.raises(TrainingError, match="no complete checkpoint"):
+    with pytest.raises(TrainingError, match=r"no complete checkpoint to go on from: [^;]*; [^;]*\. Start anew"):
+        train(out=str(stopped), resume=True)
+    (stopped / "last").mkdir()
+    with pytest.raises(TrainingError, match=r"the run's last model is complete, in .*last, and another run can begin"):
         train(out=str(stopped), resume=True)
 
 

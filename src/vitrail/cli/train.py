@@ -182,8 +182,10 @@ def _conclude(run: Run) -> None:
         console.say(f"  best score {100 * run.best['score']:.2f} % after step {run.best['step']}")
     name = shlex.quote(str(folder / "last"))
     console.say("Next:")
-    console.say(f"  vitrail evaluate {name} DATA             # how good it is, head by head; --merge r=8 with merging")
-    if not _is_ours(folder / "last"):
+    ours = _is_ours(folder / "last")
+    merged = "; --merge r=8 with merging" if ours else ""
+    console.say(f"  vitrail evaluate {name} DATA             # how good it is, head by head{merged}")
+    if not ours:
         return
     if read_labels(folder / "last").get("classes"):
         console.say(

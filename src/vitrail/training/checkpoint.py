@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitrail.errors import TrainingError, VitrailWarning
 from vitrail.processes import Crew
+from vitrail.training.run import LAST
 
 META, STATE, SHARDS, COMPLETE = "meta.json", "state.pt", "shards", "complete.json"
 
@@ -135,7 +136,13 @@ class Checkpoints:
                 return step, passed
             passed.append(f"the checkpoint of step {step} is not complete ({problem})")
         why = f": {'; '.join(passed)}" if passed else ""
-        raise TrainingError(f"{self.folder} has no complete checkpoint to go on from{why}. Start anew with overwrite")
+        last = self.folder.parent / LAST
+        kept = (
+            f"; the run's last model is complete, in {last}, and another run can begin from it" if last.is_dir() else ""
+        )
+        raise TrainingError(
+            f"{self.folder} has no complete checkpoint to go on from{why}{kept}. Start anew with overwrite"
+        )
 
     def meta(self, step: int) -> dict[str, Any]:
         """Read the plain values of a checkpoint."""

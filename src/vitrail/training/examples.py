@@ -207,8 +207,8 @@ def open_examples(
     if not len(rows):
         raise PictureError(
             f"None of the {len(table)} pictures has a class ({', '.join(columns)}). Expected a folder that holds "
-            "two or more folders, one for each class, and nothing else (name PATH/train if the classes are there), or a "
-            "column of classes; a recipe that needs none takes labels='none'."
+            "two or more folders, one for each class, and nothing else (name PATH/train if the classes are there), or "
+            "a column of classes; a recipe that needs none takes labels='none'."
         )
     left_out = len(table) - len(rows) + (opened.unlabelled if opened else 0)
     return Examples(samples, table[rows], found, [among[row] for row in rows.tolist()], left_out)

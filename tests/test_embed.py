@@ -41,6 +41,7 @@ def test_the_folder_is_the_model_in_half_precision_with_a_card(run: Path, tmp_pa
     assert "- Data: Noise in three colours.\n" in card
     assert "- Licence of the weights: CC0-1.0.\n" in card
     assert f"| fused | {100 * labels.trained['evaluation']['accuracy']['fused']:.2f} % |" in card
+    assert "before the weights were rounded" in card
     assert "blue, green, red" in card
     assert "tokens: cls,register=2\n" in card
     assert str(run.parent) not in card
@@ -54,6 +55,7 @@ def test_a_card_of_several_seeds(run: Path, tmp_path: Path) -> None:
     card = (out / "CARD.md").read_text(encoding="utf-8")
     assert "| fused | 50.00 % | 60.00 ± 10.00 % |\n" in card
     assert "on 1,234 pictures" in card
+    assert "before the weights were rounded" not in card
     assert "- Its teacher is a wall.\n" in card
     assert (out / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
     files[1].write_text("{}")

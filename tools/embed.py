@@ -75,13 +75,13 @@ def embed(
     states = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     size = _check_size(model, states)
     difference = _check_answers(model, states)
-    found = [_read(file) for file in evaluations] or [labels.trained.get("evaluation") or {}]
-    best = folder.name == BEST and not evaluations
+    found = [_read(file) for file in evaluations]
+    evaluated = _evaluation(found) if found else _evaluation_of_run(labels)
     told = [f"Half precision changes no probability by more than {difference:.1e} (16 random pictures).", *notes]
-    log = next((place / LOG for place in (folder, folder.parent) if (place / LOG).is_file()), None)
+    log = _of_run(folder, LOG)
     if log is not None:
         told.append(f"The log of its training is {LOG}, beside this card.")
-    card = _card(out.name, model, labels, settings, size, about, licence, told, _evaluation(found, best))
+    card = _card(out.name, model, labels, settings, size, about, licence, told, evaluated)
     write_folder(out, model.config.to_dict(), states)
     write_whole(out / LABELS, (folder / LABELS).read_bytes())
     if log is not None:
@@ -91,9 +91,14 @@ def embed(
     return out
 
 
+def _of_run(folder: Path, name: str) -> Path | None:
+    """Find a file of the run that a model's folder is in, or is."""
+    return next((place / name for place in (folder, folder.parent) if (place / name).is_file()), None)
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """Read what the run was asked for, less what is about the machine, and paths by their names."""
-    file = next((place / SETTINGS for place in (folder, folder.parent) if (place / SETTINGS).is_file()), None)
+    file = _of_run(folder, SETTINGS)
     if file is None:
         raise InvalidOption(f"{folder} is not in the folder of a run: there is no {SETTINGS} above it")
     values = {name: value for name, value in read_yaml(file).items() if name not in OF_THE_MACHINE}
@@ -190,16 +195,22 @@ def _read(file: Path) -> dict[str, Any]:
         raise InvalidOption(f"{file} is not what vitrail evaluate --json writes ({error})") from error
 
 
-def _evaluation(found: Sequence[Mapping[str, Any]], chosen: bool) -> list[str]:
-    """Say how good this model is, which is the first, and all of them together where there are several."""
-    first = found[0]
-    if not first:
+def _evaluation_of_run(labels: Labels) -> list[str]:
+    """Say how good the model was by the last evaluation of its training."""
+    found = labels.trained.get("evaluation")
+    if not found:
         return ["It was not evaluated."]
+    chosen = labels.folder.name == BEST
     best = " It is the best of the run's evaluations on these pictures, so a little too good." if chosen else ""
-    several = len(found) > 1
+    return _evaluation([found], f" and before the weights were rounded, by head.{best}")
+
+
+def _evaluation(found: Sequence[Mapping[str, Any]], ending: str = ", by head.") -> list[str]:
+    """Say how good this model is, which is the first, and all of them together where there are several."""
+    first, several = found[0], len(found) > 1
     heading = f" of {len(found)} seeds, mean ± standard deviation |" if several else ""
     lines = [
-        f"Accuracy on {first['count']:,} pictures that it was not trained on, in {first['dtype']}, by head.{best}",
+        f"Accuracy on {first['count']:,} pictures that it was not trained on, in {first['dtype']}{ending}",
         "",
         f"| answer | accuracy |{heading}",
         f"| --- | ---: |{' ---: |' if several else ''}",

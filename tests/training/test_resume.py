@@ -109,6 +109,7 @@ def test_nothing_complete_is_an_error(stopped: Path) -> None:
     with pytest.raises(TrainingError, match=r"no complete checkpoint to go on from: [^;]*; [^;]*\. Start anew"):
         train(out=str(stopped), resume=True)
     (stopped / "last").mkdir()
+    (stopped / "last" / "config.json").touch()
     with pytest.raises(TrainingError, match=r"the run's last model is complete, in .*last, and another run can begin"):
         train(out=str(stopped), resume=True)
 

@@ -47,11 +47,14 @@ def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, state: MergeSt
     if known is not None and known.holds():
         return known.dense
     dense = _find(parts, block)
-    if dense is not None and all(
-        type(weight) is nn.Parameter for weight in block.parameters()
-    ):  # they will be the same
+    if dense is not None and _lasts(block):
         _known[block] = Known.of(block, dense)
     return dense
+
+
+def _lasts(block: nn.Module) -> bool:
+    """Whether a block's weights will be the same ones in the next pass; rounded ones are made for each."""
+    return all(type(weight) is nn.Parameter for weight in block.parameters())
 
 
 def _find(parts: BlockAdapter, block: nn.Module) -> DenseBlock | None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitrail.errors import TrainingError, VitrailWarning
+from vitrail.models.saving import CONFIG
 from vitrail.processes import Crew
 from vitrail.training.run import LAST
 
@@ -136,10 +137,9 @@ class Checkpoints:
                 return step, passed
             passed.append(f"the checkpoint of step {step} is not complete ({problem})")
         why = f": {'; '.join(passed)}" if passed else ""
-        last = self.folder.parent / LAST
-        kept = (
-            f"; the run's last model is complete, in {last}, and another run can begin from it" if last.is_dir() else ""
-        )
+        last, kept = self.folder.parent / LAST, ""
+        if (last / CONFIG).is_file():
+            kept = f"; the run's last model is complete, in {last}, and another run can begin from it"
         raise TrainingError(
             f"{self.folder} has no complete checkpoint to go on from{why}{kept}. Start anew with overwrite"
         )

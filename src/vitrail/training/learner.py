@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vitrail.training.answers import answer, answer_with_map
@@ -57,22 +56,14 @@ class Learner(nn.Module):
             taught: what the teacher says about the same pictures.
         """
         features = None
-        with self._rounding(images.device):
-            if self.rounds:
-                images = images.bfloat16()
+        if self.rounds:
+            images = images.bfloat16()
+        with rounded(self.model) if self.rounds else nullcontext():
             if self.objective.wants_features:
                 output, features = answer_with_map(self.model, images)
             else:
                 output = answer(self.model, images)
         return self.objective(output, labels, mixed, taught, features)
-
-    def _rounding(self, device: torch.device) -> AbstractContextManager[Any]:
-        if not self.rounds:
-            return nullcontext()
-        both = ExitStack()
-        both.enter_context(torch.autocast(device.type, enabled=False))  # it would make the norms float32 again
-        both.enter_context(rounded(self.model))
-        return both
 
     def after_step(self, progress: float) -> None:
         """Do what follows a step of the optimiser; ``progress`` is the share of training done. Here, nothing."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def rounded(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Let a model have its float32 weights in another dtype for as long as this lasts.
+    """Let a model have its float32 weights in another dtype for as long as this lasts, and autocast off.
 
     Weights beside which a module keeps numbers of its own, as batch norm its means, stay as they are: such modules
     compute in float32 inside and give back the dtype that they are given.
@@ -35,7 +35,8 @@ def rounded(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterator[N
             halves[weight] = weight.to(dtype)
         there[name] = halves[weight]  # type: ignore[assignment]
     try:
-        yield
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):  # it would make norms float32 again
+            yield
     finally:
         for there, name, weight in before:
             there[name] = weight

@@ -59,7 +59,7 @@ def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: An
     "fields",
     [
         {"mixup": 0.2, "cutmix": 1.0, "drop_path": 0.2, "ema": 0.8},
-        {"accumulate": 2, "clip": 0},
+        {"accumulate": 2, "clip": 0, "optimizer": "muon"},
         {"recipe": "dino", "recipe_options": {"prototypes": 8, "reconstruct": 0.1}, "augment": "light"},
     ],
 )
@@ -114,7 +114,9 @@ def test_graphs_need_a_gpu(photos: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("fields", [{}, {"merge": "r=2"}, {"recipe": "dino", "augment": "light"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"merge": "r=2"}, {"recipe": "dino", "augment": "light"}, {"optimizer": "muon"}]
+)
 def test_a_gpu_replays_what_it_runs(photos: str, tmp_path: Path, fields: dict[str, Any]) -> None:
     told: list[Event] = []
     for name, graphs in (("run", False), ("replayed", True)):

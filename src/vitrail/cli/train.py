@@ -70,6 +70,7 @@ def train(
     accumulate: Annotated[
         int | None, _option(_RECIPE, "Parts that a batch is computed in.", "N", "--accumulate")
     ] = None,
+    optimizer: Annotated[Text, _option(_RECIPE, "adamw or muon.", "O", "--optimizer")] = None,
     lr: Annotated[float | None, _option(_RECIPE, "Highest learning rate.", "F", "--lr")] = None,
     weight_decay: Annotated[float | None, _option(_RECIPE, "Weight decay.", "F", "--weight-decay")] = None,
     augment: Annotated[Text, _option(_RECIPE, "none, flip, light, medium or strong.", "A", "--augment")] = None,

@@ -155,7 +155,7 @@ def make_parts(
     augment: Any = prepares(built.preprocessing, config.augment, config.crop_min or 1.0, config.erasing)
     views = augment if config.recipe == "labels" else Views(augment)
     wrapped = wrap(learner, config, crew)
-    optimizer = make_optimizer(learner, config.lr or 0.0, config.weight_decay or 0.0)
+    optimizer = make_optimizer(learner, config.lr or 0.0, config.weight_decay or 0.0, config.optimizer)
     folder = config.folder
     board = folder / "tensorboard" if config.tensorboard else None
     return Parts(

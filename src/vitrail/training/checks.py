@@ -29,6 +29,7 @@ CHOICES = {
     "dtype": ("fp32", "bf16", "bf16-weights"),
     "compile": ("whole", "blocks", "off"),
     "shard": ("ddp", "fsdp"),
+    "optimizer": ("adamw", "muon"),
     "recipe": ("labels", "dino"),
 }
 WHOLE = {
@@ -142,6 +143,8 @@ def check_together(config: Config) -> None:
     _check_rounded(config)
     _check_tasks(config)
     _check_recipe(config)
+    if config.optimizer == "muon" and config.shard == "fsdp":
+        raise InvalidOption("optimizer=muon needs whole matrices, and shard=fsdp cuts them up; use ddp, or adamw")
     if config.epochs is not None and (config.warmup_epochs or 0) > config.epochs:
         raise InvalidOption(f"warmup_epochs={config.warmup_epochs} is more than epochs={config.epochs}")
     if config.batch_size is not None and config.batch_size % config.accumulate:

@@ -44,9 +44,10 @@ class Config:
       `SelfLearner`). With ``labels="none"`` it is not evaluated either; else, by nearest neighbours.
 
     The recipe: ``epochs``, ``batch_size`` (over all processes), ``accumulate`` (parts that a batch is computed in),
-    ``lr``, ``min_lr`` (share of it at the end), ``weight_decay``, ``warmup_epochs``, ``clip`` (norm of gradients; 0 for
-    none), ``ema`` (decay; 0 for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``mixing`` (share of
-    the pictures that either is done to), ``augment``, ``crop_min``, ``erasing``, ``repeats``, ``seed``.
+    ``optimizer`` (``adamw``, or ``muon``, which moves hidden layers by orthogonal matrices), ``lr``, ``min_lr`` (share
+    of it at the end), ``weight_decay``, ``warmup_epochs``, ``clip`` (norm of gradients; 0 for none), ``ema`` (decay; 0
+    for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``mixing`` (share of the pictures that either is
+    done to), ``augment``, ``crop_min``, ``erasing``, ``repeats``, ``seed``.
 
     The machine: ``device``, ``dtype`` (``bf16`` is autocast; with ``bf16-weights`` all that the model computes is bf16,
     and weights are rounded for each step from float32 ones), ``compile`` (``whole``, ``blocks`` or ``off``),
@@ -92,6 +93,7 @@ class Config:
     epochs: int | None = None
     batch_size: int | None = None
     accumulate: int = 1
+    optimizer: str = "adamw"
     lr: float | None = None
     min_lr: float = 0.01
     weight_decay: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from math import cos, pi
 from typing import Any
@@ -12,39 +12,56 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vitrail.models.decay import undecayed
+from vitrail.training.muon import Muon, hidden_weights
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "muon": Muon}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Part the parameters that are trained into those that decay and those that do not, each with their names."""
+def parameter_groups(model: nn.Module, weight_decay: float, orthogonal: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Part the parameters that are trained into those that decay and those that do not, each with their names.
+
+    Those to move by orthogonal matrices (see `Muon`), where there are any, are a third group.
+    """
     spared = undecayed(model)
     groups = []
-    for decay, wanted in ((weight_decay, False), (0.0, True)):
-        chosen = {n: p for n, p in model.named_parameters() if p.requires_grad and (n in spared) == wanted}
+    for decay, moved, wanted in ((weight_decay, True, False), (weight_decay, False, False), (0.0, False, True)):
+        chosen = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and (name in spared) == wanted and (name in orthogonal) == moved
+        }
         if chosen:
-            groups.append({"params": list(chosen.values()), "names": list(chosen), "weight_decay": decay})
+            group = {"params": list(chosen.values()), "names": list(chosen), "weight_decay": decay}
+            groups.append(group | ({"orthogonal": True} if moved else {}))
     return groups
 
 
-def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Make AdamW with its state in place, so that there is nothing to save that appears later.
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.AdamW:
+    """Make AdamW, or Muon, with its state in place, so that there is nothing to save that appears later.
 
     On a GPU its learning rate is a tensor there, and a step of it can be recorded.
     """
-    groups = parameter_groups(model, weight_decay)
+    groups = parameter_groups(model, weight_decay, hidden_weights(model) if kind == "muon" else ())
     names = [group.pop("names") for group in groups]
     places = {parameter.device for group in groups for parameter in group["params"]}
     fused = all(place.type == "cuda" for place in places)
     rate = torch.tensor(lr, device=places.pop()) if fused and len(places) == 1 else lr
-    optimizer = torch.optim.AdamW(groups, lr=rate, fused=fused, capturable=fused)
+    optimizer = OPTIMIZERS[kind](groups, lr=rate, fused=fused, capturable=fused)
     for group, own in zip(optimizer.param_groups, names, strict=True):
         group["names"] = own
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+            optimizer.state[parameter] = _first_state(parameter, fused, group.get("orthogonal", False))
     return optimizer
+
+
+def _first_state(parameter: Tensor, fused: bool, orthogonal: bool) -> dict[str, Tensor]:
+    if orthogonal:
+        return {"momentum": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -17,7 +17,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	&& echo $$python && break; done)
 
 help:
-	@echo "make demo     merge the tokens of a small model on the shipped pictures"
+	@echo "make demo     show the model in the package on six pictures, merged more and more"
 	@echo "make test     everything that must pass: check, then the tests with coverage"
 	@echo "make check    formatting, lint, types and layering, without the tests"
 	@echo "make format   format the code and repair what the linter can"

@@ -187,16 +187,12 @@ def test_models_without_names_of_classes_are_refused_before_anything_is_fetched(
     assert "--random-weights" not in said  # the demo has no such option
 
 
-def test_the_embedded_model_is_taken_where_it_is_installed(
+def test_the_embedded_model_is_the_default(
     run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vitrail.adapters.saved.EMBEDDED, "tiny", tmp_path / "none")
     with pytest.raises(ModelLoadError, match="vitrail:tiny is not part of this installation"):
         run_demo(tmp_path / "out", "vitrail:tiny", [pictures])
-    asked: list[Any] = []
-    monkeypatch.setattr("vitrail.cli.demo_random.run_random_demo", lambda out, pictures: asked.append(pictures))
-    run_demo(tmp_path / "out", None, [pictures / "wide.png"])
-    assert asked == [{"wide": pictures / "wide.png"}]
     monkeypatch.setitem(vitrail.adapters.saved.EMBEDDED, "tiny", run / "last")
     runs = run_demo(tmp_path / "out", None, [pictures / "wide.png"])
     assert [run.model for run in runs] == ["vitrail:tiny"] * len(STRENGTHS)

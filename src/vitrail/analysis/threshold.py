@@ -178,7 +178,7 @@ def _one_mode(result: Threshold, counts: Counts, false_alarm: float) -> Threshol
         kind = f"{REFERENCE_SHARE:.0%} of the tokens at {REFERENCE_RATIO:g} times the norm"
         why = f"no second mode, but the usual artifacts ({kind}) would be missed: too few tokens, or norms too spread"
         return replace(result, reason=why)
-    return replace(result, verdict="none", confidence=power, reason="one bulk; no second mode above it")
+    return replace(result, verdict="none", confidence=power, reason="no small group of tokens above the bulk")
 
 
 def _describe(counts: Counts, num_not_finite: int, at: int | None, p: float) -> Threshold:

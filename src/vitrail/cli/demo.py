@@ -16,7 +16,7 @@ from rich.table import Table
 
 import vitrail
 from vitrail.adapters import ADAPTERS
-from vitrail.adapters.saved import PREFIX, is_saved, named
+from vitrail.adapters.saved import PREFIX, named
 from vitrail.analysis.attention import token_maps
 from vitrail.cli import console
 from vitrail.cli.asking import ask, cost_of, paint
@@ -53,14 +53,8 @@ def run_demo(out: Path, model: str | None = None, pictures: Sequence[Path] = ())
     Args:
         out: the folder for them.
         model: a folder of a run or of a trained model, or its name; by default the one that comes with the package.
-            Where that is not installed, a model with random weights is merged instead.
         pictures: files and folders; by default the samples, and three drawings.
     """
-    if model is None and not is_saved(MODEL):
-        from vitrail.cli.demo_random import run_random_demo
-
-        given = {path.stem: path for path in find_pictures(pictures)} if pictures else None
-        return run_random_demo(out, pictures=given)
     given_paths = readable(find_pictures(pictures))[0] if pictures else []
     loaded = _load(model or MODEL)
     folder = make_folder(out)

@@ -49,9 +49,7 @@ def verdict(norms: Values) -> str:
             f"{number(norms['threshold'])}, typically {number(norms['ratio'])} times that of the others{when}."
         )
     if norms["verdict"] == "none":
-        return (
-            "No artifact tokens were found: the norms of all patch tokens form one group, and none stands far above it."
-        )
+        return "No artifact tokens were found: no small group of patch tokens has norms far above those of the rest."
     return f"There is no clear answer: {norms['reason']}."
 
 

@@ -1,0 +1,66 @@
+"""The model that comes with the package: what it is, what its card says, and what it knows."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vitrail
+from vitrail.adapters.saved import EMBEDDED
+from vitrail.models import ViT
+from vitrail.pictures import to_tensor
+from vitrail.pictures.drawn import drawings
+from vitrail.training import evaluate, load_trained, open_examples
+
+FOLDER = EMBEDDED["tiny"]
+
+
+@pytest.fixture(scope="module")
+def model() -> ViT:
+    loaded = vitrail.load_model("vitrail:tiny")
+    assert isinstance(loaded, ViT)
+    return loaded.eval()
+
+
+def test_it_is_small_and_has_tokens_of_three_roles(model: ViT) -> None:
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 6_000_000
+    weights = FOLDER / "model.safetensors"
+    assert weights.stat().st_size <= 12 * 2**20
+    assert {value.dtype for value in load_file(weights).values() if value.is_floating_point()} == {torch.float16}
+    assert [(spec.name, spec.count) for spec in model.config.tokens] == [
+        ("cls", 1), ("distillation", 1), ("registers", 4),
+    ]  # fmt: skip
+    assert model.config.grid[-2:] == (16, 16)
+
+
+def test_its_card_says_whence_it_is_and_under_which_terms() -> None:
+    card = (FOLDER / "CARD.md").read_text(encoding="utf-8")
+    assert "Imagenette" in card
+    assert "Licence of the weights: CC BY-NC 4.0" in card
+    accuracies = [float(found) for found in re.findall(r"\| fused \| ([\d.]+) % \| ([\d.]+) ± [\d.]+ % \|", card)[0]]
+    assert all(92 <= accuracy < 100 for accuracy in accuracies)
+    log = [json.loads(line) for line in (FOLDER / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    epochs = [line for line in log if line["kind"] == "epoch"]
+    assert f"Trained for {len(epochs)} epochs" in card
+    assert f"epochs: {len(epochs)}\n" in card
+
+
+def test_it_knows_what_is_drawn_merged_or_not(model: ViT) -> None:
+    labels = load_trained("vitrail:tiny")[1]
+    (names,) = vitrail.class_names(model).values()
+    batch = to_tensor([draw() for draw in drawings().values()], labels.preprocessing)
+    expected = [name.replace("-", " ") for name in drawings()]
+    with torch.inference_mode():
+        assert [names[best] for best in model(batch).argmax(-1)] == expected
+        with vitrail.merge(model, keep=0.25):
+            assert [names[best] for best in model(batch).argmax(-1)] == expected
+
+
+def test_it_is_as_good_as_its_card_says(shared_data: Path) -> None:
+    some = open_examples(str(shared_data / "imagenette-128-val.parquet")).take(0.05, 0)
+    found = evaluate("vitrail:tiny", some, look=0, seconds=0)
+    assert found.count >= 190
+    assert found.accuracy["fused"] > 0.88  # 93.7 % of all; three standard errors of so few are 5 points

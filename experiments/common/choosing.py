@@ -40,5 +40,5 @@ def run_key(study: Study, arm: Arm, seed: int, point: Mapping[str, Any], out: Pa
             told[name] = run_key(study, other, seed, best_point(study, other, out), out)
         else:
             told[name] = plain(value)
-    text = json.dumps([arm.name, seed, told], sort_keys=True)
+    text = json.dumps([arm.name, seed, told] + ([] if arm.size is None else [arm.size]), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

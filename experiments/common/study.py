@@ -36,6 +36,7 @@ class Arm:
 
     It is tuned by a search of its own, or has the result of another arm's (``tuned_as``). It is compared with the
     study's reference, or with another arm (``against``). At the reduced size ``reduced`` stands over its own fields.
+    With ``size`` it is evaluated on pictures of so many pixels, instead of those that it was trained on.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class Arm:
         *,
         tuned_as: str | None = None,
         against: str | None = None,
+        size: int | None = None,
         reduced: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        self.name, self.tuned_as, self.against = name, tuned_as, against
+        self.name, self.tuned_as, self.against, self.size = name, tuned_as, against, size
         self.fields, self._reduced = fields, reduced or {}
 
     def small(self) -> Arm:
-        """Give the arm at the reduced size."""
+        """Give the arm at the reduced size, where it is evaluated as it was trained."""
         return Arm(self.name, tuned_as=self.tuned_as, against=self.against, **{**self.fields, **self._reduced})
 
     @property

@@ -10,7 +10,7 @@ from experiments.common.plots import COLOURS, dots, figure, lines, name_lines
 from experiments.common.study import Arm, Column, Rows, RunOf, Study
 from experiments.common.tables import by_arm
 
-STEPS, BATCH, PICTURES = 1500, 256, 9469
+STEPS, BATCH, PICTURES = 1000, 256, 9469
 SHARES = (0.1, 0.3, 1.0)
 TOKENS = {"plain": "cls", "registers": "cls,register=4", "hard": "cls,distillation"}
 TOKENS |= {
@@ -46,7 +46,9 @@ def teacher(share: float) -> Arm:
 
 def student(size: str, kind: str, share: float) -> Arm:
     """Give a student; the search was made with all data, and for the arms whose losses differ."""
-    learned = {} if kind in ("plain", "registers") else {"teacher": RunOf(named("conv", share)), "distillation": "hard"}
+    learned: dict[str, Any] = (
+        {} if kind in ("plain", "registers") else {"teacher": RunOf(named("conv", share)), "distillation": "hard"}
+    )
     if kind == "soft":
         learned["distillation"] = "soft"
     if kind == "hard, ViT":
@@ -102,7 +104,7 @@ STUDY = Study(
     question="What does a distillation token bring on 10 %, 30 % and all of a small data set, and is it the teacher, "
     "the loss or the token?",
     data=imagenette,
-    base={"preset": "small", "batch_size": BATCH, "mixing": 0.5, "compile": "off"},
+    base={"preset": "small", "batch_size": BATCH, "optimizer": "muon", "mixing": 0.5, "compile": "off"},
     arms=(
         *(teacher(share) for share in SHARES),
         *(student("Ti", kind, share) for share in SHARES for kind in ("plain", "hard")),
@@ -111,7 +113,7 @@ STUDY = Study(
         student("Ti", "hard, ViT", 1.0),
     ),
     reference=named("Ti plain", 1.0),
-    search={"lr": [1e-3, 2e-3]},
+    search={"lr": [1e-3, 3e-3]},
     timing=0,
     columns=(
         head("cls"),

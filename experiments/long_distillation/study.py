@@ -19,7 +19,6 @@ SMALL: dict[str, Any] = {
     "batch_size": 16, "epochs": 2, "warmup_epochs": 0, "image_size": 32, "dtype": "fp32", "preset": "tiny",
 }  # fmt: skip
 SMALLER = {**SMALL, "options": {"stem": "convolutions", "width": 32, "depth": 2, "heads": 2}}
-TEACHING = ("distillation", "distillation_weight", "temperature", "feature_weight", "tokens")
 
 
 def recipe(name: str, **others: Any) -> dict[str, Any]:
@@ -29,8 +28,7 @@ def recipe(name: str, **others: Any) -> dict[str, Any]:
 
 
 CONV = recipe("imagenette-teacher.yaml")
-VIT = recipe("imagenette-tiny.yaml", model="vit_small_patch16")
-PLAIN = {field: value for field, value in VIT.items() if field not in TEACHING}
+VIT = recipe("imagenette-tiny.yaml", model="vit_small_patch16", epochs=120)
 
 
 def draw(study: Study, rows: Rows, folder: Path) -> None:
@@ -48,12 +46,13 @@ STUDY = Study(
     data=imagenette,
     base={},
     arms=(
-        Arm("plain", tokens="cls", reduced=SMALLER, **PLAIN),
-        Arm("conv", reduced={**SMALL, "options": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}}, **CONV),
+        Arm(
+            "conv", size=144, reduced={**SMALL, "options": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}}, **CONV
+        ),
         Arm("distilled", teacher=RunOf("conv"), reduced=SMALLER, **VIT),
     ),
-    reference="plain",
-    save_every=10,
+    reference="conv",
+    save_every=60,
     timing=1.0,
     columns=(
         Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),

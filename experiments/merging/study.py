@@ -31,12 +31,12 @@ STUDY = Study(
     question="How much accuracy does merging cost for the time that it saves, off the shelf and trained with it?",
     data=imagenette,
     base={
-        "model": "vit_tiny_patch16", "preset": "small", "image_size": 128, "patch_size": 8, "epochs": 40,
-        "compile": "off",
+        "model": "vit_tiny_patch16", "preset": "small", "image_size": 128, "patch_size": 8, "epochs": 25,
+        "optimizer": "muon", "dtype": "bf16-weights",
     },
     arms=(Arm(PLAIN), Arm(WITH, merge=f"r={R}")),
     reference=PLAIN,
-    search={"lr": [1e-3, 2e-3]},
+    search={"lr": [1e-3, 3e-3]},
     timing=0,
     look=look,
     columns=(
@@ -49,6 +49,6 @@ STUDY = Study(
     draw=draw,
     reduced={
         "options": {"width": 16, "depth": 2, "heads": 1}, "preset": "tiny", "image_size": 32, "patch_size": 4,
-        "epochs": 2, "batch_size": 32,
+        "epochs": 2, "batch_size": 32, "dtype": "fp32",
     },
 )  # fmt: skip

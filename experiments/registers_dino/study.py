@@ -10,7 +10,7 @@ STUDY = replace(
     WITH_LABELS,
     name="registers_dino",
     question="Do artifact tokens appear in models that learn without labels, and what do registers do?",
-    base={**WITH_LABELS.base, "recipe": "dino", "epochs": 6, "batch_size": 128},
+    base={**WITH_LABELS.base, "recipe": "dino", "optimizer": "adamw", "epochs": 6, "batch_size": 128},
     answer="neighbours",
     watch_every=1,
 )

@@ -27,11 +27,12 @@ def asked(
         data=data,
         few=few,
         base={
-            "model": "vit_tiny_patch16", "preset": "small", "compile": "off", "mixup": 0.0, "cutmix": 0.0, **base
+            "model": "vit_tiny_patch16", "preset": "small", "optimizer": "muon", "dtype": "bf16-weights", "mixup": 0.0,
+            "cutmix": 0.0, **base,
         },
         arms=(Arm(PLAIN), Arm(f"trained with r = {r}", merge=f"r={r}")),
         reference=PLAIN,
-        search={"lr": [5e-4, 1.5e-3]},
+        search={"lr": [1e-3, 3e-3]},
         timing=0,
         look=look,
         columns=STUDY.columns,
@@ -39,6 +40,6 @@ def asked(
         draw=draw,
         reduced={
             "options": {"width": 32, "depth": 2, "heads": 2}, "preset": "tiny", "epochs": 2, "batch_size": 16,
-            **reduced,
+            "dtype": "fp32", **reduced,
         },
     )  # fmt: skip

@@ -32,7 +32,10 @@ def asked(
         question=question,
         data=data,
         few=few,
-        base={"model": "vit_tiny_patch16", "preset": "small", "compile": "off", "tasks": tasks, **base},
+        base={
+            "model": "vit_tiny_patch16", "preset": "small", "optimizer": "muon", "compile": "off", "tasks": tasks,
+            **base,
+        },
         arms=(
             Arm(SHARED, heads="shared"),
             Arm(TOKENS, heads="tokens"),
@@ -41,7 +44,7 @@ def asked(
         reference=SHARED,
         answer=f"task.{tasks[0]}",
         also=(f"task.{tasks[1]}",),
-        search={"lr": [5e-4, 1.5e-3]},
+        search={"lr": [1e-3, 3e-3]},
         timing=0,
         look=look,
         table=table,

@@ -87,10 +87,10 @@ def test_models_without_labels_are_scored_by_their_neighbours(tmp_path: Path) ->
     assert len(row["registers"]) == 2
 
 
-def test_both_studies_differ_in_the_recipe_alone() -> None:
+def test_both_studies_differ_in_the_recipe_and_its_optimiser_alone() -> None:
     other = study_called("registers_dino")
     changed = {name for name in other.base if other.base[name] != STUDY.base.get(name)}
-    assert changed == {"recipe", "epochs", "batch_size"}
+    assert changed == {"recipe", "optimizer", "epochs", "batch_size"}
     assert [arm.name for arm in STUDY.arms] == [f"{count} registers" for count in (0, 1, 2, 4, 8, 16)]
     for study in (STUDY, other):
         for arm in study.arms:

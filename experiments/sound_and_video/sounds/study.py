@@ -12,6 +12,6 @@ STUDY = asked(
     digits,
     few,
     r=9,
-    base={"labels": "digit", "patch_size": (4, 4), "epochs": 60, "batch_size": 128},
+    base={"labels": "digit", "patch_size": (4, 4), "epochs": 40, "batch_size": 128},
     reduced={"patch_size": (8, 8)},
 )

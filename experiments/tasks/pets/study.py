@@ -29,6 +29,6 @@ STUDY = asked(
     TASKS,
     pets,
     few,
-    base={"image_size": 128, "patch_size": 16, "epochs": 100},
+    base={"image_size": 128, "patch_size": 16, "epochs": 60},
     reduced={"image_size": 32, "patch_size": 8},
 )

@@ -48,7 +48,7 @@ STUDY = asked(
     TASKS,
     coloured_shapes,
     partial(coloured_shapes, 32, 96),
-    base={"patch_size": 8, "epochs": 50, "batch_size": 128, "augment": "light", "mixup": 0.0, "cutmix": 0.0},
+    base={"patch_size": 8, "epochs": 30, "batch_size": 128, "augment": "light", "mixup": 0.0, "cutmix": 0.0},
     reduced={"patch_size": 8},
     draw=draw,
 )

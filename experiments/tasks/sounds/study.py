@@ -57,7 +57,7 @@ STUDY = asked(
     TASKS,
     digits,
     few,
-    base={"patch_size": (8, 4), "epochs": 60, "batch_size": 128, "mixup": 0.0, "cutmix": 0.0},
+    base={"patch_size": (8, 4), "epochs": 40, "batch_size": 128, "mixup": 0.0, "cutmix": 0.0},
     reduced={"patch_size": (8, 8)},
     draw=draw,
 )

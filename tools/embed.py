@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 import vitrail
-from vitrail.adapters.saved import EMBEDDED, LABELS, load_saved, model_folder
+from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
-from vitrail.models.saving import WEIGHTS, write_folder, write_whole
+from vitrail.models.saving import LABELS, WEIGHTS, write_folder, write_whole
 from vitrail.training.config import read_yaml
 from vitrail.training.run import BEST, LOG, SETTINGS, Labels, load_trained
 

@@ -1,6 +1,7 @@
 """Models in folders, by their names: embedded ones, half weights, and the names of classes."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,15 @@ def test_an_embedded_model_that_is_not_installed_is_said(tmp_path: Path, monkeyp
             ModelLoadError, match=r"vitrail:tiny is not part of this installation: .* has no config\.json"
         ):
             load("vitrail:tiny")
+
+
+def test_the_names_of_classes_are_saved_again(model: ViT, tmp_path: Path) -> None:
+    names = {"classes": {"label": ["ä", "b"]}, "trained": {"epochs": 3}}
+    save(model, tmp_path / "one", torch.float32)
+    (tmp_path / "one" / "labels.json").write_text(json.dumps(names), encoding="utf-8")
+    loaded = vitrail.load_model(str(tmp_path / "one"))
+    loaded.save_pretrained(tmp_path / "two")
+    assert json.loads((tmp_path / "two" / "labels.json").read_text(encoding="utf-8")) == names
+    assert vitrail.class_names(vitrail.load_model(str(tmp_path / "two"))) == {"label": ("ä", "b")}
+    model.save_pretrained(tmp_path / "three")
+    assert not (tmp_path / "three" / "labels.json").exists()

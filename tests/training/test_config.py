@@ -201,3 +201,9 @@ def test_recipes_of_ours_can_be_read_and_built(file: Path) -> None:
         assert [(spec.role, spec.count) for spec in model.config.tokens] == [  # type: ignore[union-attr]
             (Role.CLASS, 1), (Role.DISTILLATION, 1), (Role.REGISTER, 4),
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["optimizer", "preset", "model", "seed", "recipe", "keep_data", "share", "shard"])
+def test_a_field_that_is_empty_is_named(name: str) -> None:
+    with pytest.raises(InvalidOption, match=f"^{name} is empty; give a value, or leave it out for "):
+        Config(data="photos", **{name: None})

@@ -10,7 +10,7 @@ import torch
 from tests.training.toys import FIELDS, difference, make_photos, same, weights
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.models import ViT
-from vitrail.training import Config, Event, Run, evaluate, load_trained, read_log, train
+from vitrail.training import Config, Event, Run, evaluate, load_trained, open_examples, read_log, train
 from vitrail.training.learner import Learner
 from vitrail.training.objective import Terms
 
@@ -222,3 +222,13 @@ def test_features_are_learned_beside_labels_and_beside_answers(photos: str, tmp_
     more = run(photos, tmp_path / "more", distillation="hard", feature_weight=0.5, **both)
     (line,) = read_log(more.folder / "log.jsonl", "epoch")
     assert {"features", "distillation", "cls"} <= line["losses"].keys()
+
+
+def test_the_same_classes_in_another_order_keep_the_heads(photos: str, tmp_path: Path) -> None:
+    first = train(data=photos, out=str(tmp_path / "first"), **{**FIELDS, "epochs": 6})
+    known = open_examples(photos).classes["label"]
+    turned = open_examples(photos, classes={"label": known[::-1]})
+    again = train(data=turned, model=str(first.folder), out=str(tmp_path / "again"), epochs=1, batch_size=8, lr=1e-9,
+                  preset="tiny", validation=None, device="cpu")  # fmt: skip
+    assert again.load()[1].classes["label"] == known
+    assert difference(weights(first.folder / "last"), weights(again.folder / "last")) < 1e-6

@@ -211,7 +211,6 @@ def test_options_that_contradict() -> None:
     for model, options, words in (
         (plain, {"distillation": "hard"}, "no teacher"),
         (plain, {"teacher": teacher}, "both or neither"),
-        (heads, {}, "'distillation' learns from a teacher"),
         (heads, {"distillation": "features", "teacher": featured}, "learns from a teacher"),
         (plain, {"distillation": "features", "teacher": teacher}, "features=True"),
         (plain, {"distillation": "gentle", "teacher": teacher}, "hard, soft, features"),
@@ -258,3 +257,14 @@ def test_nothing_is_random_in_between(seed: int) -> None:
 
     assert torch.equal(once(), once())
     module.after_step(0.5)
+
+
+def test_a_distillation_token_without_a_teacher_learns_the_labels() -> None:
+    model = tiny(CLASS, DISTILLATION)
+    objective = Objective(model, {"label": ("a", "b", "c")})
+    images, labels = torch.randn(4, 3, 16, 16), torch.tensor([[0], [1], [2], [0]])
+    output = model.forward_output(images)
+    terms = objective(output, labels)
+    expected = [F.cross_entropy(output.by_role[head], labels[:, 0]) for head in ("cls", "distillation")]
+    torch.testing.assert_close(terms.total, torch.stack(expected).mean())
+    assert set(terms.parts) == {"cls", "distillation"}

@@ -43,8 +43,8 @@ def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         raise ModelLoadError(f"there is no folder {name!r}; expected that of a run, or of a model that was saved")
     if pretrained:
         raise ModelLoadError(
-            f"there are no trained weights for {name!r} yet; give a folder that a model was saved to, or go on with "
-            "random weights (pretrained=False)"
+            f"there are no trained weights for {name!r}; expected {', '.join(PREFIX + one for one in EMBEDDED)}, or a "
+            "folder that a model was saved to. Or go on with random weights (pretrained=False)"
         )
     try:
         return create_model(name, **options).eval()

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import ModelLoadError
-from vitrail.models.saving import CONFIG, WEIGHTS
+from vitrail.models.saving import CONFIG, LABELS, TOLD, WEIGHTS
 
 PREFIX = "vitrail:"
-LABELS = "labels.json"
 """Beside a trained model: the names of its classes, what it expects of a picture, and how it was trained."""
 
 PLACES = (".", "best", "last")
@@ -22,8 +21,6 @@ PLACES = (".", "best", "last")
 
 EMBEDDED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
 """Trained models that come with the package, ``vitrail:NAME``, and their folders."""
-
-_NAMES = "_vitrail_class_names"  # where a loaded model keeps them
 
 
 def named(model: str | Path) -> Path:
@@ -87,8 +84,7 @@ def load_saved(path: str | Path) -> nn.Module:
     model = _load(folder)
     if any(value.dtype in (torch.float16, torch.bfloat16) for value in model.parameters()):
         model = model.float()
-    names = read_labels(folder).get("classes", {})
-    setattr(model, _NAMES, {question: tuple(classes) for question, classes in names.items()})
+    setattr(model, TOLD, read_labels(folder))
     return model
 
 
@@ -103,7 +99,8 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
         >>> vitrail.class_names(model)  # doctest: +SKIP
         {'label': ('cat', 'dog')}
     """
-    return dict(next((vars(part)[_NAMES] for part in model.modules() if _NAMES in vars(part)), {}))
+    told: dict[str, Any] = next((vars(part)[TOLD] for part in model.modules() if TOLD in vars(part)), {})
+    return {question: tuple(classes) for question, classes in told.get("classes", {}).items()}
 
 
 def _load(folder: Path) -> nn.Module:

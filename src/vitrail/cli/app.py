@@ -116,7 +116,7 @@ def demo(
     """Show what a trained model says about pictures while its tokens merge: no download, some seconds.
 
     Writes for each picture a sheet with the answers, the stained glass and the attention of special tokens, a report
-    on the model, and a summary. Where no trained model is installed, the weights are random.
+    on the model, and a summary.
     """
     with console.user_errors(), console.notes():
         from vitrail.cli.demo import run_demo

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from vitrail.errors import ModelLoadError
 from vitrail.files import drafts
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, LABELS = "config.json", "model.safetensors", "labels.json"
+TOLD = "_vitrail_labels"
+"""Where a loaded model keeps what its folder says about its classes and its training."""
 ARCHITECTURE = "vitrail.ViT"
 
 
@@ -59,8 +61,10 @@ def load_states(model: nn.Module, states: Mapping[str, Tensor], strict: bool = T
     model.load_state_dict(dict(states), strict=False, assign=assign)
 
 
-def write_folder(folder: Path, config: dict[str, Any], states: Mapping[str, Tensor]) -> None:
-    """Write a model's files, each out of sight first and then moved to its place."""
+def write_folder(
+    folder: Path, config: dict[str, Any], states: Mapping[str, Tensor], labels: Mapping[str, Any] | None = None
+) -> None:
+    """Write a model's files, each out of sight first and then moved to its place; labels where there are any."""
     from safetensors.torch import save
 
     tensors = {name: value.detach().to("cpu").contiguous().clone() for name, value in states.items()}
@@ -69,6 +73,8 @@ def write_folder(folder: Path, config: dict[str, Any], states: Mapping[str, Tens
         folder.mkdir(parents=True, exist_ok=True)
         # The config last: a folder that has one is complete.
         write_whole(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+        if labels:
+            write_whole(folder / LABELS, (json.dumps(labels, indent=2, ensure_ascii=False) + "\n").encode())
         write_whole(folder / CONFIG, text.encode())
     except OSError as error:
         raise ModelLoadError(

@@ -19,7 +19,7 @@ from vitrail.models.class_attention import ClassAttentionBlock
 from vitrail.models.config import ViTConfig
 from vitrail.models.layers import Block, PatchEmbed, layer_norm
 from vitrail.models.position import resample, rotary_table, sincos_table
-from vitrail.models.saving import load_states, push_folder, read_folder, write_folder
+from vitrail.models.saving import TOLD, load_states, push_folder, read_folder, write_folder
 from vitrail.models.sequence import drop_patches, pick, reading_mask, weave
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
@@ -272,7 +272,10 @@ class ViT(nn.Module):
     # Files.
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` into a folder, whole or not at all."""
+        """Write ``config.json`` and ``model.safetensors`` into a folder, whole or not at all.
+
+        With ``labels.json``, where the model was loaded with one: the names of its classes stay with it.
+        """
         states = self.state_dict()
         with torch.device("meta"):
             own = ViT(self.config).state_dict()
@@ -281,7 +284,7 @@ class ViT(nn.Module):
                 f"this model has more than its config says: {', '.join(foreign[:8])}. Take that away first; what "
                 "vitrail.add_tokens added is saved by AddedTokens.save"
             )
-        write_folder(Path(folder), self.config.to_dict(), states)
+        write_folder(Path(folder), self.config.to_dict(), states, vars(self).get(TOLD))
 
     def push_to_hub(self, repository: str, **options: Any) -> str:
         """Upload what `save_pretrained` writes to ``owner/name`` on the Hugging Face Hub; gives its address.

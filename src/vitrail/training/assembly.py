@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.pictures.preprocessing import Preprocessing
@@ -48,7 +49,7 @@ def open_data(config: Config) -> tuple[Examples, Examples | None]:
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
-    examples = open_examples(config.data, labels=columns)
+    examples = _in_known_order(config, open_examples(config.data, labels=columns))
     held = None
     if isinstance(config.validation, float) and columns is not None:
         examples, held = examples.split(config.validation, config.seed)
@@ -58,6 +59,15 @@ def open_data(config: Config) -> tuple[Examples, Examples | None]:
         held = open_examples(config.validation, labels=columns, classes=examples.classes)
     check_fits(config, examples, held)
     return examples.take(config.share, config.seed), held
+
+
+def _in_known_order(config: Config, examples: Examples) -> Examples:
+    """Number the classes as the model does that is gone on from, where they are the same: its heads then fit."""
+    if not is_saved(config.model):
+        return examples
+    known = read_labels(model_folder(named(config.model))).get("classes", {})
+    same = {name: set(names) for name, names in known.items()} == {n: set(own) for n, own in examples.classes.items()}
+    return open_examples(examples, classes=known) if same and examples.classes else examples
 
 
 def assemble(config: Config, classes: Mapping[str, tuple[str, ...]], crew: Crew) -> Made:

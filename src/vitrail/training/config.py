@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,8 @@ class Config:
         if isinstance(self.validation, str) and self.validation.lower() in ("none", ""):
             object.__setattr__(self, "validation", None)
         for each in fields(self):
+            if getattr(self, each.name) is None and each.default not in (None, MISSING) and each.name != "validation":
+                raise InvalidOption(f"{each.name} is empty; give a value, or leave it out for {each.default!r}")
             object.__setattr__(self, each.name, check_value(each.name, getattr(self, each.name)))
         object.__setattr__(self, "merge", read_merge(self.merge))
         for name in ("evaluate_every", "save_every"):

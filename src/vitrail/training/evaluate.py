@@ -22,6 +22,9 @@ __all__ = ["Evaluation", "evaluate"]
 
 Prepare = Callable[[Tensor], Tensor]
 
+TIMED_ON_CPU = 32
+"""Most pictures in a batch that is timed on a CPU: more are no faster there, and take long."""
+
 
 def evaluate(
     model: nn.Module,
@@ -77,13 +80,14 @@ def evaluate(
                     progress(counts.seen)
         counts.reduce()
         looked = look_at(model, torch.cat(kept)[:look]) if look and kept else Looked()
-        speed = throughput(model, kept[0], seconds, dtype) if seconds > 0 and kept else None
+        timed = kept[0][: None if weight.is_cuda else TIMED_ON_CPU] if kept else weight[:0]
+        speed = throughput(model, timed, seconds, dtype) if seconds > 0 and kept else None
     return Evaluation(
         **counts.results(),
         collapse=looked.collapse,
         outliers=looked.outliers,
         images_per_s=speed,
-        batch=len(kept[0]) if kept else 0,
+        batch=len(timed),
         device=str(weight.device),
         dtype=str(dtype or weight.dtype).removeprefix("torch."),
         merge=settings,

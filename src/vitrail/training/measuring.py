@@ -127,6 +127,8 @@ def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> tuple[str, 
     if known is None:
         return ()
     where = f"measured: {known.folder}"
+    if not known.classes:
+        where += "; it does not say the names of its classes, which are taken to be the data's, in the data's order"
     trained: Mapping[str, Any] = known.trained.get("merge") or {}
     if merge is not None or not trained:
         return (where,)

@@ -105,6 +105,11 @@ class Objective(nn.Module):
         """Whether features of the model and of the teacher are compared."""
         return self.feature_weight > 0
 
+    @property
+    def _untaught(self) -> tuple[str, ...]:
+        """The head of a distillation token without a teacher: it learns the labels, as the class token's does."""
+        return (self.heads.distilled,) if self.heads.distilled is not None and self.distillation is None else ()
+
     def no_weight_decay(self) -> set[str]:
         """Name the parameters that weight decay should leave alone."""
         return {"log_variance"} if self.log_variance is not None else set()
@@ -123,12 +128,13 @@ class Objective(nn.Module):
         parts: dict[str, Tensor] = {}
         each = []
         for one in self.questions:
+            heads = one.heads + (self._untaught if one.own else ())
             losses = [
                 cross_entropy(one.read(output.by_role[head]), labels[:, one.column], self.smoothing, partner, share)
-                for head in one.heads
+                for head in heads
             ]
             each.append(torch.stack(losses).mean())
-            names = [one.label] if one.task else one.heads
+            names = [one.label] if one.task else heads
             parts.update(zip(names, [each[-1]] if one.task else losses, strict=True))
         total = self._weigh(torch.stack(each))
         if taught is not None and self.distillation is not None:
@@ -180,11 +186,10 @@ class Objective(nn.Module):
             raise InvalidOption(
                 f"distillation={kind!r} and {'a' if teacher else 'no'} teacher: expected both or neither"
             )
-        if head is not None and kind not in ("hard", "soft"):
+        if head is not None and kind == "features":
             raise InvalidOption(
                 f"the head of the token {head!r} learns from a teacher's answers, and distillation is {kind!r}: choose "
-                "'hard' or 'soft' with a teacher (features may stand beside them, by feature_weight), or leave the "
-                "token out"
+                "'hard' or 'soft' (features may stand beside them, by feature_weight), or leave the token out"
             )
         if kind is not None and kind != "features" and not self.heads.own and head is None:
             raise InvalidOption("a model of task tokens alone has no head that could learn a teacher's answers")

@@ -71,9 +71,11 @@ def go_on(loop: Loop, count: int) -> int:
 def _check_data(parts: Parts, meta: Mapping[str, Any], count: int) -> None:
     """Refuse other data than the run was started with, as far as its checkpoint tells."""
     if meta["examples"] != count or {k: tuple(v) for k, v in meta["classes"].items()} != parts.classes:
+        before, now = ([name for names in told.values() for name in names] for told in (meta["classes"], parts.classes))
+        other = [name for name in now if name not in before]
         raise TrainingError(
-            f"data: the run was started with {meta['examples']} pictures of {sum(map(len, meta['classes'].values()))} "
-            f"classes, and now there are {count} of {sum(map(len, parts.classes.values()))}; the same data is needed"
+            f"data: the run was started with {meta['examples']} pictures of {len(before)} classes, and now there are "
+            f"{count} of {len(now)}{f', {other[0]!r} among them' if other else ''}; the same data is needed"
         )
     differs = difference(meta["data"], parts.data, parts.classes) if "data" in meta else None
     if differs is not None:

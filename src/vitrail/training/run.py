@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.saved import LABELS, load_saved, model_folder, named, read_config, read_labels
+from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels
 from vitrail.analysis.roles import Disagreement
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT
-from vitrail.models.saving import write_folder, write_whole
+from vitrail.models.saving import LABELS, write_folder, write_whole
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.log import read_log
 from vitrail.training.normalising import Expects, read_expects

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 import vitrail
-from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder
+from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder, read_labels
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
-from vitrail.models.saving import LABELS, WEIGHTS, write_folder, write_whole
+from vitrail.models.saving import WEIGHTS, write_folder, write_whole
 from vitrail.training.config import read_yaml
 from vitrail.training.run import BEST, LOG, SETTINGS, Labels, load_trained
 
@@ -82,8 +82,7 @@ def embed(
     if log is not None:
         told.append(f"The log of its training is {LOG}, beside this card.")
     card = _card(out.name, model, labels, settings, size, about, licence, told, evaluated)
-    write_folder(out, model.config.to_dict(), states)
-    write_whole(out / LABELS, (folder / LABELS).read_bytes())
+    write_folder(out, model.config.to_dict(), states, read_labels(folder))
     if log is not None:
         write_whole(out / LOG, log.read_bytes())
     write_whole(out / CARD, card.encode())

@@ -14,7 +14,6 @@ from vitrail.errors import ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, TOLD, WEIGHTS
 
 PREFIX = "vitrail:"
-"""Beside a trained model: the names of its classes, what it expects of a picture, and how it was trained."""
 
 PLACES = (".", "best", "last")
 """Where in a folder a model is looked for: the folder of a run has its best and its last one."""

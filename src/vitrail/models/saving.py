@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from vitrail.errors import ModelLoadError
 from vitrail.files import drafts
 
-CONFIG, WEIGHTS, LABELS = "config.json", "model.safetensors", "labels.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+LABELS = "labels.json"
+"""Beside a trained model: the names of its classes, what it expects of a picture, and how it was trained."""
 TOLD = "_vitrail_labels"
 """Where a loaded model keeps what its folder says about its classes and its training."""
 ARCHITECTURE = "vitrail.ViT"
@@ -74,13 +76,18 @@ def write_folder(
         # The config last: a folder that has one is complete.
         write_whole(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
         if labels:
-            write_whole(folder / LABELS, (json.dumps(labels, indent=2, ensure_ascii=False) + "\n").encode())
+            write_whole(folder / LABELS, labels_text(labels).encode())
         write_whole(folder / CONFIG, text.encode())
     except OSError as error:
         raise ModelLoadError(
             f"{folder} could not be written ({error.strerror or error}); expected a folder with space that may be "
             "written to"
         ) from error
+
+
+def labels_text(labels: Mapping[str, Any]) -> str:
+    """Give what `LABELS` holds."""
+    return json.dumps(labels, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

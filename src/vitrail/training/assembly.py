@@ -63,7 +63,7 @@ def open_data(config: Config) -> tuple[Examples, Examples | None]:
 
 def _in_known_order(config: Config, examples: Examples) -> Examples:
     """Number the classes as the model does that is gone on from, where they are the same: its heads then fit."""
-    if not is_saved(config.model):
+    if config.own or not is_saved(config.model):
         return examples
     known = read_labels(model_folder(named(config.model))).get("classes", {})
     same = {name: set(names) for name, names in known.items()} == {n: set(own) for n, own in examples.classes.items()}

@@ -12,6 +12,7 @@ from vitrail.adapters.saved import named
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec
+from vitrail.training.optim import OPTIMIZERS
 from vitrail.training.parsing import nearest
 from vitrail.training.presets import PRESETS
 
@@ -29,7 +30,7 @@ CHOICES = {
     "dtype": ("fp32", "bf16", "bf16-weights"),
     "compile": ("whole", "blocks", "off"),
     "shard": ("ddp", "fsdp"),
-    "optimizer": ("adamw", "muon"),
+    "optimizer": tuple(OPTIMIZERS),
     "recipe": ("labels", "dino"),
 }
 WHOLE = {

@@ -51,7 +51,8 @@ class Objective(nn.Module):
     - Class heads (or pooled patches) and task heads learn from labels, by cross-entropy with smoothing; mixed pictures
       have the labels of both. Several class heads learn the same, and their losses are averaged.
     - The distillation head learns what the teacher says, without smoothing: the class it finds most likely (``hard``)
-      or all its probabilities at a temperature (``soft``). In a model without that head the class heads learn it, too.
+      or all its probabilities at a temperature (``soft``). In a model without that head the class heads learn it,
+      too; without a teacher that head learns from labels.
     - ``features`` compares a projection of the model's patch features with the teacher's map, brought to the same
       grid. It stands alone, or beside ``hard`` and ``soft`` by ``feature_weight``.
     - In total: (1 − λ)·labels + λ·teacher + feature_weight·features; for ``features`` alone they are the teacher.

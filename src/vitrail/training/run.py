@@ -11,7 +11,6 @@ A model folder has ``config.json`` and ``model.safetensors``, as ``save_pretrain
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -25,7 +24,7 @@ from vitrail.adapters.saved import load_saved, model_folder, named, read_config,
 from vitrail.analysis.roles import Disagreement
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT
-from vitrail.models.saving import LABELS, write_folder, write_whole
+from vitrail.models.saving import LABELS, labels_text, write_folder, write_whole
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.log import read_log
 from vitrail.training.normalising import Expects, read_expects
@@ -118,17 +117,16 @@ def write_text(path: Path, text: str) -> None:
 
 def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], labels: Labels) -> None:
     """Write a model folder; ``states`` are the weights, which need not be those that the model has now."""
-    if isinstance(model, ViT):
-        write_folder(folder, model.config.to_dict(), states)
-    elif labels.architecture.get("architecture") == "hf":
+    expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
+    values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
+    if labels.architecture.get("architecture") == "hf":
         folder.mkdir(parents=True, exist_ok=True)
         kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
         model.save_pretrained(folder, state_dict=kept)  # type: ignore[operator]
+        write_text(folder / LABELS, labels_text(values))
     else:
-        write_folder(folder, dict(labels.architecture), states)
-    expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
-    values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
-    write_text(folder / LABELS, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        config = model.config.to_dict() if isinstance(model, ViT) else dict(labels.architecture)
+        write_folder(folder, config, states, values)
 
 
 def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:

@@ -28,8 +28,9 @@ def add_row(path: Path, row: Mapping[str, Any]) -> None:
     """Add a row, in one piece; what a kill may have left of the line before it stays apart."""
     path.parent.mkdir(parents=True, exist_ok=True)
     cut = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write(("\n" if cut else "") + json.dumps(row, ensure_ascii=False) + "\n")
+    line = ("\n" if cut else "") + json.dumps(row, ensure_ascii=False) + "\n"
+    with path.open("ab", buffering=0) as file:  # one write, so that several processes may add to the same file
+        file.write(line.encode())
 
 
 def finished(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -104,7 +104,7 @@ STUDY = Study(
     data=imagenette,
     base={
         "model": "vit_tiny_patch16", "preset": "small", "image_size": 128, "patch_size": 16, "epochs": 30,
-        "optimizer": "muon", "mixing": 0.5, "compile": "off",
+        "optimizer": "muon", "mixing": 0.5,
     },
     arms=tuple(arm(count, std) for count in COUNTS for std in (STDS if count > 1 else STDS[-1:])),
     reference="1 × std .02",

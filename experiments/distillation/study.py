@@ -104,7 +104,7 @@ STUDY = Study(
     question="What does a distillation token bring on 10 %, 30 % and all of a small data set, and is it the teacher, "
     "the loss or the token?",
     data=imagenette,
-    base={"preset": "small", "batch_size": BATCH, "optimizer": "muon", "mixing": 0.5, "compile": "off"},
+    base={"preset": "small", "batch_size": BATCH, "optimizer": "muon", "mixing": 0.5},
     arms=(
         *(teacher(share) for share in SHARES),
         *(student("Ti", kind, share) for share in SHARES for kind in ("plain", "hard")),

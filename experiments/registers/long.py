@@ -48,7 +48,7 @@ def fields(study: Study, recipe: str, registers: int, epochs: int) -> dict[str, 
     """Give what a run is asked for: the study's recipe, for a larger model and a longer time."""
     now_and_then = max(1, epochs // SNAPSHOTS)
     return {
-        **study.fields(arm(registers)), "model": "vit_base_patch16", "compile": None, "optimizer": "adamw",
+        **study.fields(arm(registers)), "model": "vit_base_patch16", "optimizer": "adamw",
         "lr": 5e-4, "drop_path": 0.2, "recipe": recipe, "epochs": epochs, "save_every": now_and_then,
         "evaluate_every": now_and_then, "keep": 2 * SNAPSHOTS,
     }  # fmt: skip

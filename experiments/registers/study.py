@@ -39,7 +39,7 @@ STUDY = Study(
     data=imagenette_and_pets,
     base={
         "model": "vit_tiny_patch16", "preset": "small", "image_size": 128, "patch_size": 8, "epochs": 12,
-        "optimizer": "muon", "compile": "off",
+        "optimizer": "muon",
     },
     arms=tuple(arm(count) for count in COUNTS),
     reference="0 registers",

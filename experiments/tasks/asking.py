@@ -33,7 +33,7 @@ def asked(
         data=data,
         few=few,
         base={
-            "model": "vit_tiny_patch16", "preset": "small", "optimizer": "muon", "compile": "off", "tasks": tasks,
+            "model": "vit_tiny_patch16", "preset": "small", "optimizer": "muon", "tasks": tasks,
             **base,
         },
         arms=(

@@ -84,7 +84,7 @@ def train(
         Text,
         _option(_MACHINE, "fp32, bf16 (autocast) or bf16-weights (all in bf16, from float32 weights).", "D", "--dtype"),
     ] = None,
-    compile_: Annotated[Text, _option(_MACHINE, "whole, blocks or off.", "C", "--compile")] = None,
+    compile_: Annotated[Text, _option(_MACHINE, "whole, blocks, pictures or off.", "C", "--compile")] = None,
     shard: Annotated[Text, _option(_MACHINE, "Several devices: ddp, or fsdp for large models.", "S", "--shard")] = None,
     workers: Annotated[
         int | None, _option(_MACHINE, "Processes or threads that read pictures.", "N", "--workers")

@@ -162,7 +162,8 @@ def make_parts(
     feed = _feed(config, crew, examples, tell, "pictures to learn from", **steps)
     evaluated = None if held is None else _feed(config, crew, held, tell, "pictures to evaluate on")
     built = replace(built, preprocessing=examples.normalising() or built.preprocessing)
-    augment: Any = prepares(built.preprocessing, config.augment, config.crop_min or 1.0, config.erasing)
+    compiled = config.compile != "off"
+    augment: Any = prepares(built.preprocessing, config.augment, config.crop_min or 1.0, config.erasing, compiled)
     views = augment if config.recipe == "labels" else Views(augment)
     wrapped = wrap(learner, config, crew)
     optimizer = make_optimizer(learner, config.lr or 0.0, config.weight_decay or 0.0, config.optimizer)
@@ -181,7 +182,7 @@ def make_parts(
         data=fingerprint(examples),
         held=evaluated,
         augment=views,
-        mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing),
+        mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing, compiled=compiled),
         teacher=teacher,
         merging=merging,
         r=r,

@@ -7,8 +7,10 @@ blurred; a little colour jitter. No more is needed for small sets, and it is che
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from functools import cache
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,8 @@ class Augment:
         ratio: least and most width over height of a crop.
         jitter: most change of brightness, contrast and saturation.
         erasing: share of pictures of which a box is erased; by default none, and a quarter if ``strong``.
+        compiled: whether the work is done by `torch.compile`: some kernels instead of a hundred and fifty, for seconds
+            at the first batch.
 
     Example:
         >>> augment = Augment("medium", 32)
@@ -94,6 +98,7 @@ class Augment:
     jitter: float = JITTER
     erasing: float | None = None
     crop_max: float = 1.0
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.strength not in get_args(Strength):
@@ -125,18 +130,21 @@ class Augment:
             total: size of the whole batch, over all processes: numbers are drawn for each of its pictures, so that they
                 are the same for any number of processes.
         """
-        return self.apply(images, drawn(sum(WIDTHS), images, draw, rows, total))
+        numbers = drawn(sum(WIDTHS), images, draw, rows, total)
+        apply = compiled(Augment.apply) if self.compiled else Augment.apply
+        with exact(images.device):
+            prepared: Tensor = apply(self, images, numbers)
+        return prepared
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """Augment a batch by numbers that were drawn: (b, 60), from 0 to 1. Nothing here is random; it compiles."""
-        with exact(images.device):
-            found = Draws(*numbers.split(WIDTHS, 1))
-            pictures = self._placed(images.float() / 255, found)
-            if self.strength in ("medium", "strong"):
-                pictures = self._coloured(pictures.clamp(0, 1), found)
-            if self._erased > 0:
-                pictures = self._with_holes(pictures, found)
-            return normalise(pictures.clamp(0, 1), self.mean, self.std)
+        """Augment a batch by numbers that were drawn: (b, 60), from 0 to 1. Nothing here is random."""
+        found = Draws(*numbers.split(WIDTHS, 1))
+        pictures = self._placed(images.float() / 255, found)
+        if self.strength in ("medium", "strong"):
+            pictures = self._coloured(pictures.clamp(0, 1), found)
+        if self._erased > 0:
+            pictures = self._with_holes(pictures, found)
+        return normalise(pictures.clamp(0, 1), self.mean, self.std)
 
     def plain(self, images: Tensor) -> Tensor:
         """Prepare a batch for evaluation: resized (bicubic, antialiased) where it must be, and normalised."""
@@ -189,6 +197,13 @@ class Augment:
         )
         size = torch.where(found.erased < self._erased, size, 0.0)
         return colouring.erase(pictures, start, size, found.erased_colour)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function as `torch.compile` makes it, the same each time."""
+    made: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return made
 
 
 def drawn(width: int, images: Tensor, draw: torch.Generator, rows: slice | None, total: int | None) -> Tensor:

@@ -28,7 +28,7 @@ CHOICES = {
     "augment": ("none", "flip", "light", "medium", "strong"),
     "device": ("cpu", "cuda"),
     "dtype": ("fp32", "bf16", "bf16-weights"),
-    "compile": ("whole", "blocks", "off"),
+    "compile": ("whole", "blocks", "pictures", "off"),
     "shard": ("ddp", "fsdp"),
     "optimizer": tuple(OPTIMIZERS),
     "recipe": ("labels", "dino"),

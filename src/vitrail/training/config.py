@@ -50,9 +50,10 @@ class Config:
     done to), ``augment``, ``crop_min``, ``erasing``, ``repeats``, ``seed``.
 
     The machine: ``device``, ``dtype`` (``bf16`` is autocast; with ``bf16-weights`` all that the model computes is bf16,
-    and weights are rounded for each step from float32 ones), ``compile`` (``whole``, ``blocks`` or ``off``),
-    ``graphs`` (record a step as a CUDA graph and replay it; by default where one process trains on a GPU), ``shard``
-    (``ddp``, or ``fsdp`` for what one device cannot hold), ``workers``.
+    and weights are rounded for each step from float32 ones), ``compile`` (``whole``, ``blocks``, ``pictures``: only
+    what augments them, which the others do too, or ``off``), ``graphs`` (record a step as a CUDA graph and replay it;
+    by default where one process trains on a GPU), ``shard`` (``ddp``, or ``fsdp`` for what one device cannot hold),
+    ``workers``.
 
     The files: ``out``, ``evaluate_every`` and ``save_every`` (epochs, or ``"200 steps"``), ``keep`` (checkpoints),
     ``log_every`` (steps), ``tensorboard``.
@@ -181,7 +182,7 @@ class Config:
             "batch_size": batch,
             "lr": lr_for(self.preset, batch),
             "dtype": "bf16" if cuda else "fp32",
-            "compile": "blocks" if cuda and self.own else "off",  # convnets take minutes to compile
+            "compile": ("blocks" if self.own else "pictures") if cuda else "off",  # convnets take minutes to compile
             "device": "cuda" if cuda else "cpu",
             "evaluate_every": now_and_then,
             "save_every": now_and_then,

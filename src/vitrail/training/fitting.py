@@ -86,12 +86,17 @@ def expected_of(examples: Examples, expects: Expects | None, what: str) -> Expec
 
 
 def prepares(
-    expects: Expects, strength: Any = "none", crop_min: float = 1.0, erasing: float | None = None
+    expects: Expects,
+    strength: Any = "none",
+    crop_min: float = 1.0,
+    erasing: float | None = None,
+    compiled: bool = False,
 ) -> Augment | ArrayAugment:
     """Make what prepares a batch for a model: its ``plain`` for evaluation, the call itself for training."""
     if isinstance(expects, Normalising):
         return ArrayAugment(strength, expects)
-    return Augment(strength, expects.size[0], expects.mean, expects.std, crop_min=crop_min, erasing=erasing)
+    size, mean, std = expects.size[0], expects.mean, expects.std
+    return Augment(strength, size, mean, std, crop_min=crop_min, erasing=erasing, compiled=compiled)
 
 
 def _kind(own: Form | None) -> tuple[tuple[int, ...], bool] | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import InvalidOption
-from vitrail.training.augment import drawn
+from vitrail.training.augment import compiled, drawn
 from vitrail.training.colouring import box
 
 TABLE = 2048
@@ -40,12 +40,14 @@ class Mix:
             height and width, through all other axes.
         probability: share of pictures that are mixed.
         switch: share of those that cutmix is used for, where both are.
+        compiled: as for :class:`~vitrail.training.augment.Augment`.
     """
 
     mixup: float = 0.0
     cutmix: float = 0.0
     probability: float = 1.0
     switch: float = 0.5
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("mixup", "cutmix"):
@@ -70,7 +72,9 @@ class Mix:
         if count % 2 or (rows is not None and (rows.start or 0) % 2):
             raise InvalidOption(f"A batch of {count} pictures cannot be mixed in pairs. Expected an even number.")
         numbers = drawn(6, images, draw, rows, total)
-        return self.apply(images, numbers, self._wanted(numbers))
+        apply = compiled(Mix.apply) if self.compiled else Mix.apply
+        mixed: Mixed = apply(self, images, numbers, self._wanted(numbers))
+        return mixed
 
     def _wanted(self, numbers: Tensor) -> Tensor:
         """Turn drawn numbers into the share that mixup leaves, and that cutmix should leave, (b, 2)."""

@@ -68,10 +68,10 @@ class Muon(torch.optim.AdamW):
             momenta = [self.state[parameter]["momentum"] for parameter in parameters]
             torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
             ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)
-            moves = orthogonal(torch.stack([one.flatten(1) for one in ahead]))
-            size = RMS * sqrt(max(rows, columns))
-            for parameter, move in zip(parameters, moves, strict=True):
-                parameter.mul_(1 - lr * decay).sub_(lr * size * move.view_as(parameter))
+            moves = orthogonal(torch.stack([one.flatten(1) for one in ahead])) * (lr * RMS * sqrt(max(rows, columns)))
+            torch._foreach_mul_(parameters, 1 - lr * decay)
+            torch._foreach_sub_(parameters, [move.view_as(own) for move, own in zip(moves, parameters, strict=True)])
+            for parameter in parameters:
                 parameter.grad = None
 
 

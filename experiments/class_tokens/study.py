@@ -20,9 +20,11 @@ from vitrail.training import Run, read_log
 
 COUNTS = (1, 2, 4)
 STDS = ("0", "1e-6", ".02")
+ADAMW = ".02, AdamW"
+"""Different values by the papers' optimiser: a comparison of its own, with a search of its own."""
 STYLES: dict[str, dict[str, Any]] = {  # curves lie on each other: the lower ones are wider
     f"{count} × std {std}": {"color": colour, "linewidth": width, "linestyle": dash}
-    for std, colour, width in zip(STDS, COLOURS, (5.0, 2.6, 1.6), strict=False)
+    for std, colour, width in zip((*STDS, ADAMW), COLOURS, (5.0, 2.6, 1.6, 1.6), strict=False)
     for count, dash in zip(COUNTS, (":", "-", "--"), strict=True)
 }
 
@@ -36,6 +38,12 @@ def arm(count: int, std: str) -> Arm:
     """Give one arm; those of as many tokens are tuned together, so that only their initial values differ."""
     name, together = (f"{count} × std {one}" for one in (std, STDS[-1]))
     return Arm(name, tuned_as=together if name != together else None, tokens=tokens(count, float(std)))
+
+
+def by_adamw(count: int) -> Arm:
+    """Give an arm that learns by AdamW; several tokens are compared with one that does."""
+    one, name = (f"{tokens} × std {ADAMW}" for tokens in (1, count))
+    return Arm(name, against=one if name != one else None, tokens=tokens(count, float(STDS[-1])), optimizer="adamw")
 
 
 def look(run: Run, trained: Trained) -> dict[str, Any]:
@@ -106,7 +114,10 @@ STUDY = Study(
         "model": "vit_tiny_patch16", "preset": "small", "image_size": 128, "patch_size": 16, "epochs": 30,
         "optimizer": "muon", "mixing": 0.5,
     },
-    arms=tuple(arm(count, std) for count in COUNTS for std in (STDS if count > 1 else STDS[-1:])),
+    arms=(
+        *(arm(count, std) for count in COUNTS for std in (STDS if count > 1 else STDS[-1:])),
+        *(by_adamw(count) for count in COUNTS),
+    ),
     reference="1 × std .02",
     search={"lr": [1e-3, 3e-3]},
     watch=256,

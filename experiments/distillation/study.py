@@ -119,7 +119,6 @@ STUDY = Study(
         head("cls"),
         head("distillation"),
         Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),
-        Column("seconds", lambda row: row["seconds"], "{:.0f}"),
     ),
     draw=draw,
     reduced={"preset": "tiny", "batch_size": 8},

@@ -52,10 +52,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
     """The first study, some of its arms, trained by its command at the reduced size."""
     out = tmp_path_factory.mktemp("class_tokens")
     arguments = ["class_tokens", "--reduced", "--device", "cpu", "--out", str(out)]
-    said = CliRunner().invoke(app, [*arguments, "--arms", r"1 × std .02|2 × std (0|\.02)"])
+    said = CliRunner().invoke(app, [*arguments, "--arms", r"(1 × std .02|2 × std (0|\.02))$"])
     assert said.exit_code == 0, said.output
     assert len(said.output.splitlines()) == 10, said.output
-    again = CliRunner().invoke(app, [*arguments, "--arms", r"1 × std .02|2 × std (0|\.02)"])
+    again = CliRunner().invoke(app, [*arguments, "--arms", r"(1 × std .02|2 × std (0|\.02))$"])
     assert again.exit_code == 0, again.output
     there = f"all 10 runs that were asked for are there, in {out}. --plot writes the pages."
     assert again.output == f"class_tokens: {there}\n"

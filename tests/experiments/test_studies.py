@@ -266,6 +266,16 @@ def test_an_arm_can_learn_from_another(tmp_path: Path, monkeypatch: pytest.Monke
         replace(TOY, arms=(Arm("plain", teacher=RunOf("nobody")),))
 
 
+def test_an_arm_may_be_evaluated_at_another_size(tmp_path: Path) -> None:
+    """Both rows are of the same training; the pictures are then shown larger."""
+    study = replace(TOY, arms=(Arm("plain"), Arm("larger", size=64)), seeds=(0,))
+    Runner(study, tmp_path, device="cpu").run()
+    plain, larger = read_rows(tmp_path / RESULTS)
+    assert plain["parameters"] == larger["parameters"]
+    assert plain["loss"] != larger["loss"]
+    assert Arm("plain", size=64).small().size is None
+
+
 def test_wrong_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     say: Callable[..., Any] = CliRunner().invoke
     assert "expected class_tokens" in " ".join(say(app, ["none"]).output.split())

@@ -1,13 +1,16 @@
 """Augmentation of a batch: each step in its place, the same for any number of processes, and good to compile."""
 
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from vitrail.errors import InvalidOption
+from vitrail.training import augment
 from vitrail.training.augment import WIDTHS, Augment, Draws, Strength
 from vitrail.training.order import generator
 
@@ -134,10 +137,23 @@ def test_erasing() -> None:
 @pytest.mark.parametrize("strength", ["medium", "strong"])
 def test_it_compiles_in_one_piece(images: Tensor, strength: Strength) -> None:
     """Followed by the compiler as a whole, for any picture: no shape depends on a number, and none is read back."""
-    augment = Augment(strength, 32)
+    own = Augment(strength, 32)
     table = torch.rand(12, sum(WIDTHS))
-    compiled = torch.compile(augment.apply, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(images, table), augment.apply(images, table))
+    compiled = torch.compile(Augment.apply, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(own, images, table), own.apply(images, table))
+
+
+def test_compiled_it_gives_the_same(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An equal one, of another run, is not compiled anew."""
+    monkeypatch.setattr(augment, "compiled", cache(partial(torch.compile, backend="aot_eager")))
+
+    def made(compiled: bool) -> Tensor:
+        return Augment("light", 32, compiled=compiled)(images, torch.Generator().manual_seed(0))
+
+    torch.testing.assert_close(made(compiled=True), made(compiled=False))
+    before = counters["stats"]["unique_graphs"]
+    made(compiled=True)
+    assert counters["stats"]["unique_graphs"] == before > 0
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)

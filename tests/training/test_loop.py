@@ -1,6 +1,7 @@
 """The loop: what equals what, what stops it, and what it writes down."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tests.training.toys import FIELDS, difference, make_photos, same, weights
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.models import ViT
-from vitrail.training import Config, Event, Run, evaluate, load_trained, open_examples, read_log, train
+from vitrail.training import Config, Event, Run, augment, evaluate, load_trained, mixing, open_examples, read_log, train
 from vitrail.training.learner import Learner
 from vitrail.training.objective import Terms
 
@@ -134,12 +135,22 @@ def test_merging_needs_a_model_that_can_be_merged(photos: str, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_blocks_and_whole_compile_is_asked_for(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__))
-    run(photos, tmp_path / "blocks", compile="blocks", epochs=1)
-    run(photos, tmp_path / "whole", compile="whole", epochs=1)
-    assert compiled == ["Block", "Block", "Learner"]
+def test_what_is_asked_for_is_compiled(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        asked.append(function.__qualname__)
+        return function
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: asked.append(type(self).__name__))
+    for module in (augment, mixing):
+        monkeypatch.setattr(module, "compiled", compiled)
+    pictures = {"Augment.apply", "Mix.apply"}
+    wanted = {"off": set(), "pictures": pictures, "blocks": {"Block", *pictures}, "whole": {"Learner", *pictures}}
+    for how, what in wanted.items():
+        asked.clear()
+        run(photos, tmp_path / how, compile=how, epochs=1, mixup=0.8)
+        assert set(asked) == what
 
 
 def test_bfloat16_is_autocast(photos: str, tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ def advice(report: Values) -> list[str]:
     elif norms["verdict"] == "none":
         found.append("Nothing needs to be done about artifacts: patch tokens can be used as they are.")
         if registers:
-            found.append("The model has registers, and its patches are clean: the registers do what they are for.")
+            found.append(
+                "The model has registers. Whether its patches are clean because of them, vitrail.ablate can tell."
+            )
     else:
         if norms["num_pictures"] < 50:
             found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from experiments.common.study import Rows, Study
@@ -11,9 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence.md"
 
 
-def section(study: Study, rows: Rows) -> str:
-    """Write the results of a study: its table or tables, and on what it was measured."""
-    return f"{(study.table or result_table)(study, rows)}\n\n{measured_on(rows)}" if rows else NOTHING
+def section(study: Study, rows: Rows, *, details: bool = True) -> str:
+    """Write the results of a study: its table or tables, with or without details, and on what it was measured."""
+    shown = tuple(column for column in study.columns if details or not column.detail)
+    table = (study.table or result_table)(replace(study, columns=shown), rows)
+    return f"{table}\n\n{measured_on(rows)}" if rows else NOTHING
 
 
 def measured_on(rows: Rows) -> str:
@@ -22,10 +25,12 @@ def measured_on(rows: Rows) -> str:
     commits = sorted({str(row["commit"]) for row in rows})
     torch = sorted({row["versions"]["torch"] for row in rows})
     seeds = sorted({row["seed"] for row in rows})
+    arms = len(by_arm(rows))
     return (
-        f"Mean ± standard deviation over seeds {', '.join(map(str, seeds))}; in brackets, the 95 % interval over seeds "
-        f"and pictures. {len(rows)} runs of {len(by_arm(rows))} arms on {', '.join(devices)}, "
-        f"torch {', '.join(torch)}, commit {', '.join(commits)}."
+        f"Mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
+        f"{'; in brackets, the 95 % interval over seeds and pictures' if arms > 1 else ''}. {len(rows)} runs of "
+        f"{arms} arm{'s' if arms > 1 else ''} on {', '.join(devices)}, torch {', '.join(torch)}, "
+        f"commit {', '.join(commits)}."
     )
 
 
@@ -44,4 +49,4 @@ def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) ->
     if readme.exists():
         write_section(readme, readme_section(study, rows, out))
     if evidence is not None:
-        write_section(evidence, section(study, rows), f"results {study.name}")
+        write_section(evidence, section(study, rows, details=False), f"results {study.name}")

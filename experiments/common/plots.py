@@ -67,7 +67,8 @@ def dots(axes: Axes, groups: Groups, label: str, *, colours: Mapping[str, str] |
         mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
         axes.plot([mean - sd, mean + sd], [place, place], color=colour, linewidth=6, alpha=0.25, solid_capstyle="butt")
         axes.plot([mean, mean], [place - 0.28, place + 0.28], color=colour, linewidth=2)
-        axes.plot(values, [place] * len(values), "o", color=colour, markersize=4, markeredgewidth=0, alpha=0.9)
+        apart = [place + 0.3 * (at + 0.5) / len(values) - 0.15 for at in range(len(values))]  # equal ones are seen
+        axes.plot(values, apart, "o", color=colour, markersize=4, markeredgewidth=0, alpha=0.9)
     axes.set_yticks(range(len(groups)), list(groups))
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.grid(False, axis="y")
@@ -97,6 +98,11 @@ def trade(axes: Axes, curves: Curves, across: str, up: str) -> None:
     axes.set(xlabel=across, ylabel=up)
 
 
-def name_lines(axes: Axes, title: str | None = None) -> None:
-    """Say which line is which, where nothing is drawn."""
-    axes.legend(fontsize=8, title=title, alignment="left")
+def name_lines(axes: Axes, *, own: bool = False) -> None:
+    """Say which line is which: above the whole figure, or above these axes where others have lines of their own."""
+    if own:
+        axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+    else:
+        lines, names = axes.get_legend_handles_labels()
+        columns = 4 if axes.figure.get_figure(root=True).get_figwidth() > 8 else 3
+        axes.figure.legend(lines, names, fontsize=8, loc="outside upper left", ncols=columns, handlelength=3)

@@ -80,11 +80,15 @@ class Trained:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a study's table: its heading, where a row has the value, and how it is written."""
+    """A column of a study's table: its heading, where a row has the value, and how it is written.
+
+    A detail is on the study's own page alone. A column of which no row has a value is left out.
+    """
 
     heading: str
     value: Callable[[Mapping[str, Any]], float | None]
     form: str = "{:.3g}"
+    detail: bool = False
 
 
 @dataclass(frozen=True)

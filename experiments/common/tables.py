@@ -1,4 +1,4 @@
-"""Tables of results in Markdown, and the marked sections of pages that hold them: no number is typed by hand."""
+"""Tables of results in Markdown, and the marked sections of pages that hold them: nothing in them is typed by hand."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ def result_table(study: Study, rows: Rows) -> str:
     named = [f"{answer}: " if study.also else "" for answer in answers]
     compared = [heading for name in named for heading in (f"{name}accuracy, %", beside)]
     searched = list(dict.fromkeys(field for point in study.points() for field in point))
-    lines = [["arm", "seeds", *searched, *compared, *(column.heading for column in study.columns)]]
+    columns = [column for column in study.columns if any(column.value(row) is not None for row in rows)]
+    lines = [["arm", "seeds", *searched, *compared, *(column.heading for column in columns)]]
     for name, own in arms.items():
         against = study.arm(name).against or study.reference
         other = arms.get(against, []) if name != against else []
         found = [text for answer in answers for text in _compared(own, other, answer)]
         if several and other:
             found[1::2] = [f"{text} to {against}" for text in found[1::2]]
-        extra = [_column([column.value(row) for row in own], column.form) for column in study.columns]
+        extra = [_column([column.value(row) for row in own], column.form) for column in columns]
         chosen = [f"{own[0]['point'][field]:g}" for field in searched]
         lines.append([name, str(len(own)), *chosen, *found, *extra])
     return markdown(lines)
@@ -104,8 +105,9 @@ def points(found: Difference | None) -> str:
 
 
 def _column(values: Sequence[float | None], form: str) -> str:
+    """Write what rows have; a number that is the same for all, of parameters say, once."""
     known = [value for value in values if value is not None]
-    return plus_minus(spread(known), form) if known else "–"
+    return plus_minus(spread(known[:1] if len(set(known)) == 1 else known), form) if known else "–"
 
 
 # Sections of pages.

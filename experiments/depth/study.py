@@ -97,7 +97,7 @@ STUDY = Study(
         Column("tokens grow, end", lambda row: growth(row, "end", "tokens"), "{:.2f}"),
         Column("gradients, last to first layer, start", lambda row: growth(row, "start", "gradients"), "{:.2f}"),
         Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.2f}"),
-        Column("GFLOPs", lambda row: row["flops"] / 1e9, "{:.2f}"),
+        Column("G multiply-adds", lambda row: row["flops"] / 1e9, "{:.2f}"),
     ),
     draw=draw,
     reduced={

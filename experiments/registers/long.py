@@ -166,8 +166,8 @@ def draw(rows: Rows, folder: Path) -> None:
                 for number, name in enumerate(curves)
             }
             lines(axes, curves, "layer", "longest patch token over the median", styles=shades)
-            axes.set(title=row["arm"], yscale="log")
-            name_lines(axes)
+            axes.set(ylabel=f"{row['arm']}: longest patch over the median", yscale="log")
+            name_lines(axes, own=True)
 
 
 def main(

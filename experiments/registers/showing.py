@@ -114,7 +114,7 @@ def draw_counts(arms: Mapping[str, Rows], path: Path) -> None:
         for axes in sides:
             axes.set_xscale("symlog", base=2, linthresh=1)
             axes.set_xticks(COUNTS, [f"{count}" for count in COUNTS])
-            name_lines(axes)
+            name_lines(axes, own=True)
 
 
 def by_count(arms: Mapping[str, Rows], values: Mapping[str, Value]) -> dict[str, list[list[tuple[float, float]]]]:

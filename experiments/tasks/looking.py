@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ def look(run: Run, trained: Trained) -> dict[str, Any]:
     return {
         "patches": seen.layout.num_patches,
         "overlap": overlaps(by_layer, seen.layout),
+        "pairs": pairs(by_layer[-1], seen.layout),
         "effective": by_name(spread(by_layer[-1]).effective, seen.layout),
         "on_object": None if cover is None else covered(by_layer, cover, seen.layout),
         "object_area": None if cover is None else cover.mean().item(),
@@ -79,6 +81,16 @@ def overlaps(by_layer: list[Tensor], layout: TokenLayout) -> dict[str, list[floa
         name: [matrix[chosen].mean().item() for matrix in alike] if chosen.any() else None
         for name, chosen in pairs.items()
     }
+
+
+def pairs(maps: Tensor, layout: TokenLayout) -> list[tuple[str, str, float]]:
+    """Give the tasks of each two tokens, and the cosine between their maps."""
+    owners = [name for name, of in named(layout) for _ in of]
+    alike = overlap(maps).cosine
+    return [
+        (owners[one], owners[other], alike[one, other].item())
+        for one, other in itertools.combinations(range(len(owners)), 2)
+    ]
 
 
 def patches_of(masks: Tensor, layout: TokenLayout) -> Tensor:

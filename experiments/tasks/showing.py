@@ -34,19 +34,25 @@ def table(study: Study, rows: Rows) -> str:
     """Write accuracy by arm and task; how alike the attention of two tokens is; what each token looks at and knows."""
     parts = {
         "Accuracy": result_table(study, rows),
-        "How alike two tokens look, in the last layer (cosine of their attention over patches)": by_pair(rows),
+        "How alike two tokens look, in the last layer (cosine of their attention over patches)": by_pair(study, rows),
         "What the tokens look at in the last layer, and what a linear probe reads from each": by_token(study, rows),
     }
     return "\n\n".join(f"{title}:\n\n{text}" for title, text in parts.items())
 
 
-def by_pair(rows: Rows) -> str:
+def by_pair(study: Study, rows: Rows) -> str:
     """Compare tokens of two tasks with tokens of one."""
     arms = by_arm(rows)
-    found = [["tokens", "cosine"]]
-    for name, (arm, of) in PAIRS.items():
-        found.append([name, _written([row["overlap"][of][-1] for row in arms.get(arm, ())], "{:.3f}")])
-    return markdown(found)
+    found = {name: [row["overlap"][of][-1] for row in arms.get(arm, ())] for name, (arm, of) in PAIRS.items()}
+    noted = [row["pairs"] for row in arms.get(TWICE, ()) if "pairs" in row]
+    for task in tasks_of(study):
+        found[f"the two tokens of {task}"] = [
+            cosine for pairs in noted for one, other, cosine in pairs if one == other == task
+        ]
+    found["two tasks, of two tokens each the most alike"] = [
+        max(cosine for one, other, cosine in pairs if one != other) for pairs in noted
+    ]
+    return markdown([["tokens", "cosine"], *([name, _written(values, "{:.3f}")] for name, values in found.items())])
 
 
 def by_token(study: Study, rows: Rows) -> str:

@@ -290,7 +290,7 @@ def test_wrong_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_say_what_the_rows_say(name: str) -> None:
-    """No number is typed by hand: `python -m experiments NAME --plot` rewrites these sections."""
+    """No number of a table is typed by hand: `python -m experiments NAME --plot` rewrites these sections."""
     study, folder = study_called(name), FOLDERS / name
     assert study.name == name
     rows = rows_of(study, folder)
@@ -298,7 +298,7 @@ def test_pages_say_what_the_rows_say(name: str) -> None:
     assert study.question in " ".join(readme.split())
     expected = {
         "results": (readme, readme_section(study, rows, folder)),
-        f"results {name}": (EVIDENCE.read_text(encoding="utf-8"), section(study, rows)),
+        f"results {name}": (EVIDENCE.read_text(encoding="utf-8"), section(study, rows, details=False)),
     }
     for mark, (page, text) in expected.items():
         (found,) = re.findall(rf"<!-- {mark} -->\n(.*?)\n<!-- /{mark} -->", page, re.DOTALL)

@@ -2,7 +2,7 @@
 
 import io
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from experiments.common.running import Runner
 from experiments.common.shapes import render
 from experiments.common.study import Study
 from experiments.common.tables import rows_of
-from experiments.tasks.looking import ONE, SHOWN, TWO, covered, knows, overlaps, patches_of
+from experiments.tasks.looking import ONE, SHOWN, TWO, covered, knows, overlaps, pairs, patches_of
 from experiments.tasks.pets.study import STUDY as PETS
 from experiments.tasks.shapes.study import STUDY as SHAPES
 from experiments.tasks.shapes.study import lighted
@@ -44,17 +44,20 @@ def test_overlap_is_the_mean_cosine_over_pictures_heads_and_pairs() -> None:
     found = overlaps([maps, maps.flip(2)], TWO_EACH)
     flat = maps.flatten(3).numpy()
 
-    def mean(pairs: list[tuple[int, int]]) -> float:
+    def mean(some: list[tuple[int, int]]) -> float:
         cosines = [
             one @ other / np.linalg.norm(one) / np.linalg.norm(other)
             for picture, head in product(range(3), range(2))
-            for one, other in ((flat[picture, head, i], flat[picture, head, j]) for i, j in pairs)
+            for one, other in ((flat[picture, head, i], flat[picture, head, j]) for i, j in some)
         ]
         return float(np.mean(cosines))
 
     within, between = mean([(0, 1), (2, 3)]), mean([(0, 2), (0, 3), (1, 2), (1, 3)])
     assert abs(within - between) > 0.01
     assert found == {ONE: pytest.approx([within] * 2), TWO: pytest.approx([between] * 2)}
+    names = [span.name for span, where in TWO_EACH.spans() if span.name for _ in where]
+    every = [(names[i], names[j], pytest.approx(mean([(i, j)]))) for i, j in combinations(range(4), 2)]
+    assert pairs(maps, TWO_EACH) == every
 
 
 def test_a_single_token_overlaps_with_nobody() -> None:
@@ -166,6 +169,9 @@ def test_the_page_says_what_the_rows_say(finished: tuple[Study, Path]) -> None:
     row = rows[TOKENS]
     assert f"| two tasks, a token each | {row['overlap'][TWO][-1]:.3f} |" in lines
     assert f"| one task, its two tokens | {rows[TWICE]['overlap'][ONE][-1]:.3f} |" in lines
+    alike = {(one, other): cosine for one, other, cosine in rows[TWICE]["pairs"] if one == other}
+    assert f"| the two tokens of {second} | {alike[second, second]:.3f} |" in lines
+    assert np.mean(list(alike.values())) == pytest.approx(rows[TWICE]["overlap"][ONE][-1])
     (line,) = (line for line in lines if line.startswith(f"| {TOKENS}: {second} |"))
     assert line.endswith(
         " | ".join(["", *(f"{100 * row['knows'][second][task]:.1f}" for task in (first, second)), ""])[1:-1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,6 @@ from experiments.registers.study import STUDY, arm
 from vitrail.analysis.survey import survey
 from vitrail.pictures.collection import Collection
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
-from vitrail.training.checkpoint import STATE
 from vitrail.training.run import CHECKPOINTS, LAST
 from vitrail.training.stopping import Interrupted
 
@@ -81,24 +80,16 @@ def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: fl
 # What came out.
 
 
-def snapshot(folder: Path, step: int, device: torch.device) -> nn.Module:
-    """Give the model of a checkpoint: averaged weights, where they are averaged."""
-    model, _ = load_trained(folder / LAST)
-    path = folder / CHECKPOINTS / f"step-{step:08d}" / STATE
-    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    found = {
-        prefix: {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
-        for prefix in ("ema.", "learner.model.")
-    }
-    model.load_state_dict(found["ema."] or found["learner.model."])
-    return model.to(device)
-
-
 def over_checkpoints(folder: Path, scenes: Collection, device: torch.device) -> dict[str, Any]:
     """Give the norms by layer of every checkpoint, in order, and the epoch since which there are artifacts."""
-    steps = sorted(int(path.name.removeprefix("step-")) for path in (folder / CHECKPOINTS).glob("step-*"))
     per_epoch = read_log(folder / "log.jsonl", "epoch")[0]["step"]
-    models: dict[str, Callable[[], nn.Module]] = {f"{step}": partial(snapshot, folder, step, device) for step in steps}
+
+    def loaded(path: Path) -> nn.Module:
+        return load_trained(path)[0].to(device)
+
+    models = {
+        path.name.removeprefix("step-"): partial(loaded, path) for path in sorted((folder / CHECKPOINTS).glob("step-*"))
+    }
     found = survey(models, scenes, batch_size=64)
     over = [
         {"epoch": int(entry.name) / per_epoch, **norms_told(entry.norms.to_dict())}

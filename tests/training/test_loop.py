@@ -128,6 +128,20 @@ def test_merging_rises_while_it_trains(photos: str, tmp_path: Path) -> None:
     assert labels.trained["merge"]["r"] == [4, 4]
 
 
+def test_every_checkpoint_is_a_model_folder(photos: str, tmp_path: Path) -> None:
+    """What the log said of an epoch, its checkpoint says again: of averaged weights, and without training going on."""
+    held = open_examples(photos).take(0.5, seed=1)
+    done = run(photos, tmp_path / "run", epochs=3, validation=held, evaluate_every=1, save_every=1, keep=3, ema=0.5)
+    lines = read_log(done.folder / "log.jsonl", "evaluation")
+    folders = sorted((done.folder / "checkpoints").iterdir())
+    assert len(lines) == len(folders) == 3
+    for line, folder in zip(lines, folders, strict=True):
+        found = evaluate(folder, held, device="cpu", seconds=0)
+        assert found.loss == pytest.approx(line["loss"], rel=1e-4)
+        assert load_trained(folder)[1].trained["step"] == line["step"]
+    assert same(weights(folders[-1]), weights(done.last))
+
+
 def test_merging_needs_a_model_that_can_be_merged(photos: str, tmp_path: Path) -> None:
     fields = {"model": "timm:resnet18", "options": {}, "tokens": None, "patch_size": None}
     with pytest.raises(InvalidOption, match="merge: ResNet is not a supported model"):

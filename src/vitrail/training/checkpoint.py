@@ -4,6 +4,7 @@ A checkpoint is a folder ``step-00001234`` with
 
     meta.json            plain values: the step, what was summed up so far, the best score, how it was trained
     state.pt             tensors by name, or, where processes hold parts of them, ``shards/`` by torch's own format
+    config.json, …       the model as it is used, so that a checkpoint is a model folder, too; not beside shards
     complete.json        written last: the size and checksum of every file
 
 It is written under a hidden name, flushed to the disk and renamed. So what has its name is complete, unless the disk
@@ -17,7 +18,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,10 @@ class Checkpoints:
         """Say where the checkpoint of a step is."""
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path | None:
-        """Write a checkpoint, then remove old ones; all processes call it.
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], model: Callable[[Path], None] | None
+    ) -> Path | None:
+        """Write a checkpoint, then remove old ones; all processes call it. ``model`` writes the model into a folder.
 
         Where it cannot be written (a full disk), a warning says so, nothing that was there is touched, and None is
         given: training can go on and try again later.
@@ -68,7 +71,7 @@ class Checkpoints:
                 problem = _reason(error)
         problem = self._crew.share(problem)
         if problem is None:
-            found = self._crew.gather(self._write(draft, tensors, meta))
+            found = self._crew.gather(self._write(draft, tensors, meta, model))
             problem = next((one for one in found if one is not None), None)
         if problem is None and self._crew.first:
             problem = self._finish(draft, step)
@@ -87,7 +90,9 @@ class Checkpoints:
             return None
         return self.path(step)
 
-    def _write(self, draft: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str | None:
+    def _write(
+        self, draft: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], model: Callable[[Path], None] | None
+    ) -> str | None:
         """Write the files of a draft; every process writes its own part where tensors are sharded."""
         sharded = any(isinstance(value, DTensor) for value in tensors.values())
         try:
@@ -98,6 +103,8 @@ class Checkpoints:
                     with (draft / STATE).open("wb") as file:
                         torch.save({name: value.detach().cpu() for name, value in tensors.items()}, file)
                 (draft / META).write_text(json.dumps(dict(meta)), encoding="utf-8")
+                if model is not None:
+                    model(draft)
         except Exception as error:  # torch's writers raise RuntimeError and their own kinds for a full disk
             return _reason(error)
         return None

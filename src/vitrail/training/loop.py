@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -187,7 +188,6 @@ class Loop:
         parts, config = self.parts, self.parts.config
         if parts.held is None:
             return
-        sharded = parts.wrapped is parts.learner and parts.crew.world > 1
         if parts.crew.device.type == "cuda":
             torch.cuda.synchronize()
         count = parts.held.count
@@ -196,7 +196,7 @@ class Loop:
         with parts.ema.applied() if parts.ema is not None else nullcontext():
             found = evaluate(
                 self._model, parts.held, prepare=parts.augment.plain, batch=min(256, count), dtype=half,
-                look=0 if sharded else 256, seconds=0, progress=said,
+                look=0 if self._sharded else 256, seconds=0, progress=said,
             )  # fmt: skip
             self.evaluation = found
             better = self.best is None or found.score >= self.best["score"]
@@ -211,7 +211,11 @@ class Loop:
         self.parts.tell(Event("evaluating", done * self.parts.crew.world, count))
 
     def _write(self, name: str, done: int) -> None:
-        """Write the model as it is used: averaged weights, where they are averaged."""
+        write = self._writer(done)
+        self.parts.crew.first_does(lambda: write(self._folder / name))
+
+    def _writer(self, done: int) -> Callable[[Path], None]:
+        """Give what writes the model as it is used: averaged weights, where they are averaged."""
         parts = self.parts
         states = full(self._model.state_dict() if parts.ema is None else parts.ema.tensors)
         trained: dict[str, Any] = {
@@ -224,7 +228,7 @@ class Loop:
         labels = Labels(
             parts.classes, parts.built.preprocessing, {**trained, **self._merged()}, parts.built.architecture
         )
-        parts.crew.first_does(lambda: write_model(self._folder / name, self._model, states, labels))
+        return lambda folder: write_model(folder, self._model, states, labels)
 
     def _save(self, done: int) -> None:
         parts = self.parts
@@ -239,7 +243,8 @@ class Loop:
             "classes": parts.classes,
             "data": parts.data,
         }
-        path = parts.checkpoints.save(done, self.tensors(), meta)
+        model = None if self._sharded else self._writer(done)
+        path = parts.checkpoints.save(done, self.tensors(), meta, model)
         if path is not None:
             parts.tell(Event("saved", done, self.total, text=str(path)))
 
@@ -252,6 +257,11 @@ class Loop:
         found |= {f"optimizer.{name}": value for name, value in optimizer_tensors(parts.optimizer).items()}
         averaged = {} if parts.ema is None else parts.ema.tensors
         return found | {f"ema.{name}": value for name, value in averaged.items()}
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether processes hold parts of the model, which nobody should have to hold whole."""
+        return self.parts.wrapped is self.parts.learner and self.parts.crew.world > 1
 
     @property
     def _model(self) -> nn.Module:

@@ -2,7 +2,7 @@
 
     config.yaml                     everything that the run was asked for, resolved
     log.jsonl                       a line for each epoch, each evaluation, each start
-    checkpoints/step-00001234/      what training goes on from
+    checkpoints/step-00001234/      what training goes on from; a model folder, too
     last/, best/                    model folders: the weights after the last epoch, and at the best evaluation
 
 A model folder has ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes them, and

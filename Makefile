@@ -18,7 +18,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 
 help:
 	@echo "make demo     show the model in the package on six pictures, merged more and more"
-	@echo "make test     everything that must pass: check, then the tests with coverage"
+	@echo "make test     everything that must pass: check, then the tests; ARGS=--cov measures coverage, too"
 	@echo "make check    formatting, lint, types and layering, without the tests"
 	@echo "make format   format the code and repair what the linter can"
 	@echo "make clean    remove .venv, caches and the demo's output"
@@ -28,7 +28,7 @@ demo: $(STAMP)
 
 # One thread for each worker: the workers already fill the cores.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q --cov -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -6,7 +6,7 @@ It lies in the folder that ``--data`` or ``VITRAIL_DATA`` names, by default ``..
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from io import BytesIO
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from experiments.common.shapes import COLOURS, MOTIONS, SHAPES, Drawn, film, render
+from experiments.common.shapes import COLOURS, GROUPS, MOTIONS, SHAPES, Drawn, film, render
 from experiments.common.sounds import read_digits
 from vitrail.errors import PictureError
 from vitrail.training import Arrays, Examples, open_examples
@@ -104,12 +104,21 @@ def digits() -> Data:
 @cache
 def coloured_shapes(side: int = 64, count: int = 4800) -> Data:
     """Drawn pictures with independent labels ``colour`` and ``shape``, and half as many to validate on."""
+    return drawn_shapes(side, count, {"colour": COLOURS, "shape": SHAPES})
+
+
+@cache
+def grouped_shapes(side: int = 64, count: int = 4800) -> Data:
+    """The same pictures with the labels ``shape`` and ``group``, of which the first decides the second."""
+    return drawn_shapes(side, count, {"shape": SHAPES, "group": tuple(GROUPS)})
+
+
+def drawn_shapes(side: int, count: int, classes: Mapping[str, Sequence[str]]) -> Data:
+    """Draw pictures, and label them by what they are called here and by `Drawn`."""
 
     def opened(found: Drawn) -> Examples:
-        labels = {"colour": found.colour, "shape": found.shape}
-        return open_examples(
-            Arrays(found.images, labels, {"colour": COLOURS, "shape": SHAPES}), labels=("colour", "shape")
-        )
+        labels = {name: getattr(found, name) for name in classes}
+        return open_examples(Arrays(found.images, labels, classes), labels=tuple(classes))
 
     drawn = render(count, side=side, seed=0), render(count // 2, side=side, seed=1)
     return Data(*map(opened, drawn), masks=drawn[1].covered)

@@ -35,6 +35,9 @@ OUTLINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 SHAPES = tuple(OUTLINES)
 
+GROUPS = {"round": ("disc", "ring", "star"), "angular": ("square", "triangle", "cross")}
+"""Two kinds of outline, which a shape decides."""
+
 MOTIONS = ("still", "right", "left", "up", "down", "clockwise", "anticlockwise")
 
 CHUNK = 512
@@ -58,6 +61,12 @@ class Drawn:
     colour: Tensor
     motion: Tensor | None = None
     masks: Tensor | None = None
+
+    @property
+    def group(self) -> Tensor:
+        """Which of `GROUPS` each shape is in, (N,)."""
+        kinds = [next(kind for kind, own in enumerate(GROUPS.values()) if shape in own) for shape in SHAPES]
+        return torch.tensor(kinds)[self.shape]
 
     def covered(self) -> Tensor:
         """Give where the shapes are, (N, S, S) from 0 to 1."""

@@ -19,6 +19,7 @@ from experiments.common.running import Runner
 from experiments.common.shapes import render
 from experiments.common.study import Study
 from experiments.common.tables import rows_of
+from experiments.tasks.groups.study import STUDY as GROUPS
 from experiments.tasks.looking import ONE, SHOWN, TWO, covered, knows, overlaps, pairs, patches_of
 from experiments.tasks.pets.study import STUDY as PETS
 from experiments.tasks.shapes.study import STUDY as SHAPES
@@ -29,7 +30,7 @@ from vitrail.surgery.record import Recording
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 from vitrail.training import Arrays, open_examples
 
-STUDIES = {"shapes": SHAPES, "sounds": SOUNDS, "pets": PETS}
+STUDIES = {"shapes": SHAPES, "groups": GROUPS, "sounds": SOUNDS, "pets": PETS}
 TWO_EACH = TokenLayout((TokenSpan(Role.TASK, 2, "colour"), TokenSpan(Role.TASK, 2, "shape")), (1, 2, 3))
 
 
@@ -179,7 +180,8 @@ def test_the_page_says_what_the_rows_say(finished: tuple[Study, Path]) -> None:
     (line,) = (line for line in lines if line.startswith(f"| {TWICE} |"))
     assert all(f" {100 * rows[TWICE]['accuracy'][f'task.{task}']:.2f} " in line for task in (first, second))
     drawn = {path.name for path in out.glob("*.png")}
-    extra = {"shapes": {"looks.png", "on_object.png"}, "sounds": {"looks.png"}, "pets": {"on_object.png"}}
+    extra = {"sounds": {"looks.png"}, "pets": {"on_object.png"}}
+    extra |= {name: {"looks.png", "on_object.png"} for name in ("shapes", "groups")}
     assert drawn == {"accuracy.png", "overlap.png", *extra[study.name.removeprefix("tasks/")]}
 
 

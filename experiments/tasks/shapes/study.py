@@ -16,6 +16,10 @@ from experiments.tasks.looking import SHOWN
 from experiments.tasks.showing import by_answering
 
 TASKS = ("colour", "shape")
+BASE: dict[str, Any] = {
+    "patch_size": 8, "epochs": 30, "batch_size": 128, "augment": "light", "mixup": 0.0, "cutmix": 0.0,
+}  # fmt: skip
+REDUCED = {"patch_size": 8}
 GAP = ((1, 1), (1, 1), (0, 0))
 
 Picture = np.ndarray[Any, Any]
@@ -48,7 +52,7 @@ STUDY = asked(
     TASKS,
     coloured_shapes,
     partial(coloured_shapes, 32, 96),
-    base={"patch_size": 8, "epochs": 30, "batch_size": 128, "augment": "light", "mixup": 0.0, "cutmix": 0.0},
-    reduced={"patch_size": 8},
+    base=BASE,
+    reduced=REDUCED,
     draw=draw,
 )

@@ -1,0 +1,1 @@
+"""Shape and group of shapes: the first decides the second."""

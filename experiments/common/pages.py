@@ -14,9 +14,11 @@ EVIDENCE = ROOT / "docs" / "evidence.md"
 
 def section(study: Study, rows: Rows, *, details: bool = True) -> str:
     """Write the results of a study: its table or tables, with or without details, and on what it was measured."""
+    if not rows:
+        return NOTHING
     shown = tuple(column for column in study.columns if details or not column.detail)
     table = (study.table or result_table)(replace(study, columns=shown), rows)
-    return f"{table}\n\n{measured_on(rows)}" if rows else NOTHING
+    return f"{table}\n\n{measured_on(rows)}"
 
 
 def measured_on(rows: Rows) -> str:

@@ -74,7 +74,7 @@ STUDY = Study(
     data=imagenette,
     base={
         "model": "vit_tiny_patch16", "options": {}, "preset": "small", "image_size": 128, "patch_size": 16,
-        "epochs": 14,
+        "epochs": 14, "mixing": 0.5,
     },
     arms=(
         *(arm(kind, depth) for depth in DEPTHS for kind in (PLAIN, BOTH)),

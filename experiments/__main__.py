@@ -74,6 +74,8 @@ def main(
             raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
         wanted = tuple(int(seed) for seed in seeds.split(",")) if seeds else None
         chosen = [name for word in names for name in names_of(word)]
+        if out is not None and out.exists() and not out.is_dir():
+            raise typer.BadParameter(f"--out {out}: expected a folder, and this is a file")
         with Stop.listening() as stop:
             for name in chosen:
                 study = study_called(name).small() if reduced else study_called(name)
@@ -81,7 +83,8 @@ def main(
                 if out is not None:
                     folder = out / name if len(chosen) > 1 else out
                 if plot:
-                    write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
+                    rows = write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
+                    say(f"{name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
                     continue
                 runner = Runner(study, folder, until - time.monotonic(), device, commit, say, stop)
                 runner.tune(arms)

@@ -42,8 +42,8 @@ def readme_section(study: Study, rows: Rows, folder: Path) -> str:
     return "\n\n".join([section(study, rows), *plots])
 
 
-def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) -> None:
-    """Draw the plots from the rows, and rewrite the marked sections."""
+def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) -> int:
+    """Draw the plots from the rows, and rewrite the marked sections; give the number of rows."""
     rows = rows_of(study, out)
     readme = out / "README.md"
     if rows and study.draw is not None:
@@ -52,3 +52,4 @@ def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) ->
         write_section(readme, readme_section(study, rows, out))
     if evidence is not None:
         write_section(evidence, section(study, rows, details=False), f"results {study.name}")
+    return len(rows)

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
 import torch
 
 from tests.training.toys import FIELDS, difference, make_photos, same, weights
-from vitrail.errors import Diverged, InvalidOption
+from vitrail.errors import Diverged, InvalidOption, ModelLoadError
 from vitrail.models import ViT
 from vitrail.training import Config, Event, Run, augment, evaluate, load_trained, mixing, open_examples, read_log, train
 from vitrail.training.learner import Learner
@@ -140,6 +141,16 @@ def test_every_checkpoint_is_a_model_folder(photos: str, tmp_path: Path) -> None
         assert found.loss == pytest.approx(line["loss"], rel=1e-4)
         assert load_trained(folder)[1].trained["step"] == line["step"]
     assert same(weights(folders[-1]), weights(done.last))
+    merged = [evaluate(folders[-1], held, device="cpu", seconds=0, merge=merge).loss for merge in ("r=2", {"r": 2})]
+    assert merged[0] == merged[1] != lines[-1]["loss"]
+    for model in (done.folder / "best", done.last):  # as in a run that is still going on
+        rmtree(model)
+    with pytest.raises(ModelLoadError, match=f"no model yet; its newest checkpoint is .*{folders[-1].name}"):
+        load_trained(done.folder)
+    (folders[0] / "config.json").unlink()
+    (folders[0] / "shards").mkdir()
+    with pytest.raises(ModelLoadError, match="held a part of the model each"):
+        load_trained(folders[0])
 
 
 def test_merging_needs_a_model_that_can_be_merged(photos: str, tmp_path: Path) -> None:

@@ -155,6 +155,10 @@ def test_a_finished_run_has_nothing_left_to_do(photos: str, tmp_path: Path) -> N
     train(out=str(run.folder), resume=True, tell=lambda event: said.append(event.text))
     assert any("nothing left to train" in text for text in said)
     assert same(weights(run.last), before)
+    longer = next(run.folder.glob("checkpoints/*")).rename(run.folder / "checkpoints" / "step-00000336")
+    with pytest.raises(TrainingError, match=f"{longer.name} is of another run: this one has 9 steps"):
+        train(out=str(run.folder), resume=True)
+    assert same(weights(run.last), before)
 
 
 def test_the_last_evaluation_is_read_back_from_the_log(photos: str, tmp_path: Path) -> None:

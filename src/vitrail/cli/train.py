@@ -172,7 +172,7 @@ def _scores(values: dict[str, Any]) -> str:
 
 def _conclude(run: Run) -> None:
     """Say where things are, and what to do next."""
-    from vitrail.adapters.saved import read_labels
+    from vitrail.adapters.saved import read_config, read_labels
 
     folder = run.folder
     console.say(f"The run is in {folder}", style="bold")
@@ -188,7 +188,10 @@ def _conclude(run: Run) -> None:
     console.say(f"  vitrail evaluate {name} DATA             # how good it is, head by head{merged}")
     if not ours:
         return
-    if read_labels(folder / "last").get("classes"):
+    told = read_config(folder / "last")
+    if not told.get("num_classes") and not any(token.get("classes") for token in told.get("tokens", ())):
+        console.say(f"  vitrail train --model {name} --data LABELLED  # finetune it")
+    elif read_labels(folder / "last").get("classes"):
         console.say(
             f"  vitrail demo --model {name}              # its answers, merged more and more, and its attention"
         )

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vitrail.errors import TrainingError, VitrailWarning
 from vitrail.models.saving import CONFIG
 from vitrail.processes import Crew
-from vitrail.training.run import LAST
+from vitrail.training.run import LAST, SHARDS
 
-META, STATE, SHARDS, COMPLETE = "meta.json", "state.pt", "shards", "complete.json"
+META, STATE, COMPLETE = "meta.json", "state.pt", "complete.json"
 
 
 class Checkpoints:

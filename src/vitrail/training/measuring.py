@@ -20,6 +20,7 @@ from vitrail.training.examples import LABEL, open_examples
 from vitrail.training.feeds import Keep, make_feed
 from vitrail.training.fitting import expected_of, prepares
 from vitrail.training.normalising import Expects
+from vitrail.training.parsing import read_merge
 from vitrail.training.remarks import left_out
 from vitrail.training.run import Labels, load_trained
 from vitrail.training.teacher import expected_by
@@ -32,7 +33,7 @@ def evaluate(
     data: Any,
     *,
     labels: Sequence[str] = (),
-    merge: Mapping[str, Any] | None = None,
+    merge: str | Mapping[str, Any] | None = None,
     size: int | None = None,
     batch: int = 256,
     device: str | None = None,
@@ -53,7 +54,7 @@ def evaluate(
             the data.
         data: labelled pictures or arrays, as for training. Classes are found by their names.
         labels: columns of labels, some of those that the model was trained with; by default all of them.
-        merge: options of ``vitrail.merge``; ``{"r": 0}`` for none.
+        merge: options of ``vitrail.merge``, or text like ``"r=8"``; ``{"r": 0}`` for none.
         size: height and width to show pictures at; by default the model's own. A net that was trained on crops has seen
             things larger than they are in a whole picture, and is often better on larger ones.
         batch, device, dtype: how to run it; ``bf16`` is autocast.
@@ -64,6 +65,9 @@ def evaluate(
     """
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+    if isinstance(merge, str):
+        plan = read_merge(merge)
+        merge = None if plan is None else plan.options
     with joined(device) as crew:
         net, known = _loaded(model)
         columns = tuple(labels)

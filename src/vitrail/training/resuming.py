@@ -47,6 +47,11 @@ def go_on(loop: Loop, count: int) -> int:
     """Load the newest complete checkpoint, and say what is different now."""
     parts = loop.parts
     step, passed = parts.crew.together(parts.checkpoints.newest)
+    if step > loop.total:
+        raise TrainingError(
+            f"{parts.checkpoints.path(step)} is of another run: this one has {loop.total} steps. Two runs have written "
+            "to one folder; begin anew in another"
+        )
     meta = parts.checkpoints.meta(step)
     for text in passed:
         parts.tell(Event("note", text=f"{text[0].upper()}{text[1:]}; going on from step {step} instead."))

@@ -24,7 +24,7 @@ from vitrail.adapters.saved import load_saved, model_folder, named, read_config,
 from vitrail.analysis.roles import Disagreement
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT
-from vitrail.models.saving import LABELS, labels_text, write_folder, write_whole
+from vitrail.models.saving import CONFIG, LABELS, labels_text, write_folder, write_whole
 from vitrail.training.evaluation import Evaluation
 from vitrail.training.log import read_log
 from vitrail.training.normalising import Expects, read_expects
@@ -32,6 +32,7 @@ from vitrail.training.teacher import expected_by
 
 SETTINGS, LOG, CHECKPOINTS = "config.yaml", "log.jsonl", "checkpoints"
 BEST, LAST = "best", "last"
+SHARDS = "shards"
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,16 @@ def model_of(path: Path) -> Path:
         return model_folder(path)
     except ModelLoadError:
         if (path / SETTINGS).is_file():
-            raise ModelLoadError(f"{path} is a run that has no model yet; go on with it by --resume") from None
+            folders = sorted((path / CHECKPOINTS).glob(f"step-*/{CONFIG}"))
+            kept = f"; its newest checkpoint is {folders[-1].parent}, a model, too" if folders else ""
+            raise ModelLoadError(
+                f"{path} is a run that has no model yet{kept}. If nobody trains it now, go on with it by --resume"
+            ) from None
+        if (path / SHARDS).is_dir():
+            raise ModelLoadError(
+                f"{path} is a checkpoint of several processes that held a part of the model each; use {LAST} of the "
+                "run, or go on with it by --resume"
+            ) from None
         raise
 
 

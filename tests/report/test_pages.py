@@ -20,7 +20,7 @@ from vitrail.errors import InvalidOption, ReportError
 from vitrail.report import Report, images
 from vitrail.report.charts import Bars, Line, Scale, histogram, over_layers
 from vitrail.report.markup import Html, tag, text
-from vitrail.report.words import number, percent, sure
+from vitrail.report.words import advice, number, percent, sure
 
 HOSTILE = "<script>alert(1)</script>\"'&\x00\ud800"
 
@@ -92,6 +92,18 @@ def test_every_picture_says_what_it_is(report: Report) -> None:
 def test_page_is_small(report: Report) -> None:
     assert len(report.pictures) == 8
     assert len(report.to_html()) < 1_000_000
+
+
+def test_outliers_of_the_first_layer_are_doubted(report: Report) -> None:
+    values = report.to_dict()
+    later, first = (
+        " ".join(advice({**values, "norms": {**values["norms"], "verdict": "artifacts", "onset": onset}}))
+        for onset in (2, 0)
+    )
+    assert "features from layer 1" in later
+    assert "due to the pictures" not in later
+    assert "features from layer" not in first
+    assert "due to the pictures" in first
 
 
 def test_verdict_comes_first_and_advice_fits_it(report: Report) -> None:

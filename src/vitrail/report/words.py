@@ -135,6 +135,12 @@ def advice(report: Values) -> list[str]:
             found.append("Use a model trained with registers, where there is one (DINOv2 with registers, DINOv3).")
         found.append(_cure_advice(report["cure"]))
         onset = norms["onset"]
+        if onset == 0:
+            found.append(
+                "The outliers are there from the first layer on, where published models have none yet. They may be due "
+                "to the pictures and not to the model: see below whether they lie on patches that are flat or very "
+                "bright."
+            )
         if onset:
             found.append(
                 f"For dense tasks, features from layer {onset - 1}, the last one before the artifacts, are worth a try."

@@ -103,6 +103,6 @@ def name_lines(axes: Axes, *, own: bool = False) -> None:
     if own:
         axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
     else:
-        lines, names = axes.get_legend_handles_labels()
+        drawn, names = axes.get_legend_handles_labels()
         columns = 4 if axes.figure.get_figure(root=True).get_figwidth() > 8 else 3
-        axes.figure.legend(lines, names, fontsize=8, loc="outside upper left", ncols=columns, handlelength=3)
+        axes.figure.legend(drawn, names, fontsize=8, loc="outside upper left", ncols=columns, handlelength=3)

@@ -156,8 +156,8 @@ def draw(rows: Rows, folder: Path) -> None:
                 name: {"color": COLOURS[0], "alpha": 0.2 + 0.8 * number / max(len(over) - 1, 1)}
                 for number, name in enumerate(curves)
             }
-            lines(axes, curves, "layer", "longest patch token over the median", styles=shades)
-            axes.set(ylabel=f"{row['arm']}: longest patch over the median", yscale="log")
+            lines(axes, curves, "layer", f"{row['arm']}: longest patch over the median", styles=shades)
+            axes.set_yscale("log")
             name_lines(axes, own=True)
 
 

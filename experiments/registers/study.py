@@ -28,7 +28,7 @@ COLUMNS = (
     Column("LOST with keys, %", lambda row: 100 * row["dense"]["keys"]["fixed"], "{:.1f}", detail=True),
     Column("setting held out", lambda row: 100 * row["dense"]["keys"]["held_out"], "{:.1f}", detail=True),
     Column("LOST with values, %", lambda row: 100 * row["dense"]["values"]["fixed"], "{:.1f}", detail=True),
-    Column("setting held out ", lambda row: 100 * row["dense"]["values"]["held_out"], "{:.1f}", detail=True),
+    Column("setting held out", lambda row: 100 * row["dense"]["values"]["held_out"], "{:.1f}", detail=True),
     Column("box around all, %", lambda row: 100 * row["dense"]["whole_picture"], "{:.1f}", detail=True),
     Column("mIoU, %", lambda row: 100 * row["dense"]["miou"], "{:.1f}"),
     Column("G multiply-adds", lambda row: row["flops"] / 1e9, "{:.3f}"),

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from vitrail.cli import console, options
 from vitrail.cli.together import one_speaks, said_once
-from vitrail.errors import InvalidOption
 
 if TYPE_CHECKING:
     from vitrail.training import Evaluation
@@ -61,11 +60,7 @@ def evaluate(
     with one_speaks(), console.user_errors(), console.notes():
         from vitrail.cli.files import check_writable, write_text
         from vitrail.training import evaluate as measure
-        from vitrail.training.parsing import read_merge
 
-        plan = read_merge(merge)
-        if plan is not None and (plan.from_epoch or plan.over_epochs):
-            raise InvalidOption("from_epoch and over_epochs are for training; give what merges, like --merge r=8")
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
@@ -74,7 +69,7 @@ def evaluate(
                 checkpoint,
                 data,
                 labels=columns,
-                merge=None if plan is None else plan.options,
+                merge=merge,
                 size=size,
                 batch=batch,
                 device=device,

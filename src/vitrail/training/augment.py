@@ -80,8 +80,8 @@ class Augment:
         ratio: least and most width over height of a crop.
         jitter: most change of brightness, contrast and saturation.
         erasing: share of pictures of which a box is erased; by default none, and a quarter if ``strong``.
-        compiled: whether the work is done by `torch.compile`: some kernels instead of a hundred and fifty, for seconds
-            at the first batch.
+        compiled: whether nearly two hundred operations are fused by `torch.compile`, which takes seconds at the first
+            batch.
 
     Example:
         >>> augment = Augment("medium", 32)

@@ -66,8 +66,7 @@ def evaluate(
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
     if isinstance(merge, str):
-        plan = read_merge(merge)
-        merge = None if plan is None else plan.options
+        merge = _merging(merge)
     with joined(device) as crew:
         net, known = _loaded(model)
         columns = tuple(labels)
@@ -124,6 +123,15 @@ def _sized(expects: Expects, size: int | None, net: nn.Module) -> Expects:
         why = " ".join(str(error).split())
         raise InvalidOption(f"size={size}: {type(net).__name__} does not take pictures of this size ({why})") from error
     return replace(expects, size=(size, size))
+
+
+def _merging(text: str) -> dict[str, Any]:
+    """Read what merges from text like ``r=8``."""
+    plan = read_merge(text)
+    assert plan is not None
+    if plan.from_epoch or plan.over_epochs:
+        raise InvalidOption("from_epoch and over_epochs are for training; give what merges, like r=8")
+    return plan.options
 
 
 def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -187,11 +187,11 @@ def last_evaluation(folder: Path) -> Evaluation | None:
 
 
 def full(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put together what several processes hold parts of; all of them call it."""
+    """Put together what several processes hold parts of, on the host; all of them call it. The rest stays as it is."""
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
         return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+            name: value.full_tensor().cpu() if isinstance(value, DTensor) else value.detach()
             for name, value in states.items()
         }

@@ -16,7 +16,7 @@ def test_unmerge_after_24_layers_gives_every_patch_its_group(special, order, pat
     # every token is marked by its own position, so that a merged one is the mean of its members' marks
     x = torch.eye(length, dtype=torch.float64).repeat(2, 1, 1)
     while state.layer < 24:
-        step = match(torch.randn(2, x.shape[1], 8), state.possible(), state.protected, state.order)
+        step = match(torch.randn(2, x.shape[1], 8), state.possible(state.r), state.protected, state.order)
         x, state = state.merge(x, step)
     assert x.shape[1] == length - 7 * 24
     full = state.unmerge(x)

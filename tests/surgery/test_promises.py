@@ -8,10 +8,12 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import vitrail
 from tests.surgery.models import ALL, FEW, distance, half, run, trunk_blocks
 from vitrail.errors import BrokenPass
+from vitrail.models import create_model
 
 everywhere = pytest.mark.parametrize("name", ALL)
 somewhere = pytest.mark.parametrize("name", FEW)
@@ -200,6 +202,20 @@ def test_compiles_block_by_block(name):
     for block in trunk_blocks(model):
         block.compile(fullgraph=True, backend="aot_eager")
     assert distance(run(model, images, case), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+def test_blocks_between_the_first_and_the_last_are_compiled_once(position):
+    torch._dynamo.reset()
+    size = {"image_size": 64, "patch_size": 8, "width": 16, "heads": 1, "num_classes": 2}
+    model = create_model("vit_tiny_patch16", **size, depth=9, position=position).train()
+    vitrail.merge(model, r=3)
+    counter = CompileCounter()
+    for block in model.blocks:
+        block.compile(backend=counter)
+    model(torch.randn(2, 3, 64, 64)).sum().backward()
+    assert counter.frame_count == 5  # first, second, then for any even and any odd number of tokens, last
 
 
 @somewhere

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption
@@ -77,5 +76,6 @@ class AttentionPool(nn.Module):
         heads = (self.num_heads, patches.shape[-1] // self.num_heads)
         q = self.q(self.latent).expand(len(patches), -1, -1).unflatten(-1, heads).transpose(1, 2)
         k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self.kv(patches).chunk(2, -1))
-        x = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(1))
+        weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)  # as class attention, and for its reason
+        x = self.proj((weights @ v).transpose(1, 2).flatten(1))
         return self.norm(x) if self.mlp is None else x + self.mlp(self.norm(x))

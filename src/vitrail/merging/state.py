@@ -51,20 +51,20 @@ class MergeState:
         """Go on to the next layer without merging."""
         return replace(self, layer=self.layer + 1)
 
-    def possible(self) -> int:
-        """Tokens to merge in the layer that comes next, cut to the pairs that exist where that depends on the data.
+    def possible(self, r: int) -> int:
+        """Give how many of r tokens can merge: as many as there are pairs, where that depends on the data.
 
         Protected tokens that stand among the others keep their places in original order, so how many even
         positions are free is known only once earlier layers have merged.
         """
-        if self.r == 0 or isinstance(self.protected, int) or self.order == "paper":
-            return self.r
+        if r == 0 or isinstance(self.protected, int) or self.order == "paper":
+            return r
         if torch.compiler.is_compiling():
             raise UnsupportedInput(
                 "protect= with order='original' leaves a number of tokens that depends on the picture, which "
                 "cannot be compiled; use order='paper', or run without torch.compile"
             )
-        return min(self.r, int(mask_edges(self.protected).min()))
+        return min(r, int(mask_edges(self.protected).min()))
 
     def merge(self, x: Tensor, step: Assignment) -> tuple[Tensor, MergeState]:
         """Merge tokens (B, N, D) by a step, and go on to the next layer."""

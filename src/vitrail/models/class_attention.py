@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.models.config import ViTConfig
@@ -37,12 +36,15 @@ class ClassAttention(nn.Module):
 
     def forward(self, x: Tensor, queries: int, mask: Tensor | None = None) -> Tensor:
         """Give what the first ``queries`` tokens of (B, Q + M, D) read; ``mask`` (Q, Q + M) is true where they may."""
-        q, k = self._queries_and_keys(x, queries)
-        attended = F.scaled_dot_product_attention(q, k, self._heads(self.v(x)), attn_mask=mask)
+        attended = self.weights(x, queries, mask) @ self._heads(self.v(x))
         return self.proj(attended.transpose(1, 2).flatten(2))
 
     def weights(self, x: Tensor, queries: int, mask: Tensor | None = None) -> Tensor:
-        """Give the attention (B, H, Q, Q + M) that `forward` mixes values by."""
+        """Give the attention (B, H, Q, Q + M) that `forward` mixes values by.
+
+        Not by PyTorch's fused attention: for one query whose scores are all far below zero, cuDNN's gradients are not
+        finite (NVIDIA/cudnn-frontend#1072). Nothing holds the scores up, for a softmax does not see what they share.
+        """
         q, k = self._queries_and_keys(x, queries)
         scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
         return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)

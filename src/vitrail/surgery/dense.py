@@ -118,14 +118,14 @@ _known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
 def dense_forward(
-    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, read: Read | None = None
+    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None = None
 ) -> tuple[Tensor, MergeState]:
-    """Attend, merge and feed; ``read`` is shown the keys and values on the way, and may not keep them."""
+    """Attend, merge r tokens and feed; ``read`` is shown the keys and values on the way, and may not keep them."""
     _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
     gamma = dense.gammas[1]
     owed = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
-    x, h, state = _attend_and_merge(dense, x.contiguous(), state, proportional, owed, read)
+    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, proportional, owed, read)
     width = x.shape[2]
     if learns:
         hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
@@ -141,10 +141,10 @@ def dense_forward(
 
 
 def _attend_and_merge(
-    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, owed: Tensor | None, read: Read | None
+    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, owed: Tensor | None, read: Read | None
 ) -> tuple[Tensor, Tensor, MergeState]:
     """Give the tokens after attention and the merge, plus ``owed``, and their LayerNorm for the MLP."""
-    x, y, step, join = _attend(dense, x, state, proportional, read)
+    x, y, step, join = _attend(dense, x, state, r, proportional, read)
     y = _apply(dense.drops[0], dense.proj(y))
     join()
     gamma, norm2 = dense.gammas[0], dense.norm2
@@ -159,12 +159,12 @@ def _attend_and_merge(
 
 
 def _attend(
-    dense: DenseBlock, x: Tensor, state: MergeState, proportional: bool, read: Read | None
+    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None
 ) -> tuple[Tensor, Tensor, Assignment | None, Callable[[], None]]:
     """Attend, and match beside it, which needs the keys alone; the function given waits for the match."""
     x, packed, q, k, v = _project(dense, x)
     with kernels.beside(k) as join:
-        step = kernels.match(k.detach(), state.r, state.protected, state.order) if state.r else None
+        step = kernels.match(k.detach(), r, state.protected, state.order) if r else None
     if read is not None:
         read(k, v)
     size = state.size if proportional else None

@@ -124,7 +124,7 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
     state = MergeState(
         per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order, method=plan.method
     )
-    return Carried(plan, layout, state, entered.rotary, entered.expose, entered.unmasked)
+    return Carried(plan, layout, state, state.r, entered.rotary, entered.expose, entered.unmasked)
 
 
 def _refuse_changes(plan: Plan, entered: Pass) -> None:
@@ -160,7 +160,8 @@ def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Ten
         # a hook may have put another tensor in its place; a reentrant checkpoint gives gradients to `out` alone
         same = out is passed.shown and out.requires_grad == passed.tokens.requires_grad
         tokens = passed.tokens if same else passed.state.remerge(out)
-    setattr(out, CARRIER, replace(carried, state=passed.state, beside=passed.beside, tokens=tokens))
+    state = passed.state
+    setattr(out, CARRIER, replace(carried, state=state, r=state.r, beside=passed.beside, tokens=tokens))
     return out
 
 

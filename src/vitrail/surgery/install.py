@@ -18,7 +18,7 @@ def install(found: Found, plan: Plan) -> None:
     is_new = not hasattr(found.trunk, "_vitrail_plan")
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
-        block._vitrail = BlockPlan(plan, index, parts)  # type: ignore[assignment]
+        block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
     if is_new:
         found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
         swap(found.trunk, found.adapter.entry_points())

@@ -179,16 +179,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one block knows: the plan, its own place in it, and how to find its parts."""
+    """What one block knows: the plan, its own place in it, whether no block follows, and how to find its parts.
+
+    A block's forward asks for no place but the last, so that a compiler, which cuts it to what it asks, makes one of
+    all blocks between the first and the last.
+    """
 
     plan: Plan
     index: int
+    is_last: bool
     parts: BlockAdapter
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no merged block follows."""
-        return self.index == self.plan.depth - 1
 
 
 def _with_special(protect: Tensor, special: int) -> Tensor:

@@ -28,6 +28,8 @@ class Carried:
         plan: the plan under which the pass began.
         layout: the tokens of this input before any merge.
         state: what merged so far.
+        r: how many tokens merge in the block that comes next. Taken from the state before the block runs, for there it
+            would be looked up by the layer, and a compiler would make each block anew.
         rotary: the model's rotary position, where it has one.
         expose: whether the tensors between blocks are shown at full length.
         unmasked: whether nobody asked for a mask.
@@ -38,6 +40,7 @@ class Carried:
     plan: Plan
     layout: TokenLayout
     state: MergeState
+    r: int
     rotary: Rotary | None
     expose: bool
     unmasked: bool = False
@@ -71,7 +74,7 @@ def merged_forward(
 
     h = parts.attend_norm(block, x)
     q, k, v = parts.qkv(block, h)
-    r = state.possible()
+    r = state.possible(carried.r)
     step = kernels.match(k.detach(), r, state.protected, state.order, state.method) if r else None
     if call.rope is not None:
         table = call.rope
@@ -101,14 +104,14 @@ def _dense_forward(
     """Run one block that is nothing but its matrices."""
     state, beside, proportional = carried.state, carried.beside, carried.plan.proportional
     if beside is None:
-        x, state = dense_forward(dense, x, state, proportional)
+        x, state = dense_forward(dense, x, state, carried.r, proportional)
         return x, None, state
     size, reading, found = state.size if proportional else None, prepare(parts, block, beside), []
 
     def reads(k: Tensor, v: Tensor) -> None:
         found.append(_read(parts, block, beside, reading, k, v, size, None, None))
 
-    x, state = dense_forward(dense, x, state, proportional, reads)
+    x, state = dense_forward(dense, x, state, carried.r, proportional, reads)
     return x, found[0], state
 
 

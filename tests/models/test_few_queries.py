@@ -1,0 +1,55 @@
+"""One query that reads many tokens: nothing depends on what all of its scores share, however far below zero it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitrail.heads import AttentionPool
+from vitrail.models import ViTConfig
+from vitrail.models.class_attention import ClassAttention
+
+WIDTH, HEADS, TOKENS = 128, 2, 64
+FAR = -150.0
+"""Far enough that exp(0 − log-sum-exp), which stands in cuDNN's gradients for tokens that are not there, overflows."""
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+def class_attention() -> tuple[nn.Module, Callable[[Tensor], Tensor], nn.Linear, nn.Linear]:
+    module = ClassAttention(ViTConfig(width=WIDTH, heads=HEADS))
+    return module, lambda x: module(x, 1), module.q, module.k
+
+
+def pooling() -> tuple[nn.Module, Callable[[Tensor], Tensor], nn.Linear, nn.Linear]:
+    module = AttentionPool(WIDTH, HEADS, mlp_ratio=0, norm=False)
+    return module, module, module.q, module.kv
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("make", [class_attention, pooling])
+def test_what_all_scores_share_changes_nothing(make: Callable[[], tuple], device: str) -> None:
+    torch.manual_seed(0)
+    module, read, asks, answers = make()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    module.to(device, dtype)
+    with torch.no_grad():
+        asks.bias.normal_()
+        asks.weight.zero_()  # every query is the bias: adding it to all keys moves all scores of a head alike
+    x = torch.randn(4, 1 + TOKENS, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    outs, grads = [], []
+    for shift in (0.0, FAR):
+        with torch.no_grad():
+            q = asks.bias.unflatten(0, (HEADS, -1))
+            along = shift * (WIDTH // HEADS) ** 0.5 * q / q.square().sum(-1, keepdim=True)
+            answers.bias[:WIDTH] = along.flatten()
+        out = read(x)
+        outs.append(out.float())
+        grads.append(torch.autograd.grad(out.sum(), (x, answers.weight, asks.bias)))
+    assert all(grad.isfinite().all() for grad in grads[1])
+    far = 1e-9 if device == "cpu" else 0.1
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=max(far, 1e-6))
+    torch.testing.assert_close(grads[1][0], grads[0][0], rtol=0, atol=far)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ def head(name: str) -> Column:
     )
 
 
+def cosine(row: Mapping[str, Any]) -> float | None:
+    """Give how alike the class and the distillation token are in the last layer, where a model has both."""
+    return (row["collapse"] or {}).get("between", {}).get("class, distillation")
+
+
+def apart(row: Mapping[str, Any]) -> float | None:
+    """Give the share of pictures, in percent, that the two heads name differently, where a model has both."""
+    found = row["disagreement"] or {"heads": []}
+    return 100 * found["argmax"][0][1] if found["heads"] == ["cls", "distillation"] else None
+
+
 STUDY = Study(
     name="distillation",
     question="What does a distillation token bring on 10 %, 30 % and all of a small data set, and is it the teacher, "
@@ -118,6 +130,8 @@ STUDY = Study(
     columns=(
         head("cls"),
         head("distillation"),
+        Column("heads differ, %", apart, "{:.1f}"),
+        Column("cosine of the two tokens", cosine, "{:.4f}"),
         Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),
     ),
     draw=draw,

@@ -35,12 +35,12 @@ def at(row: Mapping[str, Any], setting: Setting, name: str = "") -> Row:
 
 
 def as_trained(study: Study, rows: Rows) -> list[Row]:
-    """Give rows with their models merged as they learned, and the share of the reference's time that they saved."""
-    base = {row["seed"]: row["seconds"] for row in rows if row["arm"] == study.reference}
+    """Give rows with their models merged as they learned, and the share of an epoch's time that they saved."""
+    base = {row["seed"]: row["epoch_seconds"] for row in rows if row["arm"] == study.reference}
     found = [at(row, tuple(row["trained_with"])) for row in rows]
     for row in found:
         known = row["seed"] in base and row["arm"] != study.reference
-        row["saved"] = 1 - row["seconds"] / base[row["seed"]] if known else None
+        row["saved"] = 1 - row["epoch_seconds"] / base[row["seed"]] if known else None
     return found
 
 
@@ -95,8 +95,8 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
     colours = dict(zip(arms, COLOURS, strict=False))
     with figure(folder / "trade.png", columns=2, width=11.0, height=3.8) as (left, right):
         draw_trade(study, rows, left, colours)
-        took = {name: [row["seconds"] for row in own] for name, own in arms.items()}
-        dots(right, took, "seconds, from start to end", colours=colours)
+        took = {name: [row["epoch_seconds"] for row in own] for name, own in arms.items()}
+        dots(right, took, "seconds for an epoch", colours=colours)
         right.set(title="Training", xlim=(0, None))
     with figure(folder / "kinds.png", columns=len(arms), width=5.0 * len(arms), height=3.8) as sides:
         for axes, (name, own) in zip(sides, arms.items(), strict=True):

@@ -43,8 +43,9 @@ def table(study: Study, rows: Rows) -> str:
 def by_pair(study: Study, rows: Rows) -> str:
     """Compare tokens of two tasks with tokens of one."""
     arms = by_arm(rows)
-    found = {name: [row["overlap"][of][-1] for row in arms.get(arm, ())] for name, (arm, of) in PAIRS.items()}
-    noted = [row["pairs"] for row in arms.get(TWICE, ()) if "pairs" in row]
+    between = {name: pair for name, pair in PAIRS.items() if TWO in pair}
+    found = {name: [row["overlap"][of][-1] for row in arms.get(arm, ())] for name, (arm, of) in between.items()}
+    noted = [row["pairs"] for row in arms.get(TWICE, ())]
     for task in tasks_of(study):
         found[f"the two tokens of {task}"] = [
             cosine for pairs in noted for one, other, cosine in pairs if one == other == task

@@ -88,7 +88,7 @@ def test_the_page_is_made_from_the_rows(finished: tuple[Study, Path]) -> None:
     assert section(study, rows) in page
     cells = {line.split(" | ")[0]: line.strip(" |").split(" | ") for line in page.splitlines() if line.startswith("|")}
     plain, merged = rows[:2], rows[2:]
-    shares = [100 * (1 - own["seconds"] / base["seconds"]) for own, base in zip(merged, plain, strict=True)]
+    shares = [100 * (1 - own["epoch_seconds"] / base["epoch_seconds"]) for own, base in zip(merged, plain, strict=True)]
     mean = f"{np.mean(shares):.1f} ± {np.std(shares, ddof=1):.1f}".replace("-", "−")
     assert f"| {mean} |" in next(line for line in page.splitlines() if line.startswith(f"| {WITH} | 2 |"))
     accuracy = np.mean([100 * at(row, (MERGED, R))["accuracy"]["fused"] for row in merged])

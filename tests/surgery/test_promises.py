@@ -218,6 +218,28 @@ def test_blocks_between_the_first_and_the_last_are_compiled_once(position):
     assert counter.frame_count == 5  # first, second, then for any even and any odd number of tokens, last
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("schedule", ["constant", "decreasing"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_of_a_gpu_learn_the_same(schedule):
+    torch._dynamo.reset()
+    size = {"image_size": 128, "patch_size": 8, "width": 128, "heads": 2, "num_classes": 4}
+    model = create_model("vit_tiny_patch16", **size, depth=9).train().to("cuda", torch.bfloat16)
+    images = torch.randn(4, 3, 128, 128, device="cuda", dtype=torch.bfloat16)
+    vitrail.merge(model, r=15, schedule=schedule)
+    found = []
+    for compiled in (False, True):
+        for block in model.blocks if compiled else ():
+            block.compile()
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            out = model(images)
+            grads = torch.autograd.grad(out.float().square().sum(), list(model.parameters()))
+        found.append((out, torch.cat([grad.flatten().float() for grad in grads])))
+    (eager, wanted), (out, grad) = found
+    assert distance(out.float(), eager.float()) < 0.05
+    assert torch.nn.functional.cosine_similarity(grad, wanted, dim=0) > 0.99
+
+
 @somewhere
 def test_gradients_flow_in_training_mode(name):
     case = ALL[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import time
@@ -21,10 +22,8 @@ class Stopwatch:
     """Measures the time and the memory of a training run, from its first line to its last."""
 
     def __enter__(self) -> Self:
-        self._there = 0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-            self._there = torch.cuda.memory_allocated()
         self._begun = time.perf_counter()
         return self
 
@@ -34,15 +33,20 @@ class Stopwatch:
     def found(self, folder: Path) -> dict[str, Any]:
         """Give seconds in all, pictures per second of training (the median epoch's), and the peak of memory.
 
-        What earlier runs of the process have left on the device is not the run's.
+        What is on the device after a run is not the run's: libraries keep some memory from the first time on.
         """
+        gc.collect()
         epochs = read_log(folder / "log.jsonl", "epoch")
         speeds = sorted(line["images_per_s"] for line in epochs)
         return {
             "seconds": max(self._seconds, epochs[-1]["seconds"]),  # of a run that went on, the time before counts, too
             "train_images_per_s": speeds[len(speeds) // 2],
-            "peak_bytes": torch.cuda.max_memory_allocated() - self._there if torch.cuda.is_available() else None,
+            "peak_bytes": _more_than_stays() if torch.cuda.is_available() else None,
         }
+
+
+def _more_than_stays() -> int:
+    return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""One long run: can a distilled ViT be as good as the best convolutional net on a small data set?"""
+"""Long runs: is a distilled ViT as good as the best convolutional net on a small data set, and is it the teacher?"""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def recipe(name: str, **others: Any) -> dict[str, Any]:
 
 CONV = recipe("imagenette-teacher.yaml")
 VIT = recipe("imagenette-tiny.yaml", model="vit_small_patch16", epochs=120)
+OF_TEACHERS = ("distillation", "distillation_weight", "temperature", "feature_weight")
+ALONE = {field: value for field, value in VIT.items() if field not in OF_TEACHERS} | {"tokens": "cls,register=4"}
 
 
 def draw(study: Study, rows: Rows, folder: Path) -> None:
@@ -42,7 +44,8 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
 
 STUDY = Study(
     name="long_distillation",
-    question="Does a distilled ViT reach the published convolutional reference on Imagenette at 128 pixels?",
+    question="Does a distilled ViT reach the published convolutional reference on Imagenette at 128 pixels, and what "
+    "would it be without its teacher?",
     data=imagenette,
     base={},
     arms=(
@@ -50,6 +53,7 @@ STUDY = Study(
             "conv", size=144, reduced={**SMALL, "options": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}}, **CONV
         ),
         Arm("distilled", teacher=RunOf("conv"), reduced=SMALLER, **VIT),
+        Arm("labels alone", against="distilled", reduced=SMALLER, **ALONE),
     ),
     reference="conv",
     save_every=60,

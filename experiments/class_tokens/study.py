@@ -87,8 +87,16 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
     """Draw accuracy by arm, and how alike the tokens are over training."""
     arms = by_arm(rows)
     right = {name: [100 * row["accuracy"][study.answer] for row in own] for name, own in arms.items()}
-    with figure(folder / "accuracy.png") as (axes,):
-        dots(axes, right, "accuracy on the validation set, %", colours={name: STYLES[name]["color"] for name in arms})
+    colours = {name: STYLES[name]["color"] for name in arms}
+    by = {
+        "Muon": {name: values for name, values in right.items() if not name.endswith(ADAMW)},
+        "AdamW": {name: values for name, values in right.items() if name.endswith(ADAMW)},
+    }
+    there = {title: own for title, own in by.items() if own}
+    with figure(folder / "accuracy.png", columns=len(there), width=4.5 * len(there), height=2.8) as sides:
+        for axes, (title, own) in zip(sides, there.items(), strict=True):
+            dots(axes, own, "accuracy on the validation set, %", colours=colours)
+            axes.set_title(title)
     several = {name: own for name, own in arms.items() if not name.startswith("1 ")}
     with figure(folder / "cosines.png", columns=2, width=9.0) as sides:
         for axes, what, title in zip(sides, ("parameters", "outputs"), ("parameters", "last layer"), strict=True):
@@ -96,7 +104,7 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
                 name: [[(one["epoch"], one[what]) for one in row["over_training"]] for row in own]
                 for name, own in several.items()
             }
-            lines(axes, curves, "epoch", "cosine between class tokens", styles=STYLES)
+            lines(axes, curves, "epoch", "cosine between class tokens", styles=STYLES, band=False)
             axes.set(title=title, ylim=(min(-0.05, axes.get_ylim()[0]), 1.05))
         name_lines(sides[0])
 

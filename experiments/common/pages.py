@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +19,11 @@ def section(study: Study, rows: Rows, *, details: bool = True) -> str:
         return NOTHING
     shown = tuple(column for column in study.columns if details or not column.detail)
     table = (study.table or result_table)(replace(study, columns=shown), rows)
-    return f"{table}\n\n{measured_on(rows)}"
+    return f"{table}\n\n{measured_on(rows, compares=re.search(r'[(].+ to .+[)]', table) is not None)}"
 
 
-def measured_on(rows: Rows) -> str:
-    """Say on what machine, with what versions and in what state of the code rows were made."""
+def measured_on(rows: Rows, *, compares: bool) -> str:
+    """Say on what machine, with what versions and in what state of the code rows were made, and what brackets are."""
     devices = sorted({row["device"] for row in rows})
     commits = sorted({str(row["commit"]) for row in rows})
     torch = sorted({row["versions"]["torch"] for row in rows})
@@ -30,7 +31,7 @@ def measured_on(rows: Rows) -> str:
     arms = len(by_arm(rows))
     return (
         f"Mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
-        f"{'; in brackets, the 95 % interval over seeds and pictures' if arms > 1 else ''}. {len(rows)} runs of "
+        f"{'; in brackets, the 95 % interval over seeds and pictures' if compares else ''}. {len(rows)} runs of "
         f"{arms} arm{'s' if arms > 1 else ''} on {', '.join(devices)}, torch {', '.join(torch)}, "
         f"commit {', '.join(commits)}."
     )

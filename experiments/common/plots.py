@@ -57,16 +57,21 @@ def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 
             plt.close(drawn)
 
 
-def dots(axes: Axes, groups: Groups, label: str, *, colours: Mapping[str, str] | None = None) -> None:
+def dots(
+    axes: Axes, groups: Groups, label: str, *, colours: Mapping[str, str] | None = None, spread: bool = True
+) -> None:
     """Draw each group as its values, one dot for each seed, with the mean and one standard deviation to either side.
 
-    Groups are listed from top to bottom; the axis begins where the values do.
+    Groups are listed from top to bottom; the axis begins where the values do. Values that are no sample of one thing
+    are drawn without ``spread``, by themselves.
     """
     for place, (name, values) in enumerate(groups.items()):
         colour = (colours or {}).get(name, COLOURS[0])
-        mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-        axes.plot([mean - sd, mean + sd], [place, place], color=colour, linewidth=6, alpha=0.25, solid_capstyle="butt")
-        axes.plot([mean, mean], [place - 0.28, place + 0.28], color=colour, linewidth=2)
+        if spread:
+            mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+            band: dict[str, Any] = {"linewidth": 6, "alpha": 0.25, "solid_capstyle": "butt"}
+            axes.plot([mean - sd, mean + sd], [place, place], color=colour, **band)
+            axes.plot([mean, mean], [place - 0.28, place + 0.28], color=colour, linewidth=2)
         apart = [place + 0.3 * (at + 0.5) / len(values) - 0.15 for at in range(len(values))]  # equal ones are seen
         axes.plot(values, apart, "o", color=colour, markersize=4, markeredgewidth=0, alpha=0.9)
     axes.set_yticks(range(len(groups)), list(groups))
@@ -76,14 +81,20 @@ def dots(axes: Axes, groups: Groups, label: str, *, colours: Mapping[str, str] |
     axes.set_xlabel(label)
 
 
-def lines(axes: Axes, curves: Curves, across: str, up: str, *, styles: Mapping[str, Any] | None = None) -> None:
-    """Draw the mean curve of each group, with the lowest and the highest of its seeds as a band."""
+def lines(
+    axes: Axes, curves: Curves, across: str, up: str, *, styles: Mapping[str, Any] | None = None, band: bool = True
+) -> None:
+    """Draw the mean curve of each group, with the lowest and the highest of its seeds as a band; or every seed."""
     for number, (name, seeds) in enumerate(curves.items()):
         x = [at for at, _ in seeds[0]]
         y = np.array([[value for _, value in seed] for seed in seeds])
         style = {"color": COLOURS[number % len(COLOURS)], **(styles or {}).get(name, {})}
-        axes.fill_between(x, y.min(0), y.max(0), color=style["color"], alpha=0.15, linewidth=0)
-        axes.plot(x, y.mean(0), label=name, **{"linewidth": 1.8, **style})
+        if band:
+            axes.fill_between(x, y.min(0), y.max(0), color=style["color"], alpha=0.15, linewidth=0)
+        first, *others = [y.mean(0)] if band else y
+        axes.plot(x, first, label=name, **{"linewidth": 1.8, **style})
+        for other in others:
+            axes.plot(x, other, **{"linewidth": 1.8, **style})
     axes.set(xlabel=across, ylabel=up)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.common.choosing import run_key
 from experiments.common.data import imagenette
@@ -14,6 +15,9 @@ from experiments.common.tables import by_arm
 from experiments.depth.looking import growth, look
 from vitrail.models.config import depth_rule
 from vitrail.tokens import Role, TokenSpec
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DEPTHS = (12, 24, 36)
 PLAIN, BOTH, SCALE, GATHER = "plain", "both", "LayerScale", "class attention"
@@ -41,17 +45,12 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
     """Draw accuracy, every point of the search, the loss, and what grows over the layers."""
     arms = by_arm(rows)
     colours = {name: str(style["color"]) for name, style in STYLES.items()}
-    tried = finished(read_rows(folder / SEARCH))
     with figure(folder / "accuracy.png", columns=2, width=9.0) as (left, right):
         named = {name: [100 * row["accuracy"][study.answer] for row in own] for name, own in arms.items()}
         dots(left, named, "accuracy on the validation set, %", colours=colours)
-        points = {
-            name: [100 * tried[run_key(study, study.arm(name), 0, point, folder)]["held"] for point in study.points()]
-            for name in arms
-        }
-        dots(right, points, "accuracy on held-out training pictures, %", colours=colours)
+        draw_search(study, arms, folder, right, colours)
         left.set_title("the best point of the search, every seed")
-        right.set_title("every point of the search")
+        right.set_title("every point of the search (×: broke off)")
     with figure(folder / "loss.png") as (axes,):
         lines(
             axes,
@@ -66,6 +65,21 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
             lines(axes, curves, "layer", f"length of {what}", styles=STYLES)
             axes.set(title=f"{what}, at the {when}", yscale="linear" if what == "tokens" else "log")
         name_lines(sides[0])
+
+
+def draw_search(study: Study, arms: Iterable[str], folder: Path, axes: Axes, colours: Mapping[str, str]) -> None:
+    """Draw what was held out at every point of the search, and a cross for each run whose loss was no number."""
+    tried = finished(read_rows(folder / SEARCH))
+    points, broken = {}, []
+    for place, name in enumerate(arms):
+        found = [tried[run_key(study, study.arm(name), 0, point, folder)] for point in study.points()]
+        points[name] = [100 * one["held"] for one in found if "diverged" not in one]
+        lost = len(found) - len(points[name])
+        broken += [(place + 0.3 * (at - (lost - 1) / 2) / max(lost, 1), colours[name]) for at in range(lost)]
+    dots(axes, points, "accuracy on held-out training pictures, %", colours=colours, spread=False)
+    edge = axes.get_xlim()[0]
+    for up, colour in broken:
+        axes.plot(edge, up, "x", color=colour, markersize=5, clip_on=False)
 
 
 STUDY = Study(

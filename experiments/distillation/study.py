@@ -16,10 +16,11 @@ SHARES = (0.1, 0.3, 1.0)
 TOKENS = {"plain": "cls", "registers": "cls,register=4", "hard": "cls,distillation"}
 TOKENS |= {
     "hard + registers": "cls,distillation,register=4",
+    "hard, no token": "cls",
     "soft": "cls,distillation",
     "hard, ViT": "cls,distillation",
 }
-TUNED_AS = {"registers": "plain", "hard + registers": "hard", "hard, ViT": "hard"}
+TUNED_AS = {"registers": "plain", "hard + registers": "hard", "hard, no token": "hard", "hard, ViT": "hard"}
 INK = {"conv": COLOURS[6], "Ti plain": COLOURS[0], "Ti hard": COLOURS[1], "S plain": COLOURS[5], "S hard": COLOURS[4]}
 SMALL = {"epochs": 1, "warmup_epochs": 0, "image_size": 32}
 
@@ -64,7 +65,7 @@ def student(size: str, kind: str, share: float) -> Arm:
 
 
 def draw(study: Study, rows: Rows, folder: Path) -> None:
-    """Draw accuracy over the share of the data, and all arms that had all of it."""
+    """Draw accuracy over the share of the data, and all students that had all of it."""
     arms = by_arm(rows)
     with figure(folder / "shares.png") as (axes,):
         curves: dict[str, Any] = {}
@@ -87,7 +88,7 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
         axes.set_xticks([100 * share for share in SHARES], [f"{share:.0%}".rstrip("%") for share in SHARES])
         axes.minorticks_off()
         name_lines(axes)
-    whole = {name: own for name, own in arms.items() if name.endswith(", 100 %")}
+    whole = {name: own for name, own in arms.items() if name.endswith(", 100 %") and not name.startswith("conv")}
     with figure(folder / "arms.png") as (axes,):
         values = {name: [100 * row["accuracy"][study.answer] for row in own] for name, own in whole.items()}
         dots(axes, values, "accuracy on the validation set, %")
@@ -123,6 +124,7 @@ STUDY = Study(
         *(student("Ti", kind, 1.0) for kind in ("registers", "hard + registers", "soft")),
         *(student("S", kind, 1.0) for kind in ("plain", "hard")),
         student("Ti", "hard, ViT", 1.0),
+        *(student(size, "hard, no token", 1.0) for size in ("Ti", "S")),
     ),
     reference=named("Ti plain", 1.0),
     search={"lr": [1e-3, 3e-3]},

@@ -97,7 +97,7 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
         draw_trade(study, rows, left, colours)
         took = {name: [row["epoch_seconds"] for row in own] for name, own in arms.items()}
         dots(right, took, "seconds for an epoch", colours=colours)
-        right.set(title="Training", xlim=(0, None))
+        right.set(title="Training", xlim=(0, 1.05 * max(map(max, took.values()))))
     with figure(folder / "kinds.png", columns=len(arms), width=5.0 * len(arms), height=3.8) as sides:
         for axes, (name, own) in zip(sides, arms.items(), strict=True):
             lines(axes, {kind: [over_r(study, row, kind) for row in own] for kind in KINDS}, "r", "accuracy, %")

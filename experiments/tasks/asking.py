@@ -25,7 +25,7 @@ def asked(
 ) -> Study:
     """Compare one class token that answers two tasks, a token for each task, and two tokens for each.
 
-    The last arm says how far two tokens differ that have one task: by chance alone.
+    The last arm says how far two tokens differ that have one task: it is not the task that parts them.
     """
     return Study(
         name=name,

@@ -10,16 +10,9 @@ from experiments.common.plots import COLOURS, INK, dots, figure, lines, name_lin
 from experiments.common.statistics import spread
 from experiments.common.study import Rows, Study
 from experiments.common.tables import by_arm, markdown, plus_minus, result_table
-from experiments.tasks.looking import ONE, TWO
+from experiments.tasks.looking import TWO
 
 SHARED, TOKENS, TWICE = "one class token", "a token for each task", "two tokens for each task"
-
-PAIRS = {
-    "two tasks, a token each": (TOKENS, TWO),
-    "two tasks, two tokens each": (TWICE, TWO),
-    "one task, its two tokens": (TWICE, ONE),
-}
-"""Pairs of tokens whose attention is compared: of which arm, and which pairs there."""
 
 
 def tasks_of(study: Study) -> list[str]:
@@ -43,8 +36,7 @@ def table(study: Study, rows: Rows) -> str:
 def by_pair(study: Study, rows: Rows) -> str:
     """Compare tokens of two tasks with tokens of one."""
     arms = by_arm(rows)
-    between = {name: pair for name, pair in PAIRS.items() if TWO in pair}
-    found = {name: [row["overlap"][of][-1] for row in arms.get(arm, ())] for name, (arm, of) in between.items()}
+    found = {"two tasks, a token each": [row["overlap"][TWO][-1] for row in arms.get(TOKENS, ())]}
     noted = [row["pairs"] for row in arms.get(TWICE, ())]
     for task in tasks_of(study):
         found[f"the two tokens of {task}"] = [
@@ -83,7 +75,7 @@ def _written(values: Sequence[float], form: str) -> str:
 def draw_all(study: Study, rows: Rows, folder: Path, own: Callable[[Study, Rows, Path], None] | None = None) -> None:
     """Draw accuracy by arm, overlap by layer, attention on the object where it is known, and what is a study's own."""
     draw_accuracy(study, rows, folder)
-    draw_overlap(rows, folder)
+    draw_overlap(study, rows, folder)
     if rows[0]["on_object"] is not None:
         draw_on_object(study, rows, folder)
     if own is not None:
@@ -98,26 +90,30 @@ def draw_accuracy(study: Study, rows: Rows, folder: Path) -> None:
         for axes, task in zip(sides, tasks, strict=True):
             right = {name: [100 * row["accuracy"][f"task.{task}"] for row in own] for name, own in arms.items()}
             dots(axes, right, f"accuracy for {task}, %", colours=colours)
+            axes.set_xlim(right=min(100.05, axes.get_xlim()[1]))
+            axes.locator_params(axis="x", nbins=5)
         for axes in sides[1:]:
             axes.set_yticklabels([])
 
 
-def draw_overlap(rows: Rows, folder: Path) -> None:
-    """Draw by layer how alike the attention of two tokens is: of two tasks, and of one."""
-    arms = by_arm(rows)
-    styles = {
-        name: {"color": COLOURS[of == ONE], "linestyle": "--" if (arm, of) == (TWICE, TWO) else "-"}
-        for name, (arm, of) in PAIRS.items()
-    }
-    curves = {
-        name: [numbered(row["overlap"][of]) for row in arms[arm]] for name, (arm, of) in PAIRS.items() if arm in arms
-    }
-    if curves:
-        with figure(folder / "overlap.png") as (axes,):
-            lines(axes, curves, "layer", "cosine of attention over patches", styles=styles)
-            axes.set_ylim(top=1.02)
-            axes.locator_params(axis="x", integer=True)
-            name_lines(axes)
+def draw_overlap(study: Study, rows: Rows, folder: Path) -> None:
+    """Draw how alike the attention of two tokens is: by layer for a token each; every pair where a task has two."""
+    arms, (first, second) = by_arm(rows), tasks_of(study)
+    with figure(folder / "overlap.png", columns=2, width=11.0, height=3.2) as (left, right):
+        curves = [numbered(row["overlap"][TWO]) for row in arms.get(TOKENS, ())]
+        if curves:
+            lines(left, {TOKENS: curves}, "layer", "cosine of attention over patches", band=False)
+        left.set(title=TOKENS, ylim=(0, 1.02))
+        left.locator_params(axis="x", integer=True)
+        noted = [pair for row in arms.get(TWICE, ()) for pair in row["pairs"]]
+        kinds = {
+            f"two of {first}": [cosine for *both, cosine in noted if both == [first, first]],
+            f"{first}, {second}": [cosine for *both, cosine in noted if len(set(both)) == 2],
+            f"two of {second}": [cosine for *both, cosine in noted if both == [second, second]],
+        }
+        colours = dict(zip(kinds, (COLOURS[1], COLOURS[0], COLOURS[1]), strict=True))
+        dots(right, kinds, "cosine in the last layer", colours=colours, spread=False)
+        right.set(title=f"{TWICE}: every pair, every seed", xlim=(None, 1.02))
 
 
 def draw_on_object(study: Study, rows: Rows, folder: Path) -> None:

@@ -29,7 +29,7 @@ def test_every_arm_has_as_many_steps() -> None:
 
 def test_teachers_have_seen_no_more_than_their_students() -> None:
     taught = [arm for arm in STUDY.arms if "teacher" in arm.fields]
-    assert len(taught) == 7
+    assert len(taught) == 9
     for arm in taught:
         assert isinstance(arm.fields["teacher"], RunOf)
         assert STUDY.arm(arm.fields["teacher"].arm).fields["share"] == arm.fields["share"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.files import drafts
+from vitrail.files import drafts, held
 from vitrail.models.saving import write_whole
 
 
@@ -62,3 +62,22 @@ def test_files_of_models_are_for_everybody_to_read(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o644
+
+
+def test_a_folder_is_held_by_one(tmp_path: Path) -> None:
+    with held(tmp_path), pytest.raises(BlockingIOError), held(tmp_path):
+        pytest.fail("held twice")
+    with held(tmp_path):
+        assert not list(tmp_path.iterdir())
+
+
+def test_where_nothing_can_be_locked_all_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with held(tmp_path), held(tmp_path):
+        pass
+    monkeypatch.setattr("vitrail.files.fcntl", None)
+    with held(tmp_path), held(tmp_path):
+        pass

@@ -1,4 +1,7 @@
-"""Files that are written whole or not at all: out of sight first, beside where they go, and then moved there."""
+"""Files that are written whole or not at all: out of sight first, beside where they go, and then moved there.
+
+And folders that are held by one process at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,11 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -42,3 +50,24 @@ def move(complete: Mapping[Path, Path]) -> None:
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
     for draft, path in complete.items():
         draft.replace(path)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a folder; ``BlockingIOError`` where somebody else does. A process that dies lets go of it.
+
+    On systems and disks that cannot lock, everybody holds everything.
+    """
+    handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    try:
+        if handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:
+                pass
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)

@@ -94,6 +94,24 @@ def test_a_cut_off_checkpoint_is_passed_over_and_named(photos: str, stopped: Pat
     assert same(weights(run.last), finished(photos, tmp_path / "whole"))
 
 
+def test_one_run_at_a_time_works_in_a_folder(photos: str, tmp_path: Path) -> None:
+    out, refused = str(tmp_path / "run"), []
+
+    def interfere(event: Event) -> None:
+        if event.kind == "train" and not refused:
+            for how in ("overwrite", "resume"):
+                with pytest.raises(
+                    TrainingError, match="another run is at work there, and nothing was changed"
+                ) as said:
+                    train(data=photos, out=out, **FIELDS, **{how: True})
+                refused.append(said)
+
+    run = train(data=photos, out=out, tell=interfere, **{**FIELDS, "save_every": "1 steps", "log_every": 2})
+    assert len(refused) == 2
+    assert same(weights(run.last), finished(photos, tmp_path / "alone", save_every="1 steps", log_every=2))
+    train(out=out, resume=True)  # it has let go of the folder
+
+
 def test_damaged_bytes_are_noticed(stopped: Path) -> None:
     state = stopped / "checkpoints" / "step-00000006" / "state.pt"
     data = bytearray(state.read_bytes())

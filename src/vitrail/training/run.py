@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels
 from vitrail.analysis.roles import Disagreement
 from vitrail.errors import ModelLoadError, TrainingError
+from vitrail.files import held
 from vitrail.models import ViT
 from vitrail.models.saving import CONFIG, LABELS, labels_text, write_folder, write_whole
 from vitrail.training.evaluation import Evaluation
@@ -94,6 +96,19 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
         )
 
 
+def keep_to_itself(folder: Path, until: ExitStack) -> None:
+    """Make a run's folder, where it is not there, and keep it to this run until the end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        until.enter_context(held(folder))
+    except BlockingIOError as error:
+        raise TrainingError(
+            f"{folder}: another run is at work there, and nothing was changed. Wait for it, or name another with -o"
+        ) from error
+    except OSError as error:
+        raise _cannot_make(folder, error) from error
+
+
 def claim(folder: Path, *, overwrite: bool) -> None:
     """Make the folder of a new run, without what is left of an old one."""
     check_free(folder, overwrite=overwrite)
@@ -105,7 +120,11 @@ def claim(folder: Path, *, overwrite: bool) -> None:
                 (folder / name).unlink(missing_ok=True)
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TrainingError(f"{folder} could not be made ({error.strerror or error}); name another with -o") from error
+        raise _cannot_make(folder, error) from error
+
+
+def _cannot_make(folder: Path, error: OSError) -> TrainingError:
+    return TrainingError(f"{folder} could not be made ({error.strerror or error}); name another with -o")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from vitrail.training.loop import Loop
 from vitrail.training.parts import Parts
 from vitrail.training.remarks import remarks
 from vitrail.training.resuming import go_on, processes, resumed
-from vitrail.training.run import SETTINGS, Run, check_free, claim, write_text
+from vitrail.training.run import SETTINGS, Run, check_free, claim, keep_to_itself, write_text
 
 
 def train(
@@ -54,9 +56,9 @@ def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell)
     before = torch.get_float32_matmul_precision()
     if crew.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loop = None
+    loop, until = None, ExitStack()
     try:
-        loop, start = prepare(asked, crew, resume, overwrite, tell)
+        loop, start = prepare(asked, crew, resume, overwrite, tell, until)
         return loop.run(start)
     finally:
         torch.set_float32_matmul_precision(before)
@@ -65,10 +67,14 @@ def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell)
             for feed in (loop.parts.feed, loop.parts.held):
                 if feed is not None:
                     feed.close()
+        until.close()
 
 
-def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell) -> tuple[Loop, int]:
-    """Check everything, then make the run's folder and all that the loop needs; give it with its first step."""
+def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell, until: ExitStack) -> tuple[Loop, int]:
+    """Check everything, then make the run's folder and all that the loop needs; give it with its first step.
+
+    The folder is kept to this run until the stack is closed.
+    """
     examples, held = crew.together(lambda: open_data(asked))
     config = asked.resolved(len(examples), cuda=crew.device.type == "cuda")
     folder = config.folder
@@ -89,8 +95,9 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
     config = replace(config, side=config.side or config.image_size)
     parts = crew.together(lambda: make_parts(config, crew, examples, held, (built, teacher, learner, merging, r), tell))
     loop = Loop(parts)
+    crew.first_does(lambda: _take(folder, resume, overwrite, until))
     start = go_on(loop, len(examples)) if resume else 0
-    crew.first_does(lambda: _write_settings(config, resume, overwrite))
+    crew.first_does(lambda: write_text(folder / SETTINGS, config.to_yaml()))
     parts.log.trim(start)
     crew.barrier()
     _introduce(parts, start, loop.total)
@@ -100,10 +107,10 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
     return loop, start
 
 
-def _write_settings(config: Config, resume: bool, overwrite: bool) -> None:
+def _take(folder: Path, resume: bool, overwrite: bool, until: ExitStack) -> None:
+    keep_to_itself(folder, until)
     if not resume:
-        claim(config.folder, overwrite=overwrite)
-    write_text(config.folder / SETTINGS, config.to_yaml())
+        claim(folder, overwrite=overwrite)
 
 
 def _introduce(parts: Parts, start: int, total: int) -> None:

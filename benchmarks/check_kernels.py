@@ -58,6 +58,7 @@ def attention_cases() -> Iterator[Case]:
         yield Attention(length=131, width=72, dtype=dtype, layout=layout)
     for dtype, stepped in product(DTYPES, (False, True)):
         yield Attention(length=100, width=64, dtype=dtype, stepped=stepped, sharp=8.0, scale=0.3)
+        yield Attention(length=192, width=64, dtype=dtype, stepped=stepped, shift=-200.0)
 
 
 def attention_backward_cases() -> Iterator[Case]:
@@ -70,6 +71,7 @@ def attention_backward_cases() -> Iterator[Case]:
         yield AttentionBackward(length=131, width=72, dtype=dtype, layout=layout)
     for dtype, split in product(DTYPES, (False, True)):
         yield AttentionBackward(length=100, width=64, dtype=dtype, sharp=4.0, scale=0.3, split=split)
+        yield AttentionBackward(length=192, width=64, dtype=dtype, shift=-200.0, split=split)
     for length in (1, 2, 17, 64, 65, 128):
         yield AttentionBackward(length=length, width=64, dtype="bfloat16", heads=3, split=True)
     for width, dtype in product(WIDTHS, DTYPES):

@@ -47,6 +47,8 @@ class Attention(Case):
             ``separate``; ``heads`` with heads before tokens; ``channels`` with tokens last.
         stepped: whether the kernel for long sequences is to run.
         sharp: factor of the queries; large ones make attention pick single keys.
+        shift: added to log₂ of all sizes, which changes nothing: but where something that is not there has a score of
+            0 instead of −∞, its weight overflows once all others are far below.
     """
 
     topic: ClassVar[str] = "attention"
@@ -58,6 +60,7 @@ class Attention(Case):
     stepped: bool = False
     scale: float | None = None
     sharp: float = 1.0
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ ATTENTION = (
     *(Attention(length=33, width=80, layout=layout, dtype=HALF) for layout in ("separate", "heads", "channels")),
     Attention(length=40, width=128, stepped=True, layout="separate"),
     Attention(length=50, width=32, heads=3, scale=0.3, sharp=8.0),
+    *(Attention(length=33, width=32, shift=-200.0, stepped=stepped) for stepped in (False, True)),
 )
 
 ATTENTION_BACKWARD = (
@@ -200,6 +204,8 @@ ATTENTION_BACKWARD = (
     AttentionBackward(length=40, width=64, split=True, dtype=HALF, batch=1),
     *(AttentionBackward(length=20, layout=layout, heads=3, split=True) for layout in ("separate", "heads", "channels")),
     AttentionBackward(length=40, width=32, scale=0.3, sharp=4.0, split=True),
+    *(AttentionBackward(length=33, width=32, shift=-200.0, split=split) for split in (False, True)),
+    *(AttentionBackward(length=24, shift=-200.0, blocks=True, split=split, dtype=HALF) for split in (False, True)),
 )
 
 _LENGTHS = ((2, 0), (3, 1), (7, 2), (17, 1), (18, 5), (32, 0), (33, 9), (34, 4), (65, 3), (131, 8))

@@ -43,9 +43,10 @@ def _check_attention(case: Attention, device: torch.device) -> tuple[float, floa
     q, k, v = draw.heads(3, case.heads, case.length, case.width, case.layout)
     q *= case.sharp
     size = draw.sizes(case.length)
+    bias = size.log2() + case.shift
     scale = case.width**-0.5 if case.scale is None else case.scale
     with mock.patch.object(triton_attention, "WHOLE", 0 if case.stepped else triton_attention.WHOLE):
-        (out,) = twice(lambda: triton_attention.launch(q, k, v, size.log2(), scale)[:1], device)  # type: ignore[arg-type]
+        (out,) = twice(lambda: triton_attention.launch(q, k, v, bias, scale)[:1], device)  # type: ignore[arg-type]
     exact = proportional_attention(q.double(), k.double(), v.double(), size.double(), scale=scale)
     # the error of a score grows with the score, and float32 alone is fine enough to show it
     factor = max(1.0, case.sharp) if q.dtype == torch.float32 else 1.0
@@ -57,15 +58,16 @@ def _check_attention_backward(case: AttentionBackward, device: torch.device) -> 
     q, k, v = draw.heads(3, case.heads, case.length, case.width, case.layout)
     q *= case.sharp
     size = draw.sizes(case.length)
+    bias = size.log2() + case.shift
     grad = draw.normal(case.batch, case.length, case.heads * case.width)
     scale = case.width**-0.5 if case.scale is None else case.scale
     with mock.patch.object(triton_attention, "WHOLE", 0 if case.stepped else triton_attention.WHOLE):
-        out, sums = triton_attention.launch(q, k, v, size.log2(), scale, keep=True)
+        out, sums = triton_attention.launch(q, k, v, bias, scale, keep=True)
     assert sums is not None
 
     def launch() -> Sequence[Tensor]:
         into = tuple(torch.empty_like(out).unflatten(-1, (case.heads, -1)).transpose(1, 2) for _ in range(3))
-        triton_attention_back.launch(grad, (q, k, v), size.log2(), out, sums, scale, into)  # type: ignore[arg-type]
+        triton_attention_back.launch(grad, (q, k, v), bias, out, sums, scale, into)  # type: ignore[arg-type]
         return into
 
     back = triton_attention_back

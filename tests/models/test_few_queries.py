@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.heads import AttentionPool
+from vitrail.merging.attention import weights_of_few
 from vitrail.models import ViTConfig
 from vitrail.models.class_attention import ClassAttention
 
@@ -53,3 +54,15 @@ def test_what_all_scores_share_changes_nothing(make: Callable[[], tuple], device
     far = 1e-9 if device == "cpu" else 0.1
     torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=max(far, 1e-6))
     torch.testing.assert_close(grads[1][0], grads[0][0], rtol=0, atol=far)
+
+
+def test_large_scores_are_not_rounded_to_half_precision() -> None:
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, HEADS, tokens, 64).bfloat16() for tokens in (1, TOKENS))
+    q *= 16
+    exact = (q.double() @ k.double().transpose(-2, -1) / 8).softmax(-1)
+    assert (q.double() @ k.double().transpose(-2, -1) / 8).abs().amax() > 30
+    with torch.autocast("cpu", torch.bfloat16):
+        found = weights_of_few(q, k)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-6)
+    assert weights_of_few(q.to("meta"), k.to("meta")).shape == exact.shape

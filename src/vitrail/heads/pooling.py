@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption
+from vitrail.merging.attention import weights_of_few
 
 
 def linear(width: int, outputs: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -76,6 +77,5 @@ class AttentionPool(nn.Module):
         heads = (self.num_heads, patches.shape[-1] // self.num_heads)
         q = self.q(self.latent).expand(len(patches), -1, -1).unflatten(-1, heads).transpose(1, 2)
         k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self.kv(patches).chunk(2, -1))
-        weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)  # as class attention, and for its reason
-        x = self.proj((weights @ v).transpose(1, 2).flatten(1))
+        x = self.proj((weights_of_few(q, k).to(v.dtype) @ v).transpose(1, 2).flatten(1))
         return self.norm(x) if self.mlp is None else x + self.mlp(self.norm(x))

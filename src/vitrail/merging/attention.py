@@ -1,6 +1,8 @@
-"""Proportional attention: a merged token counts as often as it has members."""
+"""Proportional attention, where a merged token counts as often as it has members; and that of few queries."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -40,3 +42,20 @@ def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor |
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def weights_of_few(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Give the weights (B, H, Q, N) by which few queries attend, in float32 at least, also where autocast is on.
+
+    Not by PyTorch's fused attention: for one query whose scores are all far below zero, cuDNN's gradients are not
+    finite (NVIDIA/cudnn-frontend#1072). Nothing holds scores up, for a softmax does not see what they share.
+
+    Args:
+        q: queries (B, H, Q, d).
+        k: keys (B, H, N, d).
+        mask: true where a query may read.
+    """
+    work, device = torch.promote_types(q.dtype, torch.float32), q.device.type
+    with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+        scores: Tensor = q.to(work) @ k.to(work).transpose(-2, -1) * q.shape[-1] ** -0.5
+    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from vitrail.merging.attention import weights_of_few
 from vitrail.models.config import ViTConfig
 from vitrail.models.layers import layer_norm, layer_scale, mlp
 
@@ -36,18 +37,13 @@ class ClassAttention(nn.Module):
 
     def forward(self, x: Tensor, queries: int, mask: Tensor | None = None) -> Tensor:
         """Give what the first ``queries`` tokens of (B, Q + M, D) read; ``mask`` (Q, Q + M) is true where they may."""
-        attended = self.weights(x, queries, mask) @ self._heads(self.v(x))
+        v = self._heads(self.v(x))
+        attended = self.weights(x, queries, mask).to(v.dtype) @ v
         return self.proj(attended.transpose(1, 2).flatten(2))
 
     def weights(self, x: Tensor, queries: int, mask: Tensor | None = None) -> Tensor:
-        """Give the attention (B, H, Q, Q + M) that `forward` mixes values by.
-
-        Not by PyTorch's fused attention: for one query whose scores are all far below zero, cuDNN's gradients are not
-        finite (NVIDIA/cudnn-frontend#1072). Nothing holds the scores up, for a softmax does not see what they share.
-        """
-        q, k = self._queries_and_keys(x, queries)
-        scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5
-        return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+        """Give the attention (B, H, Q, Q + M) that `forward` mixes values by."""
+        return weights_of_few(*self._queries_and_keys(x, queries), mask)
 
     def _queries_and_keys(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor]:
         return self.q_norm(self._heads(self.q(x[:, :queries]))), self.k_norm(self._heads(self.k(x)))

@@ -89,8 +89,8 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
     right = {name: [100 * row["accuracy"][study.answer] for row in own] for name, own in arms.items()}
     colours = {name: STYLES[name]["color"] for name in arms}
     by = {
-        "Muon": {name: values for name, values in right.items() if not name.endswith(ADAMW)},
-        "AdamW": {name: values for name, values in right.items() if name.endswith(ADAMW)},
+        title: {name: values for name, values in right.items() if name.endswith(ADAMW) == adamw}
+        for title, adamw in (("Muon", False), ("AdamW", True))
     }
     there = {title: own for title, own in by.items() if own}
     with figure(folder / "accuracy.png", columns=len(there), width=4.5 * len(there), height=2.8) as sides:

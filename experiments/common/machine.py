@@ -36,17 +36,14 @@ class Stopwatch:
         What is on the device after a run is not the run's: libraries keep some memory from the first time on.
         """
         gc.collect()
+        peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() if torch.cuda.is_available() else None
         epochs = read_log(folder / "log.jsonl", "epoch")
         speeds = sorted(line["images_per_s"] for line in epochs)
         return {
             "seconds": max(self._seconds, epochs[-1]["seconds"]),  # of a run that went on, the time before counts, too
             "train_images_per_s": speeds[len(speeds) // 2],
-            "peak_bytes": _more_than_stays() if torch.cuda.is_available() else None,
+            "peak_bytes": peak,
         }
-
-
-def _more_than_stays() -> int:
-    return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
 
 
 @cache

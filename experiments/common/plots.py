@@ -72,13 +72,17 @@ def dots(
             band: dict[str, Any] = {"linewidth": 6, "alpha": 0.25, "solid_capstyle": "butt"}
             axes.plot([mean - sd, mean + sd], [place, place], color=colour, **band)
             axes.plot([mean, mean], [place - 0.28, place + 0.28], color=colour, linewidth=2)
-        apart = [place + 0.3 * (at + 0.5) / len(values) - 0.15 for at in range(len(values))]  # equal ones are seen
-        axes.plot(values, apart, "o", color=colour, markersize=4, markeredgewidth=0, alpha=0.9)
+        axes.plot(values, apart(place, len(values)), "o", color=colour, markersize=4, markeredgewidth=0, alpha=0.9)
     axes.set_yticks(range(len(groups)), list(groups))
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
+
+
+def apart(place: float, count: int) -> list[float]:
+    """Give so many places around one, so that equal values are seen."""
+    return [place + 0.3 * (at + 0.5) / count - 0.15 for at in range(count)]
 
 
 def lines(

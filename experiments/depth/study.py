@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.common.choosing import run_key
 from experiments.common.data import imagenette
-from experiments.common.plots import COLOURS, dots, figure, lines, name_lines
+from experiments.common.plots import COLOURS, apart, dots, figure, lines, name_lines
 from experiments.common.rows import SEARCH, finished, read_rows
 from experiments.common.study import Arm, Column, Rows, Study
 from experiments.common.tables import by_arm
@@ -74,8 +74,7 @@ def draw_search(study: Study, arms: Iterable[str], folder: Path, axes: Axes, col
     for place, name in enumerate(arms):
         found = [tried[run_key(study, study.arm(name), 0, point, folder)] for point in study.points()]
         points[name] = [100 * one["held"] for one in found if "diverged" not in one]
-        lost = len(found) - len(points[name])
-        broken += [(place + 0.3 * (at - (lost - 1) / 2) / max(lost, 1), colours[name]) for at in range(lost)]
+        broken += [(up, colours[name]) for up in apart(place, len(found) - len(points[name]))]
     dots(axes, points, "accuracy on held-out training pictures, %", colours=colours, spread=False)
     edge = axes.get_xlim()[0]
     for up, colour in broken:

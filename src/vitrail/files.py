@@ -58,16 +58,16 @@ def held(folder: Path) -> Iterator[None]:
 
     On systems and disks that cannot lock, everybody holds everything.
     """
-    handle = os.open(folder, os.O_RDONLY) if fcntl is not None else None
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        if handle is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
                 raise
-            except OSError:
-                pass
         yield
     finally:
-        if handle is not None:
-            os.close(handle)
+        os.close(handle)

@@ -16,7 +16,7 @@ from vitrail.surgery import running
 from vitrail.training import Event, evaluate, train
 from vitrail.training import loop as loops
 from vitrail.training.objective import Terms
-from vitrail.training.stepping import WARM_UP
+from vitrail.training.stepping import WARM_UP, sound_attention
 
 
 class Played:
@@ -149,3 +149,33 @@ def test_merged_blocks_train_by_their_kernels(
     if compiled == "off":
         assert set(calls) == {torch.bfloat16}
     assert found["bf16-weights"] == pytest.approx(found["fp32"], abs=0.1)
+
+
+def test_the_attention_of_cudnn_is_away_while_it_trains_and_back_afterwards(photos: str, tmp_path: Path) -> None:
+    states: list[bool] = []
+
+    def look(event: Event) -> None:
+        if event.kind == "train":
+            states.append(torch.backends.cuda.cudnn_sdp_enabled())
+
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    train(data=photos, out=str(tmp_path / "run"), tell=look, **FIELDS)
+    assert states
+    assert not any(states)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(RuntimeError, match="stopped"), sound_attention():
+        raise RuntimeError("stopped")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [64, 65, 128, 192])
+def test_gradients_are_finite_where_all_scores_are_far_below_zero(tokens: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 3, tokens, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[..., 0], k[..., 0] = 1.0, -150.0 * 64**0.5
+    given = [one.requires_grad_() for one in (q, k, v)]
+    with sound_attention():
+        out = torch.nn.functional.scaled_dot_product_attention(*given)
+        grads = torch.autograd.grad(out, given, torch.randn_like(out))
+    assert all(grad.isfinite().all() for grad in grads)

@@ -140,6 +140,21 @@ def recorder_for(parts: Parts) -> Recorder | None:
 
 
 @contextmanager
+def sound_attention() -> Iterator[None]:
+    """Keep cuDNN's attention away for as long as this lasts: its gradients are not always finite.
+
+    On Hopper it counts tokens that are not there where a number of tokens leaves 64 over multiples of 128, as 8 × 8
+    patches do, and a query's scores are all far below zero: pytorch#196678, NVIDIA/cudnn-frontend#1072.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
 def _syncing(wrapped: Any, *, last: bool) -> Iterator[None]:
     """Let processes add up their gradients with the last part of a batch, once."""
     if hasattr(wrapped, "set_requires_gradient_sync"):

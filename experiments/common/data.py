@@ -126,11 +126,12 @@ def drawn_shapes(side: int, count: int, classes: Mapping[str, Sequence[str]]) ->
 
 @cache
 def moving_shapes(frames: int = 8, side: int = 48, count: int = 4200) -> Data:
-    """Drawn clips (3, T, S, S) whose class is how a shape moves, and half as many to validate on."""
+    """Drawn clips (3, T, S, S) whose class is a shape and how it moves, and half as many to validate on."""
+    classes = tuple(f"{shape}, {motion}" for shape in SHAPES for motion in MOTIONS)
 
     def opened(found: Drawn) -> Examples:
         assert found.motion is not None
-        return open_examples(Arrays(found.images, found.motion, MOTIONS))
+        return open_examples(Arrays(found.images, found.shape * len(MOTIONS) + found.motion, classes))
 
     shape = {"frames": frames, "side": side}
     return Data(opened(film(count, seed=0, **shape)), opened(film(count // 2, seed=1, **shape)))

@@ -38,7 +38,7 @@ SHAPES = tuple(OUTLINES)
 GROUPS = {"round": ("disc", "ring", "star"), "angular": ("square", "triangle", "cross")}
 """Two kinds of outline, which a shape decides."""
 
-MOTIONS = ("still", "right", "left", "up", "down", "clockwise", "anticlockwise")
+MOTIONS = ("still", "right", "left", "up", "down")
 
 CHUNK = 512
 """Pictures that are drawn at once."""
@@ -142,16 +142,9 @@ def film(count: int, *, frames: int = 8, side: int = 48, seed: int = 0, motion: 
 
 def paths(motion: Tensor, frames: int, generator: torch.Generator) -> Tensor:
     """Give how far each shape has moved (N, T, 2), across and down, since the first frame."""
-    time = torch.arange(frames)
-    speed = (0.04 + 0.04 * torch.rand(len(motion), 1, generator=generator)).expand(-1, frames)
-    phase = 2 * pi * torch.rand(len(motion), 1, generator=generator)
-    turn = 2 * pi * time / frames
-    circle = torch.stack([(phase + turn).cos() - phase.cos(), (phase + turn).sin() - phase.sin()], -1) * 0.18
-    back = torch.stack([(phase - turn).cos() - phase.cos(), (phase - turn).sin() - phase.sin()], -1) * 0.18
-    ahead, none = speed * time, torch.zeros_like(speed)
-    kinds = [(none, none), (ahead, none), (-ahead, none), (none, -ahead), (none, ahead)]
-    moves = torch.stack([*(torch.stack(one, -1) for one in kinds), circle, back])
-    return moves[motion, torch.arange(len(motion))]
+    speed = 0.04 + 0.04 * torch.rand(len(motion), 1, generator=generator)
+    ways = torch.tensor([(0.0, 0.0), (1.0, 0.0), (-1.0, 0.0), (0.0, -1.0), (0.0, 1.0)])
+    return (speed * torch.arange(frames))[:, :, None] * ways[motion][:, None]
 
 
 def balanced(count: int, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:

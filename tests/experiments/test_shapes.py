@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -81,7 +80,3 @@ def test_directions_are_what_they_are_called() -> None:
     assert (moved["left"].diff(dim=0)[:, 0] < 0).all()
     assert (moved["up"].diff(dim=0)[:, 1] < 0).all()  # rows are counted downwards
     assert (moved["down"].diff(dim=0)[:, 1] > 0).all()
-    for name, sign in (("clockwise", 1), ("anticlockwise", -1)):
-        steps = moved[name].diff(dim=0).numpy()
-        turn = steps[:-1, 0] * steps[1:, 1] - steps[:-1, 1] * steps[1:, 0]
-        assert (np.sign(turn) == sign).all()

@@ -1,4 +1,4 @@
-"""Moving shapes: clips of 8 frames in 256 patches of space and time, how does the shape move?"""
+"""Moving shapes: clips of 8 frames in 256 patches of space and time, which shape moves which way?"""
 
 from __future__ import annotations
 

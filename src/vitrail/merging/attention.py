@@ -1,4 +1,4 @@
-"""Proportional attention, where a merged token counts as often as it has members; and that of few queries."""
+"""Attention: proportional, where a merged token counts as often as it has members; plain; and that of few queries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def proportional_attention(
@@ -31,7 +34,33 @@ def proportional_attention(
         dropout: probability with which attention weights are dropped.
     """
     bias = mask if size is None else key_bias(size, mask, q)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale)
+    return fused_attention(q, k, v, mask=bias, causal=causal, scale=scale, dropout=dropout)
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attend by the best of PyTorch's kernels whose gradients can be relied on; the arguments are as above."""
+    risky = q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2])
+    with sdpa_kernel(_NOT_CUDNN) if risky else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale)
+
+
+def overflows_in_cudnn(tokens: int) -> bool:
+    """Say whether cuDNN's gradients of attention to so many tokens can be infinite, as on Hopper for 8 × 8 patches.
+
+    Where a number of tokens leaves 64 over multiples of 128, it counts tokens that are not there as if their scores
+    were 0; if those of all others are below −88, that is too much for a float (pytorch#196678). Nothing holds scores
+    up, for a softmax does not see what they share.
+    """
+    return tokens % 128 == 64
 
 
 def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -48,7 +77,7 @@ def weights_of_few(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     """Give the weights (B, H, Q, N) by which few queries attend, in float32 at least, also where autocast is on.
 
     Not by PyTorch's fused attention: for one query whose scores are all far below zero, cuDNN's gradients are not
-    finite (NVIDIA/cudnn-frontend#1072). Nothing holds scores up, for a softmax does not see what they share.
+    finite (NVIDIA/cudnn-frontend#1072); and with so few there is nothing to fuse.
 
     Args:
         q: queries (B, H, Q, d).

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.merging.attention import fused_attention
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import rotate
 
@@ -67,7 +68,7 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Mix the values (B, H, N, d) by attention."""
         dropout = self.attn_drop.p if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return fused_attention(q, k, v, mask=mask, dropout=dropout)
 
 
 class TalkingHeadsAttention(Attention):

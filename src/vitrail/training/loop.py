@@ -57,7 +57,7 @@ class Loop:
         parts = self.parts
         parts.log.write("start", step=start, processes=parts.crew.world, device=str(parts.crew.device))
         stack = ExitStack()
-        with stack, broken_links(parts.crew, self._last_checkpoint), sound_attention():
+        with stack, broken_links(parts.crew, self._last_checkpoint), sound_attention(parts.built):
             stop = stack.enter_context(Stop.listening())
             self._started = self._begun = time.perf_counter()
             self._since = start

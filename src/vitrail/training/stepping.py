@@ -16,6 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.adapters import find
+from vitrail.errors import VitrailError
+from vitrail.merging.attention import overflows_in_cudnn
+from vitrail.models import ViT
+from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.training.building import Built
 from vitrail.training.log import Event
 from vitrail.training.objective import Terms
 from vitrail.training.optim import set_lr
@@ -140,18 +146,26 @@ def recorder_for(parts: Parts) -> Recorder | None:
 
 
 @contextmanager
-def sound_attention() -> Iterator[None]:
-    """Keep cuDNN's attention away for as long as this lasts: its gradients are not always finite.
+def sound_attention(built: Built) -> Iterator[None]:
+    """Keep cuDNN's attention away from a model that may get infinite gradients from it, for as long as this lasts.
 
-    On Hopper it counts tokens that are not there where a number of tokens leaves 64 over multiples of 128, as 8 × 8
-    patches do, and a query's scores are all far below zero: pytorch#196678, NVIDIA/cudnn-frontend#1072.
+    Models of ours look after themselves at every call; for others it is on or off at all of them.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(before and (isinstance(built.model, ViT) or not _may_overflow(built)))
     try:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _may_overflow(built: Built) -> bool:
+    size = built.preprocessing.size if isinstance(built.preprocessing, Preprocessing) else None
+    try:
+        found = find(built.model)
+        return overflows_in_cudnn(found.adapter.layout(found.trunk, size).num_tokens)
+    except VitrailError:
+        return True  # attention in windows, maybe, of nobody knows how many tokens
 
 
 @contextmanager

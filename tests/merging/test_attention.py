@@ -1,0 +1,89 @@
+"""Plain attention by PyTorch's kernels: the same numbers, and gradients that can be relied on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from vitrail.merging import attention
+from vitrail.merging.attention import fused_attention, overflows_in_cudnn
+
+FAR = -150.0
+"""Far enough below zero that exp(0 − log-sum-exp), which stands in cuDNN's gradients, overflows."""
+
+
+def drawn(tokens: int, shift: float = 0.0, device: str = "cpu", dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Queries, keys and values (2, 3, N, 64) whose scores are all moved by as much."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, tokens, 64, device=device, dtype=dtype) for _ in range(3))
+    q[..., 0], k[..., 0] = 1.0, shift * 64**0.5
+    return [one.requires_grad_() for one in (q, k, v)]
+
+
+def test_numbers_of_tokens_that_leave_64_over_multiples_of_128() -> None:
+    assert [tokens for tokens in range(600) if overflows_in_cudnn(tokens)] == [64, 192, 320, 448, 576]
+
+
+@pytest.mark.parametrize("mask", [None, torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) < 0.7])
+def test_it_is_attention(mask: Tensor | None) -> None:
+    q, k, v = drawn(64)
+    scores = q @ k.transpose(-2, -1) / 4
+    weights = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+    torch.testing.assert_close(fused_attention(q, k, v, mask=mask, scale=0.25), weights @ v)
+
+
+def kernels_allowed(monkeypatch: pytest.MonkeyPatch, tokens: int, device: str, grad: bool = True) -> list[bool]:
+    """Whether cuDNN and another kernel were allowed when PyTorch was called; nothing is computed."""
+    seen: list[bool] = []
+
+    def called(*given: Tensor, **options: object) -> Tensor:
+        seen.extend((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return given[0]
+
+    class Anywhere(Tensor):
+        is_cuda = device == "cuda"
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", called)
+    with torch.set_grad_enabled(grad):
+        fused_attention(*(one.detach().as_subclass(Anywhere) for one in drawn(tokens)))
+    return seen
+
+
+def test_cudnn_is_left_out_where_gradients_on_a_gpu_may_overflow_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert kernels_allowed(monkeypatch, 64, "cuda") == [False, True]
+    assert kernels_allowed(monkeypatch, 64, "cuda", grad=False) == [True, True]
+    assert kernels_allowed(monkeypatch, 65, "cuda") == [True, True]
+    assert kernels_allowed(monkeypatch, 64, "cpu") == [True, True]
+
+
+def test_leaving_it_out_can_be_compiled_as_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in `fused_attention` for a GPU, on a CPU."""
+    given = drawn(64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(attention._NOT_CUDNN):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(out, fused_attention(*given))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens", [64, 65, 128, 192])
+def test_gradients_are_right_where_all_scores_are_far_below_zero(tokens: int, compiled: bool) -> None:
+    attend = torch.compile(fused_attention, fullgraph=True) if compiled else fused_attention
+    given = drawn(tokens, FAR, "cuda", torch.bfloat16)
+    upon = torch.randn_like(given[0])
+    found = torch.autograd.grad(attend(*given), given, upon)
+    exact = [one.detach().double().requires_grad_() for one in given]
+    weights = (exact[0] @ exact[1].transpose(-2, -1) / 8).softmax(-1)
+    wanted = torch.autograd.grad(weights @ exact[2], exact, upon.double())
+    assert all(grad.isfinite().all() for grad in found)
+    torch.testing.assert_close(found[2].double(), wanted[2], rtol=0, atol=0.1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.common.plots import COLOURS, INK, dots, figure, lines, name_lines, trade
+from experiments.common.plots import COLOURS, dots, figure, lines, name_lines, trade
 from experiments.common.statistics import spread
 from experiments.common.study import Arm, Column, Row, Rows, Study
 from experiments.common.tables import by_arm, difference, markdown, plus_minus, points, result_table
@@ -119,9 +119,10 @@ def draw_trade(study: Study, rows: Rows, axes: Axes, colours: Mapping[str, str])
         name: [[place(row, (MERGED, r)) for r in values(own)] for row in own] for name, own in by_arm(rows).items()
     }
     trade(axes, curves, "thousand pictures per second, measured", "accuracy on the validation set, %")
-    for name, own in by_arm(rows).items():
+    for number, (name, own) in enumerate(by_arm(rows).items()):
+        beside = {"xytext": (0, -6 if number else 5), "va": "top" if number else "bottom", "color": colours[name]}
         for r, point in zip(values(own), np.mean(curves[name], axis=0), strict=True):
-            axes.annotate(str(r), point, (0, 5), textcoords="offset points", fontsize=7, ha="center", color=INK)
+            axes.annotate(str(r), point, textcoords="offset points", fontsize=7, ha="center", **beside)
         crossed = np.mean([place(row, (UNMERGED, 0)) for row in own], axis=0)
         axes.plot(*crossed, "x", color=colours[name], markersize=8, markeredgewidth=2, label=f"{name}: {UNMERGED}")
     axes.set(title="Inference; the numbers are r")

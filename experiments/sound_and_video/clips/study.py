@@ -13,6 +13,6 @@ STUDY = asked(
     moving_shapes,
     partial(moving_shapes, 4, 24, 96),
     r=15,
-    base={"patch_size": (2, 6, 6), "epochs": 20, "batch_size": 128, "augment": "light"},
+    base={"patch_size": (2, 6, 6), "epochs": 40, "batch_size": 128, "augment": "light"},
     reduced={"patch_size": (2, 4, 4)},
 )

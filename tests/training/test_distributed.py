@@ -103,7 +103,7 @@ def test_killed_process_ends_the_others_with_a_message(tmp_path: Path) -> None:
     assert code == 2, errors
     text = " ".join(errors.split())
     assert "Process 0 of 2 lost the others" in text
-    assert "Go on with --resume from" in text
+    assert "Go on with resume=True (--resume) from" in text
 
 
 def test_lost_link_and_full_device_are_explained() -> None:

@@ -219,7 +219,9 @@ def test_asked_to_stop_it_finishes_the_step_and_can_go_on(photos: str, tmp_path:
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match=r"Stopped after step 5 of 9\. Go on with --resume from .*step-00000005"):
+    with pytest.raises(
+        Interrupted, match=r"Stopped after step 5 of 9\. Go on with resume=True \(--resume\) from .*step-00000005"
+    ):
         train(data=photos, out=str(tmp_path / "run"), tell=tell, **FIELDS)
     assert signal.getsignal(signal.SIGTERM) is before
     assert same(weights(train(out=str(tmp_path / "run"), resume=True).last), finished(photos, tmp_path / "whole"))

@@ -289,4 +289,4 @@ class Loop:
         steps = self.parts.checkpoints.steps()
         if not steps:
             return "There is no checkpoint yet."
-        return f"Go on with --resume from {self.parts.checkpoints.path(steps[-1])}."
+        return f"Go on with resume=True (--resume) from {self.parts.checkpoints.path(steps[-1])}."

@@ -24,7 +24,9 @@ def resumed(given: dict[str, Any]) -> Config:
     """Read what a run was started with, and refuse to go on with something else."""
     folder = Config.from_dict({"data": ".", **given}).folder
     if not (folder / SETTINGS).is_file():
-        raise TrainingError(f"{folder} holds no run to resume; leave --resume out to start one, or name its folder, -o")
+        raise TrainingError(
+            f"{folder} holds no run to resume; leave resume (--resume) out to start one, or name its folder, out= (-o)"
+        )
     saved = read_yaml(folder / SETTINGS)
     fresh = Config.from_dict({"data": saved.get("data"), **saved})
     for name, value in Config.from_dict({**saved, **given}).to_dict().items():

@@ -88,11 +88,11 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
     if taken and not (is_run and overwrite):
         if not is_run:
             raise TrainingError(
-                f"{folder} holds something that is no run, and nothing was changed; name another with -o"
+                f"{folder} holds something that is no run, and nothing was changed; name another, out= (-o)"
             )
         raise TrainingError(
-            f"{folder} holds a run already, and nothing was changed. Go on with it by --resume, begin anew in its "
-            "place by --overwrite, or name another folder with -o"
+            f"{folder} holds a run already, and nothing was changed. Go on with it by resume=True (--resume), begin "
+            "anew in its place by overwrite=True (--overwrite), or name another folder, out= (-o)"
         )
 
 
@@ -103,7 +103,7 @@ def keep_to_itself(folder: Path, until: ExitStack) -> None:
         until.enter_context(held(folder))
     except BlockingIOError as error:
         raise TrainingError(
-            f"{folder}: another run is at work there, and nothing was changed. Wait for it, or name another with -o"
+            f"{folder}: another run is at work there, and nothing was changed. Wait for it, or name another, out= (-o)"
         ) from error
     except OSError as error:
         raise _cannot_make(folder, error) from error
@@ -124,7 +124,7 @@ def claim(folder: Path, *, overwrite: bool) -> None:
 
 
 def _cannot_make(folder: Path, error: OSError) -> TrainingError:
-    return TrainingError(f"{folder} could not be made ({error.strerror or error}); name another with -o")
+    return TrainingError(f"{folder} could not be made ({error.strerror or error}); name another, out= (-o)")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -176,12 +176,13 @@ def model_of(path: Path) -> Path:
             folders = sorted((path / CHECKPOINTS).glob(f"step-*/{CONFIG}"))
             kept = f"; its newest checkpoint is {folders[-1].parent}, a model, too" if folders else ""
             raise ModelLoadError(
-                f"{path} is a run that has no model yet{kept}. If nobody trains it now, go on with it by --resume"
+                f"{path} is a run that has no model yet{kept}. If nobody trains it now, go on with it by resume=True "
+                "(--resume)"
             ) from None
         if (path / SHARDS).is_dir():
             raise ModelLoadError(
                 f"{path} is a checkpoint of several processes that held a part of the model each; use {LAST} of the "
-                "run, or go on with it by --resume"
+                "run, or go on with it by resume=True (--resume)"
             ) from None
         raise
 

@@ -50,7 +50,7 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
         dots(left, named, "accuracy on the validation set, %", colours=colours)
         draw_search(study, arms, folder, right, colours)
         left.set_title("the best point of the search, every seed")
-        right.set_title("every point of the search (×: broke off)")
+        right.set_title("every point of the search")
     with figure(folder / "loss.png") as (axes,):
         lines(
             axes,
@@ -79,6 +79,7 @@ def draw_search(study: Study, arms: Iterable[str], folder: Path, axes: Axes, col
     edge = axes.get_xlim()[0]
     for up, colour in broken:
         axes.plot(edge, up, "x", color=colour, markersize=5, clip_on=False)
+        axes.set_xlabel("accuracy on held-out training pictures, % (×: broke off)")
 
 
 STUDY = Study(

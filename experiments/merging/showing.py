@@ -118,9 +118,13 @@ def draw_trade(study: Study, rows: Rows, axes: Axes, colours: Mapping[str, str])
     curves = {
         name: [[place(row, (MERGED, r)) for r in values(own)] for row in own] for name, own in by_arm(rows).items()
     }
-    trade(axes, curves, "thousand pictures per second, measured", "accuracy on the validation set, %")
+    trade(axes, curves, "thousand a second, measured", "accuracy on the validation set, %")
     for number, (name, own) in enumerate(by_arm(rows).items()):
-        beside = {"xytext": (0, -6 if number else 5), "va": "top" if number else "bottom", "color": colours[name]}
+        beside: dict[str, Any] = {
+            "xytext": (0, -6 if number else 5),
+            "va": "top" if number else "bottom",
+            "color": colours[name],
+        }
         for r, point in zip(values(own), np.mean(curves[name], axis=0), strict=True):
             axes.annotate(str(r), point, textcoords="offset points", fontsize=7, ha="center", **beside)
         crossed = np.mean([place(row, (UNMERGED, 0)) for row in own], axis=0)

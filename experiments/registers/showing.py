@@ -72,6 +72,7 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
             norms = {arm: [one["norm_ratio"] for one in some] for arm, some in each.items()}
             dots(first, norms, "norm of a register over that of a patch")
             dots(second, {arm: [scored(one) for one in some] for arm, some in each.items()}, "class from it alone, %")
+            first.locator_params(axis="x", nbins=6)
     if any(row.get("cure") for row in rows):
         draw_cure(arms, folder / "cure.png")
 

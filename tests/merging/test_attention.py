@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.merging import attention
-from vitrail.merging.attention import fused_attention, overflows_in_cudnn
+from vitrail.merging.attention import beside_cudnn, fused_attention, overflows_in_cudnn
 
 FAR = -150.0
 """Far enough below zero that exp(0 − log-sum-exp), which stands in cuDNN's gradients, overflows."""
@@ -35,12 +35,17 @@ def test_it_is_attention(mask: Tensor | None) -> None:
     torch.testing.assert_close(fused_attention(q, k, v, mask=mask, scale=0.25), weights @ v)
 
 
-def kernels_allowed(monkeypatch: pytest.MonkeyPatch, tokens: int, device: str, grad: bool = True) -> list[bool]:
-    """Whether cuDNN and another kernel were allowed when PyTorch was called; nothing is computed."""
-    seen: list[bool] = []
+def allowed() -> dict[str, bool]:
+    cuda = torch.backends.cuda
+    return {"cudnn": cuda.cudnn_sdp_enabled(), "flash": cuda.flash_sdp_enabled(), "math": cuda.math_sdp_enabled()}
+
+
+def kernels_allowed(monkeypatch: pytest.MonkeyPatch, tokens: int, device: str, grad: bool = True) -> set[str]:
+    """Which kernels were allowed when PyTorch was called; nothing is computed."""
+    seen: set[str] = set()
 
     def called(*given: Tensor, **options: object) -> Tensor:
-        seen.extend((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        seen.update(name for name, on in allowed().items() if on)
         return given[0]
 
     class Anywhere(Tensor):
@@ -55,23 +60,37 @@ def kernels_allowed(monkeypatch: pytest.MonkeyPatch, tokens: int, device: str, g
 def test_cudnn_is_left_out_where_gradients_on_a_gpu_may_overflow_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert kernels_allowed(monkeypatch, 64, "cuda") == [False, True]
-    assert kernels_allowed(monkeypatch, 64, "cuda", grad=False) == [True, True]
-    assert kernels_allowed(monkeypatch, 65, "cuda") == [True, True]
-    assert kernels_allowed(monkeypatch, 64, "cpu") == [True, True]
+    every = {"cudnn", "flash", "math"}
+    assert kernels_allowed(monkeypatch, 64, "cuda") == {"flash", "math"}
+    assert kernels_allowed(monkeypatch, 64, "cuda", grad=False) == every
+    assert kernels_allowed(monkeypatch, 65, "cuda") == every
+    assert kernels_allowed(monkeypatch, 64, "cpu") == every
 
 
-def test_leaving_it_out_can_be_compiled_as_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_caller_does_not_allow_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen, left in (
+        ([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], {"math"}),
+        ([SDPBackend.MATH], {"math"}),
+        ([SDPBackend.CUDNN_ATTENTION], {"cudnn"}),
+    ):
+        with sdpa_kernel(chosen):
+            before = allowed()
+            assert kernels_allowed(monkeypatch, 64, "cuda") == left
+            assert allowed() == before
+
+
+def test_leaving_it_out_can_be_compiled_as_one_piece() -> None:
     """What stands in `fused_attention` for a GPU, on a CPU."""
     given = drawn(64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(attention._NOT_CUDNN):
+        with sdpa_kernel(beside_cudnn()):
             return F.scaled_dot_product_attention(q, k, v)
 
+    before = allowed()
     out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given)
     torch.testing.assert_close(out, fused_attention(*given))
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert allowed() == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

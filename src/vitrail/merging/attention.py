@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def proportional_attention(
@@ -47,20 +46,36 @@ def fused_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend by the best of PyTorch's kernels whose gradients can be relied on; the arguments are as above."""
-    risky = q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2])
-    with sdpa_kernel(_NOT_CUDNN) if risky else nullcontext():
+    """Attend by the best of PyTorch's kernels whose gradients can be relied on.
+
+    That is PyTorch's own choice, but for cuDNN's kernel on a GPU where gradients are wanted and `overflows_in_cudnn`
+    says so; it is taken all the same if the caller allows no other. Arguments as for `proportional_attention`.
+    """
+    others = beside_cudnn() if q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2]) else []
+    with sdpa_kernel(others) if others else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale)
 
 
 def overflows_in_cudnn(tokens: int) -> bool:
-    """Say whether cuDNN's gradients of attention to so many tokens can be infinite, as on Hopper for 8 × 8 patches.
+    """Say whether cuDNN's gradients of attention to so many tokens may be NaN, as on Hopper for 8 × 8 patches.
 
-    Where a number of tokens leaves 64 over multiples of 128, it counts tokens that are not there as if their scores
-    were 0; if those of all others are below −88, that is too much for a float (pytorch#196678). Nothing holds scores
+    Where a number of tokens leaves 64 over multiples of 128, cuDNN computes as if there were more, with scores of 0. If
+    the log-sum-exp of the real ones is below −88.7, that overflows a float32 (pytorch#196678). Nothing holds scores
     up, for a softmax does not see what they share.
     """
     return tokens % 128 == 64
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def beside_cudnn() -> list[SDPBackend]:
+    """Name the kernels that are allowed now, beside cuDNN's; compiled code keeps those of when it was compiled."""
+    flags: Any = torch.backends.cuda
+    allowed = {
+        SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: flags.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: flags.math_sdp_enabled(),
+    }
+    return [kind for kind, on in allowed.items() if on]
 
 
 def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:

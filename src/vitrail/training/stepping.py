@@ -147,9 +147,9 @@ def recorder_for(parts: Parts) -> Recorder | None:
 
 @contextmanager
 def sound_attention(built: Built) -> Iterator[None]:
-    """Keep cuDNN's attention away from a model that may get infinite gradients from it, for as long as this lasts.
+    """Turn cuDNN's attention off in this process while a model trains whose gradients it may make NaN.
 
-    Models of ours look after themselves at every call; for others it is on or off at all of them.
+    Models of ours look after themselves, call by call; for others it is on or off.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before and (isinstance(built.model, ViT) or not _may_overflow(built)))

@@ -66,7 +66,6 @@ def overflows_in_cudnn(tokens: int) -> bool:
     return tokens % 128 == 64
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def beside_cudnn() -> list[SDPBackend]:
     """Name the kernels that are allowed now, beside cuDNN's; compiled code keeps those of when it was compiled."""
     flags: Any = torch.backends.cuda
@@ -76,6 +75,10 @@ def beside_cudnn() -> list[SDPBackend]:
         SDPBackend.MATH: flags.math_sdp_enabled(),
     }
     return [kind for kind, on in allowed.items() if on]
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler to do it.
+vars(beside_cudnn)["_dynamo_marked_constant"] = True
 
 
 def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:

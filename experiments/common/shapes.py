@@ -38,7 +38,10 @@ SHAPES = tuple(OUTLINES)
 GROUPS = {"round": ("disc", "ring", "star"), "angular": ("square", "triangle", "cross")}
 """Two kinds of outline, which a shape decides."""
 
-MOTIONS = ("still", "right", "left", "up", "down")
+WAYS = {"still": (0, 0), "right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
+"""How shapes move, across and down; rows are counted downwards."""
+
+MOTIONS = tuple(WAYS)
 
 CHUNK = 512
 """Pictures that are drawn at once."""
@@ -143,8 +146,7 @@ def film(count: int, *, frames: int = 8, side: int = 48, seed: int = 0, motion: 
 def paths(motion: Tensor, frames: int, generator: torch.Generator) -> Tensor:
     """Give how far each shape has moved (N, T, 2), across and down, since the first frame."""
     speed = 0.04 + 0.04 * torch.rand(len(motion), 1, generator=generator)
-    ways = torch.tensor([(0.0, 0.0), (1.0, 0.0), (-1.0, 0.0), (0.0, -1.0), (0.0, 1.0)])
-    return (speed * torch.arange(frames))[:, :, None] * ways[motion][:, None]
+    return (speed * torch.arange(frames))[:, :, None] * torch.tensor(list(WAYS.values()))[motion][:, None]
 
 
 def balanced(count: int, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:

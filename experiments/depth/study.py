@@ -75,11 +75,11 @@ def draw_search(study: Study, arms: Iterable[str], folder: Path, axes: Axes, col
         found = [tried[run_key(study, study.arm(name), 0, point, folder)] for point in study.points()]
         points[name] = [100 * one["held"] for one in found if "diverged" not in one]
         broken += [(up, colours[name]) for up in apart(place, len(found) - len(points[name]))]
-    dots(axes, points, "accuracy on held-out training pictures, %", colours=colours, spread=False)
+    told = " (×: broke off)" if broken else ""
+    dots(axes, points, f"accuracy on held-out training pictures, %{told}", colours=colours, spread=False)
     edge = axes.get_xlim()[0]
     for up, colour in broken:
         axes.plot(edge, up, "x", color=colour, markersize=5, clip_on=False)
-        axes.set_xlabel("accuracy on held-out training pictures, % (×: broke off)")
 
 
 STUDY = Study(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from experiments.common.data import moving_shapes
 from experiments.common.shapes import COLOURS, MOTIONS, RGB, SHAPES, balanced, film, paths, render, scenes
 
 
@@ -80,3 +81,11 @@ def test_directions_are_what_they_are_called() -> None:
     assert (moved["left"].diff(dim=0)[:, 0] < 0).all()
     assert (moved["up"].diff(dim=0)[:, 1] < 0).all()  # rows are counted downwards
     assert (moved["down"].diff(dim=0)[:, 1] > 0).all()
+
+
+def test_classes_of_clips_name_the_shape_and_the_motion() -> None:
+    clips, drawn = moving_shapes(4, 24, 60).train, film(60, frames=4, side=24, seed=0)
+    assert drawn.motion is not None
+    wanted = [f"{SHAPES[shape]}, {MOTIONS[motion]}" for shape, motion in zip(drawn.shape, drawn.motion, strict=True)]
+    assert [clips.classes["label"][label] for label in clips.labels[:, 0]] == wanted
+    assert len(set(wanted)) == len(SHAPES) * len(MOTIONS)

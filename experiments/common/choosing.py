@@ -37,7 +37,7 @@ def run_key(study: Study, arm: Arm, seed: int, point: Mapping[str, Any], out: Pa
     for name, value in study.fields(arm, point).items():
         if isinstance(value, RunOf):
             other = study.arm(value.arm)
-            told[name] = run_key(study, other, seed, best_point(study, other, out), out)
+            told[name] = run_key(study, other, value.seed_for(seed), best_point(study, other, out), out)
         else:
             told[name] = plain(value)
     text = json.dumps([arm.name, seed, told] + ([] if arm.size is None else [arm.size]), sort_keys=True)

@@ -205,7 +205,7 @@ class Runner:
         if not isinstance(value, RunOf):
             return value
         other = self.study.arm(value.arm)
-        job = Job(other, seed, best_point(self.study, other, self.out))
+        job = Job(other, value.seed_for(seed), best_point(self.study, other, self.out))
         if not (self._folder(job, kind) / "last").is_dir():
             self._clean(job, self._train(job, kind)[0])
         return str(self._folder(job, kind) / "last")

@@ -26,9 +26,17 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class RunOf:
-    """The model that another arm has trained with the same seed: a field's value, a teacher say."""
+    """The model that another arm has trained: a field's value, a teacher say.
+
+    It is the one of the same seed, or with ``seed`` the same one for all.
+    """
 
     arm: str
+    seed: int | None = None
+
+    def seed_for(self, seed: int) -> int:
+        """Give the seed of the model that a run with this seed uses."""
+        return seed if self.seed is None else self.seed
 
 
 class Arm:
@@ -190,7 +198,7 @@ class Study:
 def plain(value: Any) -> Any:
     """Make the value of a field one that JSON can hold."""
     if isinstance(value, RunOf):
-        return {"run_of": value.arm}
+        return {"run_of": value.arm} | ({} if value.seed is None else {"seed": value.seed})
     if isinstance(value, TokenSpec):
         return value.to_dict()
     if isinstance(value, Mapping):

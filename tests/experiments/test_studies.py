@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import NAMES, app, study_called
 from experiments.common import running
-from experiments.common.choosing import best_point
+from experiments.common.choosing import best_point, run_key
 from experiments.common.data import Data, few
 from experiments.common.pages import EVIDENCE, readme_section, section, write_pages
 from experiments.common.rows import RESULTS, SEARCH, read_rows, unpack
@@ -264,6 +264,28 @@ def test_an_arm_can_learn_from_another(tmp_path: Path, monkeypatch: pytest.Monke
     assert {path.name for path in last.parent.iterdir()} >= {"last", "config.yaml"}
     with pytest.raises(InvalidOption, match="nobody among them"):
         replace(TOY, arms=(Arm("plain", teacher=RunOf("nobody")),))
+
+
+def test_one_model_may_teach_all_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = Arm("taught", tokens="cls,distillation", teacher=RunOf("plain", seed=0))
+    study = replace(TOY, arms=(TOY.arm("plain"), taught), seeds=(0, 1), reference="plain")
+    trained: list[tuple[int, str | None]] = []
+    train = running.train
+
+    def told(**given: Any) -> Any:
+        trained.append((given["seed"], given.get("teacher")))
+        return train(**given)
+
+    monkeypatch.setattr(running, "train", told)
+    Runner(study, tmp_path, device="cpu").run()
+    (first,) = (tmp_path / "runs/runs").glob("plain-0-*/last")
+    assert trained == [(0, None), (1, None), (0, str(first)), (1, str(first))]
+    rows = read_rows(tmp_path / RESULTS)
+    assert rows[-1]["fields"]["teacher"] == {"run_of": "plain", "seed": 0}
+    own = replace(study, arms=(study.arms[0], Arm("taught", tokens="cls,distillation", teacher=RunOf("plain"))))
+    keys = [run_key(some, some.arm("taught"), 1, {}, tmp_path) for some in (study, own)]
+    assert keys[0] == rows[-1]["key"]
+    assert keys[0] != keys[1]
 
 
 def test_an_arm_may_be_evaluated_at_another_size(tmp_path: Path) -> None:

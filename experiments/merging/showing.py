@@ -119,14 +119,16 @@ def draw_trade(study: Study, rows: Rows, axes: Axes, colours: Mapping[str, str])
         name: [[place(row, (MERGED, r)) for r in values(own)] for row in own] for name, own in by_arm(rows).items()
     }
     trade(axes, curves, "thousand a second, measured", "accuracy on the validation set, %")
-    for number, (name, own) in enumerate(by_arm(rows).items()):
-        beside: dict[str, Any] = {
-            "xytext": (0, -6 if number else 5),
-            "va": "top" if number else "bottom",
-            "color": colours[name],
-        }
-        for r, point in zip(values(own), np.mean(curves[name], axis=0), strict=True):
-            axes.annotate(str(r), point, textcoords="offset points", fontsize=7, ha="center", **beside)
+    means = {
+        name: dict(zip(values(own), np.mean(curves[name], axis=0), strict=True)) for name, own in by_arm(rows).items()
+    }
+    for name, own in by_arm(rows).items():
+        for r, point in means[name].items():
+            above = point[1] >= max(other[r][1] for other in means.values() if r in other)
+            beside: dict[str, Any] = {"xytext": (0, 5 if above else -6), "va": "bottom" if above else "top"}
+            axes.annotate(
+                str(r), point, textcoords="offset points", fontsize=7, ha="center", color=colours[name], **beside
+            )
         crossed = np.mean([place(row, (UNMERGED, 0)) for row in own], axis=0)
         axes.plot(*crossed, "x", color=colours[name], markersize=8, markeredgewidth=2, label=f"{name}: {UNMERGED}")
     axes.set(title="Inference; the numbers are r")

@@ -16,15 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from torch import nn
 
 from experiments.common.data import VARIABLE
 from experiments.common.machine import commit, machine
-from experiments.common.plots import COLOURS, figure, lines, name_lines
+from experiments.common.plots import COLOURS, figure, lines
 from experiments.common.rows import add_row, read_rows
-from experiments.common.study import Rows, Study
+from experiments.common.study import Rows, Study, plain
 from experiments.common.tables import NOTHING, markdown, write_section
 from experiments.registers.looking import examine, norms_told
 from experiments.registers.scenes import WithScenes
@@ -39,8 +40,8 @@ from vitrail.training.stopping import Interrupted
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "long_run" / "results.jsonl"
 RUNS = HERE.parents[1] / "runs" / "registers-long"
-SNAPSHOTS = 10
-"""Checkpoints that are looked at, evenly spread over the run."""
+SNAPSHOTS, DRAWN = 10, 6
+"""Checkpoints that are looked at, and drawn, evenly spread over the run."""
 
 
 def fields(study: Study, recipe: str, registers: int, epochs: int) -> dict[str, Any]:
@@ -147,7 +148,8 @@ def draw(rows: Rows, folder: Path) -> None:
     """Draw how far the longest patch token is above the median, by layer, for each checkpoint of each run."""
     with figure(folder / "norms.png", columns=len(rows), width=5.0 * len(rows)) as sides:
         for axes, row in zip(sides, rows, strict=True):
-            over = row["over_training"]
+            every = row["over_training"]
+            over = [every[round(at)] for at in np.linspace(0, len(every) - 1, min(DRAWN, len(every)))]
             curves = {
                 f"epoch {one['epoch']:.0f}": [[(at, x["max"] / x["50"]) for at, x in enumerate(one["layers"], 1)]]
                 for one in over
@@ -156,9 +158,9 @@ def draw(rows: Rows, folder: Path) -> None:
                 name: {"color": COLOURS[0], "alpha": 0.2 + 0.8 * number / max(len(over) - 1, 1)}
                 for number, name in enumerate(curves)
             }
-            lines(axes, curves, "layer", f"{row['arm']}: longest patch over the median", styles=shades)
-            axes.set_yscale("log")
-            name_lines(axes, own=True)
+            lines(axes, curves, "layer", "longest patch over the median", styles=shades)
+            axes.set(title=row["arm"], ylim=(1, None))
+            axes.legend(fontsize=8, ncols=2)
 
 
 def main(
@@ -171,6 +173,7 @@ def main(
     plot: Annotated[bool, typer.Option(help="Train nothing; write what the rows say.")] = False,
     data: Annotated[Path | None, typer.Option(help=f"The folder of the data; or {VARIABLE}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    of: Annotated[str | None, typer.Option("--commit", help="Of the code, where there is no checkout.")] = None,
 ) -> None:
     """Go on with the run of a large model; when it has ended, look at it."""
     if plot:
@@ -186,11 +189,12 @@ def main(
     if any((row["arm"], row["epochs"]) == (called(recipe, registers), epochs) for row in read_rows(rows)):
         typer.echo(f"Trained and noted in {rows} already.")
         return
-    folder = out / f"{recipe}-{registers}-{epochs}"
-    if go_on(folder, fields(STUDY, recipe, registers, epochs), given, seconds, device) is None:
+    folder, wanted = out / f"{recipe}-{registers}-{epochs}", fields(STUDY, recipe, registers, epochs)
+    if go_on(folder, wanted, given, seconds, device) is None:
         typer.echo(f"Stopped in time; {folder} has a checkpoint. Give the same command again.")
         raise typer.Exit(3)
-    add_row(rows, {**row_of(folder, recipe, registers, given, device), **machine(), "commit": commit()})
+    row = {**row_of(folder, recipe, registers, given, device), "fields": plain(wanted)}
+    add_row(rows, {**row, **machine(), "commit": of or commit()})
     typer.echo(f"Trained, and noted in {rows}.")
 
 

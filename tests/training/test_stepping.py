@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from tests.training.toys import FIELDS, difference, same, weights
 from vitrail.errors import InvalidOption
@@ -19,7 +20,7 @@ from vitrail.training import loop as loops
 from vitrail.training.building import Built
 from vitrail.training.normalising import Normalising
 from vitrail.training.objective import Terms
-from vitrail.training.stepping import WARM_UP, sound_attention
+from vitrail.training.stepping import GRAPHS, WARM_UP, sound_attention
 
 NO_CLASS = {"class_token": False, "global_pool": "avg"}
 
@@ -154,6 +155,36 @@ def test_merged_blocks_train_by_their_kernels(
     if compiled == "off":
         assert set(calls) == {torch.bfloat16}
     assert found["bf16-weights"] == pytest.approx(found["fp32"], abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+def test_blocks_that_merge_are_all_compiled_to_learn_and_to_evaluate(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counter, compiling = CompileCounter(), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: compiling(block, backend=counter))
+    deep = {**FIELDS, "options": {"width": 16, "depth": 5, "heads": 1}, "patch_size": 4, "merge": "r=3", "epochs": 1}
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        train(data=photos, out=str(tmp_path / "run"), **{**deep, "validation": 0.25, "compile": "blocks"})
+    assert counter.frame_count == 9  # first, second, then any even and any odd number, last; all but one once more
+
+
+@pytest.mark.parametrize("compiled", ["off", "blocks"])
+def test_there_is_room_for_graphs_while_a_compiled_model_trains(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: None)
+    limits: list[int] = []
+
+    def look(event: Event) -> None:
+        limits.append(torch._dynamo.config.recompile_limit)
+
+    before = torch._dynamo.config.recompile_limit
+    train(data=photos, out=str(tmp_path / "run"), tell=look, **{**FIELDS, "epochs": 1, "compile": compiled})
+    assert max(limits) == (GRAPHS if compiled == "blocks" else before)
+    assert torch._dynamo.config.recompile_limit == before < GRAPHS
 
 
 @pytest.mark.parametrize(

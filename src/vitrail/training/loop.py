@@ -23,7 +23,7 @@ from vitrail.training.order import generator, mix
 from vitrail.training.parsing import read_every
 from vitrail.training.parts import Parts
 from vitrail.training.run import BEST, LAST, Labels, Run, full, last_evaluation, write_model
-from vitrail.training.stepping import Step, recorder_for, sound_attention
+from vitrail.training.stepping import Step, recorder_for, room_for_graphs, sound_attention
 from vitrail.training.stopping import Interrupted, Stop
 
 AUGMENT, MIX, MODEL = 1, 2, 3
@@ -57,7 +57,9 @@ class Loop:
         parts = self.parts
         parts.log.write("start", step=start, processes=parts.crew.world, device=str(parts.crew.device))
         stack = ExitStack()
-        with stack, broken_links(parts.crew, self._last_checkpoint), sound_attention(parts.built):
+        with stack, broken_links(parts.crew, self._last_checkpoint):
+            stack.enter_context(sound_attention(parts.built))
+            stack.enter_context(room_for_graphs(parts.config))
             stop = stack.enter_context(Stop.listening())
             self._started = self._begun = time.perf_counter()
             self._since = start

@@ -22,6 +22,7 @@ from vitrail.merging.attention import overflows_in_cudnn
 from vitrail.models import ViT
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.training.building import Built
+from vitrail.training.config import Config
 from vitrail.training.log import Event
 from vitrail.training.objective import Terms
 from vitrail.training.optim import set_lr
@@ -33,6 +34,9 @@ Recorder = Callable[[Callable[..., list[Terms]], tuple[Tensor, ...]], Callable[.
 
 WARM_UP = 3
 """Steps that are run as they are before one is recorded: compilers and libraries settle in these."""
+
+GRAPHS = 16
+"""How often one piece of a model may be compiled, each time for other shapes or another purpose."""
 
 
 class Recorded:
@@ -143,6 +147,22 @@ def recorder_for(parts: Parts) -> Recorder | None:
     """Say what records steps: CUDA graphs where one process trains on a GPU, unless nobody wants them."""
     possible = parts.crew.device.type == "cuda" and parts.crew.world == 1
     return Recorded if possible and parts.config.graphs is not False else None
+
+
+@contextmanager
+def room_for_graphs(config: Config) -> Iterator[None]:
+    """Let PyTorch compile a block as often as there are kinds of calls; by default it gives up after eight.
+
+    The blocks of a merged model, of any depth, are compiled five times to learn and four times to evaluate.
+    """
+    if config.compile in (None, "off"):
+        yield
+        return
+    import torch._dynamo
+
+    limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        yield
 
 
 @contextmanager

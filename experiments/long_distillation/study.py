@@ -53,6 +53,10 @@ STUDY = Study(
             "conv", size=144, reduced={**SMALL, "options": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}}, **CONV
         ),
         Arm("distilled", teacher=RunOf("conv", seed=0), reduced=SMALLER, **VIT),
+        Arm(
+            "distilled, plain end", against="distilled", teacher=RunOf("conv", seed=0), plain_epochs=12,
+            reduced={**SMALLER, "plain_epochs": 1}, **VIT,
+        ),
         Arm("labels alone", against="distilled", reduced=SMALLER, **ALONE),
     ),
     reference="conv",
@@ -60,4 +64,4 @@ STUDY = Study(
     timing=0,
     columns=(Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),),
     draw=draw,
-)
+)  # fmt: skip

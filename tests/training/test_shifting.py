@@ -77,6 +77,13 @@ def test_shifts_and_bands_one_by_one() -> None:
     assert dark[:, 0, 0].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 0, 4, 5, 6], [1, 2, 3, 4, 0, 0]]
 
 
+def test_settled_it_only_normalises() -> None:
+    values, draw = torch.randn(3, 2, 8, 12), torch.Generator().manual_seed(0)
+    augment = ArrayAugment("strong", Normalising((0.5, 1.0), (2.0, 3.0)))
+    assert torch.equal(augment.settled()(values, draw), augment.plain(values))
+    assert not torch.equal(augment(values, draw), augment.plain(values))
+
+
 def test_numbers_are_spread_evenly() -> None:
     counts = (spread_over((torch.arange(7000) + 0.5) / 7000, -3, 3) + 3).bincount()
     assert counts.tolist() == [1000] * 7

@@ -18,9 +18,10 @@ from vitrail.surgery import running
 from vitrail.training import Event, evaluate, train
 from vitrail.training import loop as loops
 from vitrail.training.building import Built
+from vitrail.training.config import Config
 from vitrail.training.normalising import Normalising
 from vitrail.training.objective import Terms
-from vitrail.training.stepping import GRAPHS, WARM_UP, sound_attention
+from vitrail.training.stepping import GRAPHS, WARM_UP, Step, sound_attention
 
 NO_CLASS = {"class_token": False, "global_pool": "avg"}
 
@@ -155,6 +156,41 @@ def test_merged_blocks_train_by_their_kernels(
     if compiled == "off":
         assert set(calls) == {torch.bfloat16}
     assert found["bf16-weights"] == pytest.approx(found["fp32"], abs=0.1)
+
+
+def test_the_last_epochs_may_show_pictures_as_they_are(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures are as for evaluation, or flipped, with labels of their own; one recording serves for both."""
+    kinds: list[tuple[bool, bool]] = []
+    recorder = Played()
+
+    class Watched(Step):
+        def __call__(self, images: Tensor, labels: Tensor, mixed: Any, lr: float) -> list[Terms]:
+            parts = self._parts
+            plain = parts.augment.plain(parts.feed.batch(len(kinds)).images)
+            same = torch.stack([(images - one).abs().amax((1, 2, 3)) < 1e-5 for one in (plain, plain.flip(-1))])
+            kinds.append((bool(same.any(0).all()), bool((mixed[1] == 1).all())))
+            if kinds[-1][0]:
+                assert same.sum(1).tolist() != [len(images), 0], "none is flipped"
+            return super().__call__(images, labels, mixed, lr)
+
+    monkeypatch.setattr(loops, "Step", Watched)
+    fields = {"mixup": 0.5, "cutmix": 1.0, "augment": "strong", "epochs": 5, "plain_epochs": 2}
+    run(photos, tmp_path / "run", monkeypatch, recorder, **fields)
+    assert kinds == [(False, False)] * 9 + [(True, True)] * 6
+    assert recorder.made == 1
+
+
+def test_plain_epochs_are_some_of_all_and_need_labels() -> None:
+    with pytest.raises(InvalidOption, match="plain_epochs=4 is more than epochs=3"):
+        Config(data="photos", epochs=3, plain_epochs=4)
+    with pytest.raises(InvalidOption, match="plain_epochs=-1; expected a whole number, 0 or more"):
+        Config(data="photos", plain_epochs=-1)
+    with pytest.raises(InvalidOption, match="it takes no plain_epochs"):
+        Config(data="photos", recipe="dino", plain_epochs=1)
+    with pytest.raises(InvalidOption, match="plain_epochs=500 is more than epochs"):
+        Config(data="photos", plain_epochs=500).resolved(100)
 
 
 @pytest.mark.slow

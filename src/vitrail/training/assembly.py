@@ -182,6 +182,7 @@ def make_parts(
         data=fingerprint(examples),
         held=evaluated,
         augment=views,
+        settled=augment.settled(),
         mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing, compiled=compiled),
         teacher=teacher,
         merging=merging,

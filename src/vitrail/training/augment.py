@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -150,6 +150,10 @@ class Augment:
         """Prepare a batch for evaluation: resized (bicubic, antialiased) where it must be, and normalised."""
         with exact(images.device):
             return normalise(self._resized(images.float() / 255).clamp(0, 1), self.mean, self.std)
+
+    def settled(self) -> Augment:
+        """Give the same for pictures as evaluation shows them, flipped at most."""
+        return replace(self, strength="none" if self.strength == "none" else "flip", erasing=0.0)
 
     @property
     def _erased(self) -> float:

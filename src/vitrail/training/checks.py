@@ -36,7 +36,7 @@ CHOICES = {
 WHOLE = {
     **dict.fromkeys(("side", "epochs", "batch_size", "accumulate", "repeats"), 1),
     **dict.fromkeys(("keep", "log_every"), 1),
-    **dict.fromkeys(("warmup_epochs", "seed", "workers"), 0),
+    **dict.fromkeys(("warmup_epochs", "plain_epochs", "seed", "workers"), 0),
 }
 SIZES = ("image_size", "patch_size")
 NUMBERS: dict[str, tuple[float, float, str]] = {
@@ -146,8 +146,9 @@ def check_together(config: Config) -> None:
     _check_recipe(config)
     if config.optimizer == "muon" and config.shard == "fsdp":
         raise InvalidOption("optimizer=muon needs whole matrices, and shard=fsdp cuts them up; use ddp, or adamw")
-    if config.epochs is not None and (config.warmup_epochs or 0) > config.epochs:
-        raise InvalidOption(f"warmup_epochs={config.warmup_epochs} is more than epochs={config.epochs}")
+    for name in ("warmup_epochs", "plain_epochs"):
+        if config.epochs is not None and (getattr(config, name) or 0) > config.epochs:
+            raise InvalidOption(f"{name}={getattr(config, name)} is more than epochs={config.epochs}")
     if config.batch_size is not None and config.batch_size % config.accumulate:
         raise InvalidOption(f"accumulate={config.accumulate} does not divide batch_size={config.batch_size}")
 
@@ -230,7 +231,7 @@ def _check_recipe(config: Config) -> None:
         raise InvalidOption(
             f"recipe={config.recipe!r} is for our own models, built by name; got model={config.model!r}"
         )
-    for name in ("teacher", "merge", "tasks", "mixup", "cutmix", "smoothing"):
+    for name in ("teacher", "merge", "tasks", "mixup", "cutmix", "smoothing", "plain_epochs"):
         if getattr(config, name):
             raise InvalidOption(f"recipe={config.recipe!r} learns without labels; it takes no {name}")
     if config.augment in ("none", "flip"):

@@ -47,7 +47,8 @@ class Config:
     ``optimizer`` (``adamw``, or ``muon``, which moves hidden layers by orthogonal matrices), ``lr``, ``min_lr`` (share
     of it at the end), ``weight_decay``, ``warmup_epochs``, ``clip`` (norm of gradients; 0 for none), ``ema`` (decay; 0
     for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``mixing`` (share of the pictures that either is
-    done to), ``augment``, ``crop_min``, ``erasing``, ``repeats``, ``seed``.
+    done to), ``augment``, ``crop_min``, ``erasing``, ``plain_epochs`` (so many last ones show pictures as evaluation
+    does, flipped at most: nothing is cropped, coloured or mixed), ``repeats``, ``seed``.
 
     The machine: ``device``, ``dtype`` (``bf16`` is autocast; with ``bf16-weights`` all that the model computes is bf16,
     and weights are rounded for each step from float32 ones), ``compile`` (``whole``, ``blocks``, ``pictures``: only
@@ -109,6 +110,7 @@ class Config:
     augment: str | None = None
     crop_min: float | None = None
     erasing: float | None = None
+    plain_epochs: int = 0
     repeats: int | None = None
     seed: int = 0
 

@@ -124,9 +124,12 @@ class Loop:
         parts, seed = self.parts, self.parts.config.seed
         rows = slice(parts.crew.rank * self._local, (parts.crew.rank + 1) * self._local)
         batch, total = parts.feed.batch(step), self._local * parts.crew.world
+        plain = step >= self.total - parts.config.plain_epochs * self.per_epoch
         with torch.no_grad():
-            images = parts.augment(batch.images, generator(parts.crew.device, seed, AUGMENT, step), rows, total)
-            mixed = parts.mixing(images, generator(parts.crew.device, seed, MIX, step), rows, total)
+            augment = parts.settled if plain else parts.augment
+            images = augment(batch.images, generator(parts.crew.device, seed, AUGMENT, step), rows, total)
+            draw = generator(parts.crew.device, seed, MIX, step)
+            mixed = parts.mixing.idle(images) if plain else parts.mixing(images, draw, rows, total)
         return mixed.images, batch.labels, None if mixed.partner is None else (mixed.partner, mixed.share)
 
     def _lr(self, step: int) -> float:

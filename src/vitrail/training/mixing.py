@@ -68,13 +68,18 @@ class Mix:
         """Mix a batch (b, ..., H, W); rows and total as in :class:`~vitrail.training.augment.Augment`."""
         count = len(images)
         if not self.does_anything:
-            return Mixed(images, None, torch.ones(count, device=images.device))
+            return self.idle(images)
         if count % 2 or (rows is not None and (rows.start or 0) % 2):
             raise InvalidOption(f"A batch of {count} pictures cannot be mixed in pairs. Expected an even number.")
         numbers = drawn(6, images, draw, rows, total)
         apply = compiled(Mix.apply) if self.compiled else Mix.apply
         mixed: Mixed = apply(self, images, numbers, self._wanted(numbers))
         return mixed
+
+    def idle(self, images: Tensor) -> Mixed:
+        """Give a batch as it is, in the form that a mixed one has."""
+        partner = torch.arange(len(images), device=images.device) if self.does_anything else None
+        return Mixed(images, partner, torch.ones(len(images), device=images.device))
 
     def _wanted(self, numbers: Tensor) -> Tensor:
         """Turn drawn numbers into the share that mixup leaves, and that cutmix should leave, (b, 2)."""

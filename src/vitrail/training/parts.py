@@ -33,6 +33,7 @@ class Parts:
         feed: the pictures to learn from.
         data: their fingerprint.
         held: the pictures to evaluate on.
+        settled: takes the place of ``augment`` in the last epochs, where those are plain.
         merging: the handle of the model's merging.
         r: merges per layer at the end of their rise.
     """
@@ -49,6 +50,7 @@ class Parts:
     data: dict[str, Any]
     held: Feed | None
     augment: Augment | Views | ArrayAugment
+    settled: Augment | ArrayAugment
     mixing: Mix
     teacher: Teacher | None
     merging: Merging | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class ArrayAugment:
                 wide = spread_over(width, 0, self._most(made, axis))
                 made = hidden(made, axis, spread_over(place, 0, made.shape[axis] - wide), wide)
         return made
+
+    def settled(self) -> ArrayAugment:
+        """Give the same for arrays as evaluation shows them."""
+        return replace(self, strength="none")
 
     def plain(self, values: Tensor) -> Tensor:
         """Prepare a batch for evaluation: normalised, and nothing else."""

@@ -112,6 +112,7 @@ def row_of(folder: Path, recipe: str, registers: int, data: WithScenes, device: 
         "epochs": len(log),
         "seconds": log[-1]["seconds"],
         "accuracy": dict(found.accuracy),
+        "learned": [(line["epoch"], line["score"]) for line in read_log(folder / "log.jsonl", "evaluation")],
         **over_checkpoints(folder, data.scenes(), where),
         **examine(model.to(where), labels, data.scenes()),
     }

@@ -39,7 +39,12 @@ def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     try:
         return timm.create_model(name, pretrained=pretrained, **options).eval()
     except Exception as error:
-        hint = " Check the network, or go on with random weights (pretrained=False)." if pretrained else ""
+        hint = (
+            " Check the network, name a folder with its weights (timm:local-dir:FOLDER), or go on with random weights "
+            "(pretrained=False) where they do not matter."
+            if pretrained
+            else ""
+        )
         raise ModelLoadError(f"timm could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from importlib import import_module
@@ -17,7 +18,7 @@ from experiments.common.pages import EVIDENCE, write_pages
 from experiments.common.running import Runner
 from experiments.common.study import Study
 from vitrail.errors import VitrailError
-from vitrail.training.stopping import Stop
+from vitrail.training.stopping import Interrupted, Stop
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = sorted(path.parent.relative_to(HERE) for path in HERE.glob("**/study.py"))
@@ -57,9 +58,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Start no run that would end later.")] = float("inf"),
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Where the rows are; by default the study's folder. Of several studies, a folder each in it."
-        ),
+        typer.Option(help="Where the rows are, in a folder for each study; by default where the study is."),
     ] = None,
     data: Annotated[Path | None, typer.Option(help=f"The folder of the data; or {VARIABLE}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
@@ -70,18 +69,21 @@ def main(
         os.environ[VARIABLE] = str(data)
     errors, until = Counter[str](), time.monotonic() + seconds
     try:
-        if not all(seed.strip().isdigit() for seed in seeds.split(",") if seeds):
+        if not all(re.fullmatch("[0-9]+", seed.strip()) for seed in seeds.split(",") if seeds):
             raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
         wanted = tuple(int(seed) for seed in seeds.split(",")) if seeds else None
         chosen = [name for word in names for name in names_of(word)]
-        if out is not None and out.exists() and not out.is_dir():
-            raise typer.BadParameter(f"--out {out}: expected a folder, and this is a file")
+        files = [] if out is None else [path for path in (out, *out.parents) if path.is_file()]
+        if files:
+            raise typer.BadParameter(f"--out {out}: expected a folder, and {files[0]} is a file")
         with Stop.listening() as stop:
             for name in chosen:
                 study = study_called(name).small() if reduced else study_called(name)
                 folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
                 if out is not None:
-                    folder = out / name if len(chosen) > 1 else out
+                    folder = out / name
+                if plot and not folder.is_dir():
+                    raise typer.BadParameter(f"there is no folder {folder}; expected one with rows of {name}")
                 if plot:
                     rows = write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
                     say(f"{name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
@@ -92,6 +94,9 @@ def main(
                     runner.run(arms, wanted)
                 errors += runner.errors
                 conclude(name, runner)
+    except Interrupted as stopped:
+        say(str(stopped))
+        raise typer.Exit(130) from stopped
     except VitrailError as error:
         console.print(f"[red]{error}")
         raise typer.Exit(2) from error

@@ -13,6 +13,10 @@ from experiments.common.study import Arm, RunOf, Study, plain
 from vitrail.errors import InvalidOption
 
 
+class Unready(InvalidOption):
+    """The search of an arm is not finished."""
+
+
 def best_point(study: Study, arm: Arm, out: Path) -> dict[str, Any]:
     """Give the point of the search that was best for an arm on held-out training pictures, over the search's seeds."""
     tuned, points = study.arm(arm.tuned_as or arm.name), study.points()
@@ -21,9 +25,7 @@ def best_point(study: Study, arm: Arm, out: Path) -> dict[str, Any]:
     for point in points:
         keys = [run_key(study, tuned, seed, point, out) for seed in study.search_seeds]
         if not all(key in done for key in keys):
-            raise InvalidOption(
-                f"the search of {study.name} is not finished for the arm {tuned.name!r}; go on with it first"
-            )
+            raise Unready(f"the search of {study.name} is not finished for the arm {tuned.name!r}; go on with it first")
         scores.append(sum(done[key]["held"] for key in keys))
     return points[scores.index(max(scores))] if points else {}
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.common.study import Rows, Study
-from experiments.common.tables import NOTHING, by_arm, result_table, rows_of, write_section
+from experiments.common.tables import NOTHING, by_arm, result_table, rewritten, rows_of
+from vitrail.models.saving import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIDENCE = ROOT / "docs" / "evidence.md"
@@ -25,7 +26,7 @@ def section(study: Study, rows: Rows, *, details: bool = True) -> str:
 def measured_on(rows: Rows, *, compares: bool) -> str:
     """Say on what machine, with what versions and in what state of the code rows were made, and what brackets are."""
     devices = sorted({row["device"] for row in rows})
-    commits = sorted({str(row["commit"]) for row in rows})
+    commits = sorted({row["commit"] or "unknown" for row in rows})
     torch = sorted({row["versions"]["torch"] for row in rows})
     seeds = sorted({row["seed"] for row in rows})
     arms = len(by_arm(rows))
@@ -44,13 +45,21 @@ def readme_section(study: Study, rows: Rows, folder: Path) -> str:
 
 
 def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) -> int:
-    """Draw the plots from the rows, and rewrite the marked sections; give the number of rows."""
+    """Draw the plots from the rows, and rewrite the marked sections; give the number of rows.
+
+    A folder of rows that has no page gets one.
+    """
     rows = rows_of(study, out)
     readme = out / "README.md"
+    pages: dict[Path, str] = {}
+    if evidence is not None:
+        pages[evidence] = rewritten(evidence, section(study, rows, details=False), f"results {study.name}")
     if rows and study.draw is not None:
         study.draw(study, rows, out)
+    if rows and not readme.exists():
+        write_whole(readme, f"# {study.name}\n\n{study.question}\n\n<!-- results -->\n<!-- /results -->\n".encode())
     if readme.exists():
-        write_section(readme, readme_section(study, rows, out))
-    if evidence is not None:
-        write_section(evidence, section(study, rows, details=False), f"results {study.name}")
+        pages[readme] = rewritten(readme, readme_section(study, rows, out))
+    for page, text in pages.items():
+        write_whole(page, text.encode())
     return len(rows)

@@ -1,6 +1,7 @@
 """Training a study: the search first, then every arm with every seed; what is done already is not done again.
 
-A row is written when a run ends. So a study may be killed at any time, and goes on where it was.
+A row is written when a run ends. So a study may be killed at any time, and goes on where it was. A run is claimed while
+it is done, so that several processes may be given the same study: each takes what no other one is at.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from experiments.common.choosing import best_point, run_key
+from experiments.common.choosing import Unready, best_point, run_key
 from experiments.common.machine import Stopwatch, commit, machine
 from experiments.common.rows import RESULTS, SEARCH, add_row, finished, pack, read_rows
 from experiments.common.study import Arm, Row, RunOf, Study, Trained, plain
 from vitrail.errors import Diverged, InvalidOption
+from vitrail.files import held
+from vitrail.processes import place
 from vitrail.training import Evaluation, Run, evaluate, train
+from vitrail.training.checks import check_value
 from vitrail.training.stopping import Interrupted, Stop
 
 HELD = 0.1
 """The share of the training data that the search is evaluated on; the validation set has no part in it."""
 
+PATIENCE = 1.0
+"""Seconds between two looks at what another process is doing."""
 
 Kind = Literal["search", "runs"]
 
@@ -80,73 +87,125 @@ class Runner:
     def tune(self, arms: str = "") -> None:
         """Train every point of the search for each arm, on nine tenths of the training data."""
         study, points = self.study, self.study.points()
-        chosen = self._chosen(arms, tuning=True)
-        jobs = [Job(arm, seed, point) for arm in chosen for point in points for seed in study.search_seeds]
-        self._all(jobs, SEARCH, self._searched)
+        names = dict.fromkeys(arm.tuned_as or arm.name for arm in self._matching(arms))
+        tuned = self._with_needs([(study.arm(name), seed) for name in names for seed in study.search_seeds], tuned=True)
+        self._all([Job(arm, seed, point) for arm, seed in tuned for point in points], "search", SEARCH, self._searched)
 
     def run(self, arms: str = "", seeds: tuple[int, ...] | None = None) -> None:
         """Train each arm with each seed on the whole training set, and evaluate it once, after the last epoch."""
-        jobs = [
-            Job(arm, seed, point)
-            for arm in self._chosen(arms)
-            for point in [best_point(self.study, arm, self.out)]
-            for seed in seeds or self.study.seeds
-        ]
-        self._all(jobs, RESULTS, self._reported)
+        wanted = [(arm, seed) for arm in self._matching(arms) for seed in seeds or self.study.seeds]
+        jobs = [Job(arm, seed, best_point(self.study, arm, self.out)) for arm, seed in self._with_needs(wanted)]
+        self._all(jobs, "runs", RESULTS, self._reported)
 
-    def _chosen(self, pattern: str, *, tuning: bool = False) -> list[Arm]:
-        """Give the arms that match, each after those whose models it needs; for tuning, those that stand for them."""
+    def _matching(self, pattern: str) -> list[Arm]:
+        """Give the arms that match."""
         try:
             wanted = [arm for arm in self.study.arms if re.search(pattern, arm.name)]
         except re.error as error:
             raise InvalidOption(f"--arms {pattern!r} is no regular expression: {error}") from error
         if not wanted:
-            names = ", ".join(arm.name for arm in self.study.arms)
+            names = "; ".join(arm.name for arm in self.study.arms)
             raise InvalidOption(f"--arms {pattern!r} matches none of {names}")
-        found: dict[str, Arm] = {}
+        return wanted
 
-        def add(arm: Arm) -> None:
-            arm = self.study.arm(arm.tuned_as) if tuning and arm.tuned_as else arm
-            for name in arm.needs:
-                add(self.study.arm(name))
-            found.setdefault(arm.name, arm)
+    def _with_needs(self, wanted: list[tuple[Arm, int]], *, tuned: bool = False) -> list[tuple[Arm, int]]:
+        """Add the runs whose models others need, each before those; of what is tuned, those that are tuned, too."""
+        found: dict[tuple[str, int], tuple[Arm, int]] = {}
 
-        for arm in wanted:
-            add(arm)
-        return list(found.values())
+        def add(arm: Arm, seed: int) -> None:
+            for value in arm.fields.values():
+                if isinstance(value, RunOf):
+                    other = self.study.arm(value.arm)
+                    add(self.study.arm(other.tuned_as or other.name) if tuned else other, value.seed_for(seed))
+            found.setdefault((arm.name, seed), (arm, seed))
 
-    def _all(self, jobs: list[Job], file: str, one: Callable[[Job], Row]) -> None:
-        done = finished(read_rows(self.out / file))
-        here = [row.get("wall", 0.0) for row in done.values() if row["device"] == machine()["device"]]
+        for arm, seed in wanted:
+            add(arm, seed)
+        order = list(dict.fromkeys(name for name, _ in found))
+        return sorted(found.values(), key=lambda one: order.index(one[0].name))
+
+    def _all(self, jobs: list[Job], kind: Kind, file: str, one: Callable[[Job], Row]) -> None:
+        """Do what is not done yet; what another process is at is waited for, when all else is done."""
+        here = [row.get("wall", 0.0) for row in self._done(file).values() if row["device"] == machine()["device"]]
         self._longest = max([self._longest, *here])
-        for number, job in enumerate(jobs, 1):
+        waiting = list(enumerate(jobs, 1))
+        while waiting:
+            others: list[tuple[int, Job]] = []
+            for number, job in waiting:
+                try:
+                    key = self._key(job)
+                    with self._claimed(kind, key):
+                        if key in self._done(file):
+                            self.there += 1
+                        elif time.monotonic() - self._begun + self._longest > self.seconds:
+                            self.left += 1
+                        else:
+                            self._do(job, key, file, one, f"{number}/{len(jobs)}")
+                except BlockingIOError:
+                    others.append((number, job))
+                except Unready:
+                    if others:
+                        others.append((number, job))
+                    else:
+                        self.left += 1
+            if len(others) == len(waiting):
+                self._wait()
+            waiting = others
+
+    def _do(self, job: Job, key: str, file: str, one: Callable[[Job], Row], number: str) -> None:
+        """Do one run, and add its row."""
+        self._check()
+        fields = plain(self.study.fields(job.arm, job.point))
+        row = {"key": key, "arm": job.arm.name, "seed": job.seed, "point": plain(job.point), "fields": fields}
+        begun = time.monotonic()
+        try:
+            row |= one(job)
+        except Interrupted as stopped:
+            raise Interrupted("Stopped in the middle of a run. Give the same command again to go on.") from stopped
+        except Exception as error:  # one run that fails must not take the others with it
+            row["error"] = f"{type(error).__name__}: {error}".replace(str(self.out), "OUT")
+            self.errors[row["error"]] += 1
+        self.tried += 1
+        row["wall"] = time.monotonic() - begun
+        self._longest = max(self._longest, row["wall"])
+        add_row(self.out / file, {**row, **machine(), "commit": self.commit or commit()})
+        self.say(f"{number}  {_line(row, self.errors[row.get('error', '')])}")
+
+    def _done(self, file: str) -> dict[str, Mapping[str, Any]]:
+        return finished(read_rows(self.out / file))
+
+    def _check(self) -> None:
+        """See that nothing is wrong for all runs, which would be no failure of one, and that nobody wants to stop."""
+        check_value("device", self.device)
+        place(self.device)
+        self.study.data()
+        if self.stop.wanted:
+            raise Interrupted("Stopped between two runs. Give the same command again to go on.")
+
+    # Other processes.
+
+    @contextmanager
+    def _claimed(self, kind: Kind, key: str) -> Iterator[None]:
+        """Keep a run to this process; ``BlockingIOError`` where another one is at it."""
+        folder = self.out / "runs" / "claimed" / f"{kind}-{key}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with held(folder):
+            yield
+
+    def _patiently(self, kind: Kind, key: str) -> ExitStack:
+        """Keep a run to this process as soon as no other one is at it, until the end of a ``with`` block."""
+        stack = ExitStack()
+        while True:
             try:
-                key = self._key(job)
-            except InvalidOption:  # the search of an arm that it learns from is not finished
-                key = ""
-            if key in done:
-                self.there += 1
-                continue
-            if not key or time.monotonic() - self._begun + self._longest > self.seconds:
-                self.left += 1
-                continue
-            if self.stop.wanted:
-                raise Interrupted("Stopped between two runs. Give the same command again to go on.")
-            fields = plain(self.study.fields(job.arm, job.point))
-            row = {"key": key, "arm": job.arm.name, "seed": job.seed, "point": plain(job.point), "fields": fields}
-            begun = time.monotonic()
-            try:
-                row |= one(job)
-            except Interrupted:
-                raise
-            except Exception as error:  # one run that fails must not take the others with it
-                row["error"] = f"{type(error).__name__}: {error}".replace(str(self.out), "OUT")
-                self.errors[row["error"]] += 1
-            self.tried += 1
-            row["wall"] = time.monotonic() - begun
-            self._longest = max(self._longest, row["wall"])
-            add_row(self.out / file, {**row, **machine(), "commit": self.commit or commit()})
-            self.say(f"{number}/{len(jobs)}  {_line(row, self.errors[row.get('error', '')])}")
+                stack.enter_context(self._claimed(kind, key))
+            except BlockingIOError:
+                self._wait()
+            else:
+                return stack
+
+    def _wait(self) -> None:
+        self._check()
+        time.sleep(PATIENCE)
 
     # One run.
 
@@ -206,8 +265,9 @@ class Runner:
             return value
         other = self.study.arm(value.arm)
         job = Job(other, value.seed_for(seed), best_point(self.study, other, self.out))
-        if not (self._folder(job, kind) / "last").is_dir():
-            self._clean(job, self._train(job, kind)[0])
+        with self._patiently(kind, self._key(job)):
+            if not (self._folder(job, kind) / "last").is_dir():
+                self._clean(job, self._train(job, kind)[0])
         return str(self._folder(job, kind) / "last")
 
     def _key(self, job: Job) -> str:

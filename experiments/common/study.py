@@ -159,6 +159,11 @@ class Study:
                 f"the study {self.name!r} has the arms {', '.join(names)}; expected each once"
                 + (f", and {', '.join(lost)} among them" if lost else "")
             )
+        for arm in self.arms:
+            if "epochs" not in self.fields(arm, self.points()[0] if self.search else None):
+                raise InvalidOption(
+                    f"the arm {arm.name!r} of the study {self.name!r} has no epochs; give them, or a base"
+                )
 
     def arm(self, name: str) -> Arm:
         """Find an arm by its name."""

@@ -113,14 +113,15 @@ def _column(values: Sequence[float | None], form: str) -> str:
 # Sections of pages.
 
 
-def rewritten(page: str, text: str, name: str = "results") -> str:
-    """Put a text between the marks ``<!-- name -->`` and ``<!-- /name -->`` of a page."""
+def rewritten(path: Path, text: str, name: str = "results") -> str:
+    """Give a page with a text between its marks ``<!-- name -->`` and ``<!-- /name -->``."""
+    page = path.read_text(encoding="utf-8")
     marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL)
     if len(marks.findall(page)) != 1:
-        raise InvalidOption(f"expected the marks <!-- {name} --> and <!-- /{name} --> in the page, once")
+        raise InvalidOption(f"expected the marks <!-- {name} --> and <!-- /{name} --> in {path}, once")
     return marks.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
 
 
 def write_section(path: Path, text: str, name: str = "results") -> None:
     """Rewrite a marked section of a file."""
-    write_whole(path, rewritten(path.read_text(encoding="utf-8"), text, name).encode())
+    write_whole(path, rewritten(path, text, name).encode())

@@ -32,6 +32,7 @@ from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
 from vitrail.analysis.survey import survey
+from vitrail.errors import VitrailError
 from vitrail.pictures.collection import Collection
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
 from vitrail.training.run import CHECKPOINTS, LAST
@@ -122,7 +123,7 @@ def section(rows: Rows) -> str:
     """Write one line for each run, on what it was measured, and the plot."""
     if not rows:
         return NOTHING
-    devices, commits = (sorted({str(row[name]) for row in rows}) for name in ("device", "commit"))
+    devices, commits = (sorted({row[name] or "unknown" for row in rows}) for name in ("device", "commit"))
     measured = f"One run each, on {', '.join(devices)}, commit {', '.join(commits)}."
     head = [
         "model", "epochs", "hours", "accuracy, %", "artifacts?", "since epoch", "share of outliers, %",
@@ -167,8 +168,8 @@ def draw(rows: Rows, folder: Path) -> None:
 def main(
     seconds: Annotated[float, typer.Option(help="Stop after so many, with a checkpoint.")] = float("inf"),
     recipe: Annotated[str, typer.Option(help="labels or dino.")] = "labels",
-    registers: Annotated[int, typer.Option(help="How many.")] = 0,
-    epochs: Annotated[int, typer.Option(help="In all; the learning rate falls over them.")] = 100,
+    registers: Annotated[int, typer.Option(help="How many.", min=0)] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="In all; the learning rate falls over them.")] = 100,
     out: Annotated[Path, typer.Option(help="Where the runs are.")] = RUNS,
     rows: Annotated[Path, typer.Option(help="Where to note what came out.")] = ROWS,
     plot: Annotated[bool, typer.Option(help="Train nothing; write what the rows say.")] = False,
@@ -185,6 +186,16 @@ def main(
         return
     if data is not None:
         os.environ[VARIABLE] = str(data)
+    try:
+        _go_on_and_look(seconds, recipe, registers, epochs, out, rows, device, of)
+    except VitrailError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+
+
+def _go_on_and_look(
+    seconds: float, recipe: str, registers: int, epochs: int, out: Path, rows: Path, device: str | None, of: str | None
+) -> None:
     given = STUDY.data()
     assert isinstance(given, WithScenes)
     if any((row["arm"], row["epochs"]) == (called(recipe, registers), epochs) for row in read_rows(rows)):

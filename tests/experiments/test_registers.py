@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 import vitrail
 from experiments.__main__ import study_called
+from experiments.common.data import imagenette
 from experiments.common.pages import write_pages
 from experiments.common.rows import RESULTS, read_rows, unpack
 from experiments.common.running import Runner
@@ -17,7 +20,7 @@ from experiments.common.study import Study
 from experiments.common.tables import rows_of
 from experiments.registers import long
 from experiments.registers.looking import Seen, cured, dense, examine, power
-from experiments.registers.scenes import few_and_shapes
+from experiments.registers.scenes import few_and_shapes, imagenette_and_pets
 from experiments.registers.showing import by_count, draw, left, longest, told
 from experiments.registers.study import STUDY
 from tests.report.models import plant
@@ -194,6 +197,31 @@ def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
     long.draw([row], tmp_path)
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--recipe", "foo"], "expected one of labels, dino"),
+        (["--registers", "-1"], "Invalid value for '--registers'"),
+        (["--epochs", "0"], "Invalid value for '--epochs'"),
+        (["--data", "nowhere"], "Name the folder of the data sets"),
+    ],
+)
+def test_wrong_words_for_the_long_run_are_told(
+    given: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long, "STUDY", long.STUDY if "--data" in given else long.STUDY.small())
+    monkeypatch.setenv("VITRAIL_DATA", "")
+    imagenette.cache_clear()
+    imagenette_and_pets.cache_clear()
+    app = typer.Typer()
+    app.command()(long.main)
+    files = ["--out", str(tmp_path / "runs"), "--rows", str(tmp_path / "rows.jsonl"), "--device", "cpu"]
+    said = CliRunner().invoke(app, [*given, *files])
+    words = " ".join(said.output.replace("│", "").split())
+    assert (said.exit_code, told in words) == (2, True), said.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_page_says_what_the_long_rows_say() -> None:

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ from experiments.common import running
 from experiments.common.choosing import best_point, run_key
 from experiments.common.data import Data, few
 from experiments.common.pages import EVIDENCE, readme_section, section, write_pages
-from experiments.common.rows import RESULTS, SEARCH, read_rows, unpack
+from experiments.common.rows import RESULTS, SEARCH, add_row, read_rows, unpack
 from experiments.common.running import Runner
 from experiments.common.study import Arm, RunOf, Study
 from experiments.common.tables import difference, rows_of
 from vitrail.errors import InvalidOption, PictureError
+from vitrail.files import held
 from vitrail.training import Event
 from vitrail.training.stopping import Interrupted, Stop
 
@@ -57,9 +60,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
     assert len(said.output.splitlines()) == 10, said.output
     again = CliRunner().invoke(app, [*arguments, "--arms", r"(1 × std .02|2 × std (0|\.02))$"])
     assert again.exit_code == 0, again.output
-    there = f"all 10 runs that were asked for are there, in {out}. --plot writes the pages."
+    there = f"all 10 runs that were asked for are there, in {out / 'class_tokens'}. --plot writes the pages."
     assert again.output == f"class_tokens: {there}\n"
-    return study_called("class_tokens").small(), out
+    return study_called("class_tokens").small(), out / "class_tokens"
 
 
 def test_accuracy_is_the_share_of_the_pictures_that_are_right(finished: tuple[Study, Path]) -> None:
@@ -122,6 +125,25 @@ def test_the_page_is_made_from_the_rows(finished: tuple[Study, Path], tmp_path: 
     for name in ("accuracy.png", "cosines.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert rows_of(replace(study, base={**study.base, "epochs": 3}), out) == []  # rows of other settings
+
+
+def test_a_folder_without_a_page_gets_one_and_pages_without_marks_stay(
+    finished: tuple[Study, Path], tmp_path: Path
+) -> None:
+    study, out = finished
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in (RESULTS, SEARCH):
+        shutil.copy(out / name, own / name)
+    page = tmp_path / "evidence.md"
+    page.write_text("nothing is marked here")
+    with pytest.raises(InvalidOption, match=f"<!-- results class_tokens --> .* in {page}, once"):
+        write_pages(study, own, evidence=page)
+    assert {path.name for path in own.iterdir()} == {RESULTS, SEARCH}
+    assert write_pages(study, own, evidence=None)
+    assert (
+        (own / "README.md").read_text().startswith(f"# class_tokens\n\n{study.question}\n\n<!-- results -->\n| arm |")
+    )
 
 
 def test_a_killed_study_goes_on_and_gives_the_same_rows(tmp_path: Path) -> None:
@@ -188,21 +210,60 @@ def test_one_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_one_error_of_several_runs_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "nowhere"))
-    study = study_called("class_tokens")
-    study.data.cache_clear()  # type: ignore[attr-defined]
-    said = CliRunner().invoke(app, ["class_tokens", "--device", "cpu", "--out", str(tmp_path)])
+    def fail(**given: Any) -> Any:
+        raise InvalidOption("nothing goes")
+
+    monkeypatch.setattr(running, "train", fail)
+    study = study_called("class_tokens").small()
+    said = CliRunner().invoke(app, ["class_tokens", "--reduced", "--device", "cpu", "--out", str(tmp_path)])
     assert said.exit_code == 1
     lines = said.output.splitlines()
     jobs = len(study.points()) * len({arm.tuned_as or arm.name for arm in study.arms})
     assert len(lines) == jobs + 1
-    assert said.output.count("nowhere") == 1
-    assert "PictureError" in lines[0]
+    assert said.output.count("nothing goes") == 1
+    assert "InvalidOption" in lines[0]
     assert [line.partition("the same error, ")[2] for line in lines[1:-1]] == [
         f"{number} runs so far" for number in range(2, jobs + 1)
     ]
     assert lines[-1] == f"{jobs} runs failed, with one error; their rows say why."
-    assert all("nowhere" in row["error"] for row in read_rows(tmp_path / SEARCH))
+    assert all("nothing goes" in row["error"] for row in read_rows(tmp_path / "class_tokens" / SEARCH))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [(["--data", "nowhere"], "VITRAIL_DATA"), (["--device", "tpu"], "expected one of cpu, cuda")]
+)
+def test_what_is_wrong_for_all_runs_is_no_failed_run(
+    given: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "nowhere"))
+    study_called("class_tokens").data.cache_clear()  # type: ignore[attr-defined]
+    said = CliRunner().invoke(app, ["class_tokens", *given, "--out", str(tmp_path)])
+    assert (said.exit_code, told in " ".join(said.output.split())) == (2, True), said.output
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_several_processes_share_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another one is at is passed over; it is waited for, and done where the other one did not do it."""
+    keys = [run_key(TOY, TOY.arms[0], seed, {}, tmp_path) for seed in TOY.seeds]
+    folders = [tmp_path / "runs" / "claimed" / f"runs-{key}" for key in keys]
+    waited: list[list[int]] = []
+    with ExitStack() as other:
+        for folder in folders:
+            folder.mkdir(parents=True)
+            other.enter_context(held(folder))
+
+        def wait(seconds: float) -> None:
+            rows = read_rows(tmp_path / RESULTS)
+            waited.append([row["seed"] for row in rows])
+            add_row(tmp_path / RESULTS, {**rows[0], "arm": "plain", "seed": 0, "key": keys[0]})
+            other.close()
+
+        monkeypatch.setattr(running.time, "sleep", wait)
+        runner = Runner(TOY, tmp_path, device="cpu")
+        runner.run()
+    assert waited == [[0, 1]]  # of the arm that nobody was at
+    assert (runner.there, runner.tried, runner.left) == (1, 3, 0)
+    assert [(row["arm"], row["seed"]) for row in read_rows(tmp_path / RESULTS)[2:]] == [("plain", 0), ("plain", 1)]
 
 
 def test_asked_to_stop_while_a_run_ends_no_other_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +325,8 @@ def test_an_arm_can_learn_from_another(tmp_path: Path, monkeypatch: pytest.Monke
     assert {path.name for path in last.parent.iterdir()} >= {"last", "config.yaml"}
     with pytest.raises(InvalidOption, match="nobody among them"):
         replace(TOY, arms=(Arm("plain", teacher=RunOf("nobody")),))
+    with pytest.raises(InvalidOption, match="the arm 'plain' of the study 'toy' has no epochs"):
+        replace(TOY, base={"model": "vit_tiny_patch16"})
 
 
 def test_one_model_may_teach_all_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,6 +343,10 @@ def test_one_model_may_teach_all_seeds(tmp_path: Path, monkeypatch: pytest.Monke
     Runner(study, tmp_path, device="cpu").run()
     (first,) = (tmp_path / "runs/runs").glob("plain-0-*/last")
     assert trained == [(0, None), (1, None), (0, str(first)), (1, str(first))]
+    trained.clear()
+    Runner(study, tmp_path / "one", device="cpu").run("taught", (1,))
+    assert [(row["arm"], row["seed"]) for row in read_rows(tmp_path / "one" / RESULTS)] == [("plain", 0), ("taught", 1)]
+    assert len(trained) == 2
     rows = read_rows(tmp_path / RESULTS)
     assert rows[-1]["fields"]["teacher"] == {"run_of": "plain", "seed": 0}
     own = replace(study, arms=(study.arms[0], Arm("taught", tokens="cls,distillation", teacher=RunOf("plain"))))
@@ -303,6 +370,15 @@ def test_wrong_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "expected class_tokens" in " ".join(say(app, ["none"]).output.split())
     wrong = say(app, ["class_tokens", "--reduced", "--arms", "none", "--out", str(tmp_path)])
     assert (wrong.exit_code, "matches none of" in wrong.output) == (2, True)
+    for arguments, told in (
+        (["--seeds", "²"], "--seeds ²: expected whole numbers"),
+        (["--out", str(tmp_path / "file" / "below")], "file is a file"),
+        (["--plot", "--out", str(tmp_path / "nowhere")], "there is no folder"),
+    ):
+        (tmp_path / "file").touch()
+        wrong = say(app, ["class_tokens", "--reduced", *arguments])
+        words = " ".join(wrong.output.replace("│", "").split())
+        assert (wrong.exit_code, told in words) == (2, True), wrong.output
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
     study = study_called("class_tokens")
     study.data.cache_clear()  # type: ignore[attr-defined]

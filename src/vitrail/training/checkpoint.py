@@ -148,7 +148,8 @@ class Checkpoints:
         if (last / CONFIG).is_file():
             kept = f"; the run's last model is complete, in {last}, and another run can begin from it"
         raise TrainingError(
-            f"{self.folder} has no complete checkpoint to go on from{why}{kept}. Start anew with overwrite"
+            f"{self.folder} has no complete checkpoint to go on from{why}{kept}. Start anew by overwrite=True "
+            "(--overwrite)"
         )
 
     def meta(self, step: int) -> dict[str, Any]:

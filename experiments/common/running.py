@@ -134,12 +134,12 @@ class Runner:
             for number, job in waiting:
                 try:
                     key = self._key(job)
-                    with self._claimed(kind, key):
-                        if key in self._done(file):
-                            self.there += 1
-                        elif time.monotonic() - self._begun + self._longest > self.seconds:
-                            self.left += 1
-                        else:
+                    if key in self._done(file):
+                        self.there += 1
+                    elif time.monotonic() - self._begun + self._longest > self.seconds:
+                        self.left += 1
+                    else:
+                        with self._claimed(kind, key):
                             self._do(job, key, file, one, f"{number}/{len(jobs)}")
                 except BlockingIOError:
                     others.append((number, job))
@@ -153,7 +153,10 @@ class Runner:
             waiting = others
 
     def _do(self, job: Job, key: str, file: str, one: Callable[[Job], Row], number: str) -> None:
-        """Do one run, and add its row."""
+        """Do one run, unless another process has just done it, and add its row."""
+        if key in self._done(file):
+            self.there += 1
+            return
         self._check()
         fields = plain(self.study.fields(job.arm, job.point))
         row = {"key": key, "arm": job.arm.name, "seed": job.seed, "point": plain(job.point), "fields": fields}

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,19 +46,37 @@ SNAPSHOTS, DRAWN = 10, 6
 """Checkpoints that are looked at, and drawn, evenly spread over the run."""
 
 
-def fields(study: Study, recipe: str, registers: int, epochs: int) -> dict[str, Any]:
-    """Give what a run is asked for: the study's recipe, for a larger model and a longer time."""
-    now_and_then = max(1, epochs // SNAPSHOTS)
-    return {
-        **study.fields(arm(registers)), "model": "vit_base_patch16", "optimizer": "adamw",
-        "lr": 5e-4, "drop_path": 0.2, "recipe": recipe, "epochs": epochs, "save_every": now_and_then,
-        "evaluate_every": now_and_then, "keep": 2 * SNAPSHOTS,
-    }  # fmt: skip
+LR = {"adamw": 5e-4, "muon": 1e-3}
 
 
-def called(recipe: str, registers: int) -> str:
-    """Name a run."""
-    return f"ViT-B, {recipe}, {registers} registers"
+@dataclass(frozen=True)
+class Asked:
+    """A run: what it learns from, how many registers it has, for how long, and by which optimiser."""
+
+    recipe: str = "labels"
+    registers: int = 0
+    epochs: int = 100
+    optimizer: str = "adamw"
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        by = "" if self.optimizer == "adamw" else f"{self.optimizer.capitalize()}, "
+        return f"ViT-B, {self.recipe}, {by}{self.registers} registers"
+
+    @property
+    def folder(self) -> str:
+        """The folder that it is written to."""
+        return f"{self.recipe}-{self.registers}-{self.epochs}-{self.optimizer}"
+
+    def fields(self, study: Study) -> dict[str, Any]:
+        """Give the study's recipe, for a larger model and a longer time."""
+        now_and_then = max(1, self.epochs // SNAPSHOTS)
+        return {
+            **study.fields(arm(self.registers)), "model": "vit_base_patch16", "optimizer": self.optimizer,
+            "lr": LR.get(self.optimizer), "drop_path": 0.2, "recipe": self.recipe, "epochs": self.epochs,
+            "save_every": now_and_then, "evaluate_every": now_and_then, "keep": 2 * SNAPSHOTS,
+        }  # fmt: skip
 
 
 def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: float, device: str | None) -> Run | None:
@@ -101,7 +120,7 @@ def over_checkpoints(folder: Path, scenes: Collection, device: torch.device) -> 
     return {"over_training": over, "since": None if found.first is None else int(found.first) / per_epoch}
 
 
-def row_of(folder: Path, recipe: str, registers: int, data: WithScenes, device: str | None) -> dict[str, Any]:
+def row_of(folder: Path, name: str, data: WithScenes, device: str | None) -> dict[str, Any]:
     """Look at a run that has ended: once at the validation set, then at everything else."""
     model, labels = load_trained(folder / LAST)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -109,7 +128,7 @@ def row_of(folder: Path, recipe: str, registers: int, data: WithScenes, device: 
     found = evaluate(folder / LAST, data.validation, device=device, dtype=half, seconds=0)
     log = read_log(folder / "log.jsonl", "epoch")
     return {
-        "arm": called(recipe, registers),
+        "arm": name,
         "epochs": len(log),
         "seconds": log[-1]["seconds"],
         "accuracy": dict(found.accuracy),
@@ -170,6 +189,7 @@ def main(
     recipe: Annotated[str, typer.Option(help="labels or dino.")] = "labels",
     registers: Annotated[int, typer.Option(help="How many.", min=0)] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="In all; the learning rate falls over them.")] = 100,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     out: Annotated[Path, typer.Option(help="Where the runs are.")] = RUNS,
     rows: Annotated[Path, typer.Option(help="Where to note what came out.")] = ROWS,
     plot: Annotated[bool, typer.Option(help="Train nothing; write what the rows say.")] = False,
@@ -187,25 +207,22 @@ def main(
     if data is not None:
         os.environ[VARIABLE] = str(data)
     try:
-        _go_on_and_look(seconds, recipe, registers, epochs, out, rows, device, of)
+        _go_on_and_look(Asked(recipe, registers, epochs, optimizer), seconds, out, rows, device, of)
     except VitrailError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
 
 
-def _go_on_and_look(
-    seconds: float, recipe: str, registers: int, epochs: int, out: Path, rows: Path, device: str | None, of: str | None
-) -> None:
-    given = STUDY.data()
-    assert isinstance(given, WithScenes)
-    if any((row["arm"], row["epochs"]) == (called(recipe, registers), epochs) for row in read_rows(rows)):
+def _go_on_and_look(asked: Asked, seconds: float, out: Path, rows: Path, device: str | None, of: str | None) -> None:
+    if any((row["arm"], row["epochs"]) == (asked.name, asked.epochs) for row in read_rows(rows)):
         typer.echo(f"Trained and noted in {rows} already.")
         return
-    folder, wanted = out / f"{recipe}-{registers}-{epochs}", fields(STUDY, recipe, registers, epochs)
-    if go_on(folder, wanted, given, seconds, device) is None:
+    data, folder, wanted = STUDY.data(), out / asked.folder, asked.fields(STUDY)
+    assert isinstance(data, WithScenes)
+    if go_on(folder, wanted, data, seconds, device) is None:
         typer.echo(f"Stopped in time; {folder} has a checkpoint. Give the same command again.")
         raise typer.Exit(3)
-    row = {**row_of(folder, recipe, registers, given, device), "fields": plain(wanted)}
+    row = {**row_of(folder, asked.name, data, device), "fields": plain(wanted)}
     add_row(rows, {**row, **machine(), "commit": of or commit()})
     typer.echo(f"Trained, and noted in {rows}.")
 

@@ -180,12 +180,13 @@ def test_a_cure_leaves_the_model_as_it_was() -> None:
 
 def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     data, study = few_and_shapes(), STUDY.small()
-    wanted = long.fields(study, "labels", 1, 2)
+    asked = long.Asked(registers=1, epochs=2)
+    wanted = asked.fields(study)
     assert (wanted["model"], wanted["save_every"]) == ("vit_base_patch16", 1)
     assert long.go_on(tmp_path / "run", wanted, data, 0.0, "cpu") is None
     assert not (tmp_path / "run" / "last").exists()
     assert long.go_on(tmp_path / "run", wanted, data, float("inf"), "cpu") is not None
-    row = long.row_of(tmp_path / "run", "labels", 1, data, "cpu")
+    row = long.row_of(tmp_path / "run", asked.name, data, "cpu")
     *_, before, last = (one["epoch"] for one in row["over_training"])
     assert (before, last, row["epochs"], row["since"]) == (1, 2, 2, None)
     assert row["over_training"][-1]["layers"] == row["layers"]  # the last checkpoint is the last model
@@ -203,6 +204,7 @@ def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     ("given", "told"),
     [
         (["--recipe", "foo"], "expected one of labels, dino"),
+        (["--optimizer", "sgd"], "expected one of adamw, muon"),
         (["--registers", "-1"], "Invalid value for '--registers'"),
         (["--epochs", "0"], "Invalid value for '--epochs'"),
         (["--data", "nowhere"], "Name the folder of the data sets"),

@@ -96,7 +96,7 @@ def test_ordinary_bulks_have_no_artifacts(bulk):
         assert math.isnan(found.ratio)
 
 
-@pytest.mark.parametrize("tokens", [10, 100, 1000])
+@pytest.mark.parametrize("tokens", [10, pytest.param(100, marks=pytest.mark.slow), 1000])
 @pytest.mark.parametrize("p", [0.1, 0.01])
 def test_the_p_value_holds_for_the_hardest_clean_tail(tokens, p, monkeypatch):
     """A flat tail: no valley, but as near to one as a falling density can be."""

@@ -59,7 +59,14 @@ def programs() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=EXAMPLES)
+ALIKE = ("timm SigLIP", "transformers DeiT")
+"""Examples that go the same ways as others."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in EXAMPLES],
+)
 def merged(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     return request.param, EXAMPLES[request.param].merged()
 

@@ -183,7 +183,10 @@ FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_form
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, id=str(form), marks=[pytest.mark.slow] if "fp16" in str(form) else []) for form in FORMS],
+)
 def test_form_compiles_for_hopper(form: Form) -> None:
     compiled = form.compile()
     assert compiled.asm["cubin"]

@@ -433,8 +433,14 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert all(distance(a, b) < 1e-12 for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("opened", [False, True])
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(
+    ("opened", "merged"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((False, True), (True, False))),
+    ],
+)
 def test_compiles(opened, merged):
     model, images = small().float(), pictures().float()
     added = mix(model)

@@ -159,7 +159,7 @@ def test_hooks_see_and_may_replace_tokens(name):
     assert seen[0] - seen[1] == 2
 
 
-LONG = ("eva-eva02", "eva-mixed-xy", "hf-deit-head")
+LONG = ("eva-eva02", "eva-mixed-xy", "hf-deit-head", "timm-map")
 """Like others that are compiled, and slower."""
 
 
@@ -204,7 +204,7 @@ def test_compiles_block_by_block(name):
     assert distance(run(model, images, case), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("position", ["learned", "rotary"])
+@pytest.mark.parametrize("position", ["learned", pytest.param("rotary", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 def test_blocks_between_the_first_and_the_last_are_compiled_once(position):
     torch._dynamo.reset()

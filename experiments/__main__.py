@@ -82,9 +82,9 @@ def main(
                 folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
                 if out is not None:
                     folder = out / name
-                if plot and not folder.is_dir():
-                    raise typer.BadParameter(f"there is no folder {folder}; expected one with rows of {name}")
                 if plot:
+                    if not folder.is_dir():
+                        raise typer.BadParameter(f"there is no folder {folder}; expected one with rows of {name}")
                     rows = write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
                     say(f"{name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
                     continue

@@ -56,10 +56,9 @@ def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) ->
         pages[evidence] = rewritten(evidence, section(study, rows, details=False), f"results {study.name}")
     if rows and study.draw is not None:
         study.draw(study, rows, out)
-    if rows and not readme.exists():
-        write_whole(readme, f"# {study.name}\n\n{study.question}\n\n<!-- results -->\n<!-- /results -->\n".encode())
-    if readme.exists():
-        pages[readme] = rewritten(readme, readme_section(study, rows, out))
+    if rows or readme.exists():
+        blank = f"# {study.name}\n\n{study.question}\n\n<!-- results -->\n<!-- /results -->\n"
+        pages[readme] = rewritten(readme, readme_section(study, rows, out), blank=blank)
     for page, text in pages.items():
         write_whole(page, text.encode())
     return len(rows)

@@ -113,9 +113,9 @@ def _column(values: Sequence[float | None], form: str) -> str:
 # Sections of pages.
 
 
-def rewritten(path: Path, text: str, name: str = "results") -> str:
-    """Give a page with a text between its marks ``<!-- name -->`` and ``<!-- /name -->``."""
-    page = path.read_text(encoding="utf-8")
+def rewritten(path: Path, text: str, name: str = "results", *, blank: str = "") -> str:
+    """Give a page, or a blank one, with a text between its marks ``<!-- name -->`` and ``<!-- /name -->``."""
+    page = path.read_text(encoding="utf-8") if path.exists() else blank
     marks = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- /{re.escape(name)} -->)", re.DOTALL)
     if len(marks.findall(page)) != 1:
         raise InvalidOption(f"expected the marks <!-- {name} --> and <!-- /{name} --> in {path}, once")

@@ -128,8 +128,10 @@ class Loop:
         with torch.no_grad():
             augment = parts.settled if plain else parts.augment
             images = augment(batch.images, generator(parts.crew.device, seed, AUGMENT, step), rows, total)
-            draw = generator(parts.crew.device, seed, MIX, step)
-            mixed = parts.mixing.idle(images) if plain else parts.mixing(images, draw, rows, total)
+            if plain:
+                mixed = parts.mixing.idle(images)
+            else:
+                mixed = parts.mixing(images, generator(parts.crew.device, seed, MIX, step), rows, total)
         return mixed.images, batch.labels, None if mixed.partner is None else (mixed.partner, mixed.share)
 
     def _lr(self, step: int) -> float:

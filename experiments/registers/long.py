@@ -47,6 +47,7 @@ SNAPSHOTS, DRAWN = 10, 6
 
 
 LR = {"adamw": 5e-4, "muon": 1e-3}
+WRITTEN = {"adamw": "AdamW", "muon": "Muon"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Asked:
     @property
     def name(self) -> str:
         """What the run is called."""
-        by = "" if self.optimizer == "adamw" else f"{self.optimizer.capitalize()}, "
-        return f"ViT-B, {self.recipe}, {by}{self.registers} registers"
+        by = WRITTEN.get(self.optimizer, self.optimizer)
+        return f"ViT-B, {self.recipe}, {by}, {self.registers} registers"
 
     @property
     def folder(self) -> str:
@@ -167,6 +168,7 @@ def _line(row: Mapping[str, Any]) -> list[str]:
 
 def draw(rows: Rows, folder: Path) -> None:
     """Draw how far the longest patch token is above the median, by layer, for each checkpoint of each run."""
+    top = max(x["max"] / x["50"] for row in rows for one in row["over_training"] for x in one["layers"])
     with figure(folder / "norms.png", columns=len(rows), width=5.0 * len(rows)) as sides:
         for axes, row in zip(sides, rows, strict=True):
             every = row["over_training"]
@@ -180,7 +182,7 @@ def draw(rows: Rows, folder: Path) -> None:
                 for number, name in enumerate(curves)
             }
             lines(axes, curves, "layer", "longest patch over the median", styles=shades)
-            axes.set(title=row["arm"], ylim=(1, None))
+            axes.set(title=row["arm"], ylim=(1, 1.05 * top))
             axes.legend(fontsize=8, ncols=2)
 
 

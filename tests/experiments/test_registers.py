@@ -192,7 +192,7 @@ def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     assert row["over_training"][-1]["layers"] == row["layers"]  # the last checkpoint is the last model
     assert row["over_training"][-1]["norms"] == row["norms"]
     page = long.section([{**row, "device": "a machine", "commit": "abc"}])
-    line = next(line for line in page.splitlines() if line.startswith("| ViT-B, labels, 1 registers | 2 |"))
+    line = next(line for line in page.splitlines() if line.startswith("| ViT-B, labels, AdamW, 1 registers | 2 |"))
     assert "on a machine, commit abc." in page
     assert f"| {100 * row['accuracy']['fused']:.2f} |" in line
     pytest.importorskip("matplotlib", reason="plots need it")

@@ -29,12 +29,12 @@ def measured_on(rows: Rows, *, compares: bool) -> str:
     commits = sorted({row["commit"] or "unknown" for row in rows})
     torch = sorted({row["versions"]["torch"] for row in rows})
     seeds = sorted({row["seed"] for row in rows})
-    arms = len(by_arm(rows))
+    arms, minutes = len(by_arm(rows)), sum(row["seconds"] for row in rows) / 60
     return (
         f"Mean ± standard deviation over seeds {', '.join(map(str, seeds))}"
         f"{'; in brackets, the 95 % interval over seeds and pictures' if compares else ''}. {len(rows)} runs of "
         f"{arms} arm{'s' if arms > 1 else ''} on {', '.join(devices)}, torch {', '.join(torch)}, "
-        f"commit {', '.join(commits)}."
+        f"commit {', '.join(commits)}; {minutes:.0f} minutes of training, runs side by side counted one by one."
     )
 
 

@@ -1,4 +1,4 @@
-"""One large model for as long as there is time: trained by several commands, looked at over all its checkpoints.
+"""Large models for as long as there is time: trained by several commands, looked at over all their checkpoints.
 
     python -m experiments.registers.long --seconds 540      # again and again, until it says that it is trained
     python -m experiments.registers.long --plot             # the section of the README and the plot, from the rows

@@ -78,7 +78,7 @@ def test_planted_artifacts_are_found_at_the_stated_rate_with_the_right_share(bul
 
 
 @pytest.mark.parametrize("family", HEAVY)
-@pytest.mark.parametrize("tokens", [588, NUM_TOKENS])
+@pytest.mark.parametrize("tokens", [pytest.param(588, marks=pytest.mark.slow), NUM_TOKENS])
 def test_clean_distributions_are_flagged_in_at_most_two_percent_of_draws(family, tokens):
     alarms = [
         find_threshold(tensor(HEAVY[family](np.random.default_rng(seed), tokens))).verdict == "artifacts"

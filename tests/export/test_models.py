@@ -59,7 +59,7 @@ def programs() -> Iterator[None]:
         yield
 
 
-ALIKE = ("timm SigLIP", "transformers DeiT")
+ALIKE = ("timm registers", "timm SigLIP", "transformers DeiT", "transformers ViT")
 """Examples that go the same ways as others."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -65,6 +66,11 @@ def config(names: list[str], place: str, options: dict[str, Any]) -> ViTConfig:
 
 
 MIXES = mixes()
+COMPILED = [
+    name if name.startswith("classes+distillation+registers+tasks") else pytest.param(name, marks=pytest.mark.slow)
+    for name in MIXES
+]
+"""All of them; compiling takes seconds each, and those that have all roles, one for each place, do it always."""
 
 
 def built(config: ViTConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> ViT:

@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.mixes import MIXES, built, pictures
+from tests.models.mixes import COMPILED, MIXES, built, pictures
 from tests.models.oracle import features_of
 from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role, TokenSpec
-
-# Compiling takes a second each: by default those with all roles, or with registers or tasks alone.
-COMPILED = [name for name in MIXES if name.startswith(("classes+distillation+registers+tasks", "registers+", "tasks+"))]
 
 
 def answers(output: Output) -> list[Tensor]:
@@ -84,7 +81,8 @@ def test_saves_and_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
             assert torch.equal(ours, theirs)
 
 
-def compiles(name: str) -> None:
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_as_one_graph(name: str) -> None:
     torch._dynamo.reset()
     model = built(MIXES[name])
     x = pictures(model.config)
@@ -92,17 +90,6 @@ def compiles(name: str) -> None:
     with torch.no_grad():
         for ours, theirs in zip(answers(compiled(x)), answers(model.forward_output(x)), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_as_one_graph(name: str) -> None:
-    compiles(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MIXES if name not in COMPILED])
-def test_the_others_compile_as_one_graph_too(name: str) -> None:
-    compiles(name)
 
 
 READERS = {

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 import vitrail
-from tests.models.mixes import MIXES, built, pictures
+from tests.models.mixes import COMPILED, MIXES, built, pictures
 from tests.models.test_mixes import answers
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role
-
-# Compiling takes seconds each: by default those with all roles, one for each place.
-COMPILED = [name for name in MIXES if name.startswith("classes+distillation+registers+tasks")]
 
 every = pytest.mark.parametrize("name", MIXES)
 
@@ -118,9 +115,7 @@ def test_a_merged_mix_saves_and_loads(name: str, tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(said(again, x), expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", [*COMPILED, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXES if name not in COMPILED)]
-)
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_merged_mix_compiles(name: str) -> None:
     model = built(MIXES[name])
     x = pictures(model.config)

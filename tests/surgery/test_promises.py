@@ -159,15 +159,15 @@ def test_hooks_see_and_may_replace_tokens(name):
     assert seen[0] - seen[1] == 2
 
 
-LONG = ("eva-eva02", "eva-mixed-xy", "hf-deit-head", "timm-map")
-"""Like others that are compiled, and slower."""
+LONG = ("eva-dinov3", "eva-eva02", "eva-mixed-xy", "hf-deit-head", "timm-map")
+"""Like others that are compiled, here or block by block, and slower."""
 
 
 @pytest.mark.parametrize(
     ("name", "unmerge"),
     [
         *(pytest.param(name, True, marks=[pytest.mark.slow] if name in LONG else []) for name in FEW),
-        (FEW[0], False),
+        pytest.param(FEW[0], False, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_as_one_graph(name, unmerge):

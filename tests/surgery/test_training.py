@@ -222,6 +222,6 @@ def test_accelerate_hooks_after_merging():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo and spawn as used here need a POSIX system")
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "fsdp-mixed-precision"])
 def test_two_processes(job, tmp_path):
     mp.spawn(_distributed, args=(2, f"file://{tmp_path}/rendezvous", job), nprocs=2)

@@ -200,6 +200,7 @@ def test_an_old_report_outlives_a_run_that_ends_early(
 ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.slow  # tests/report/test_processes.py has the same without the command line
 def test_two_processes_give_the_report_of_one(pictures: Path, tmp_path: Path) -> None:
     (pictures / "broken.png").touch()
     one, two = tmp_path / "one.html", tmp_path / "two.html"

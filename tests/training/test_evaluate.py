@@ -284,7 +284,7 @@ def _part(rank: int, store: str, out: str, empty: bool) -> None:
     leave()
 
 
-@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("empty", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_processes_add_up(tmp_path: Path, empty: bool) -> None:
     mp.spawn(_part, (str(tmp_path / "store"), str(tmp_path / "found"), empty), nprocs=2)
     torch.manual_seed(0)

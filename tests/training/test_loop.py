@@ -174,8 +174,12 @@ def test_what_is_asked_for_is_compiled(photos: str, tmp_path: Path, monkeypatch:
     wanted = {"off": set(), "pictures": pictures, "blocks": {"Block", *pictures}, "whole": {"Learner", *pictures}}
     for how, what in wanted.items():
         asked.clear()
-        run(photos, tmp_path / how, compile=how, epochs=1, mixup=0.8)
+        said: list[Event] = []
+        run(photos, tmp_path / how, compile=how, epochs=1, mixup=0.8, tell=said.append)
         assert set(asked) == what
+        notes = [event.text for event in said if event.kind == "note"]
+        wait = f"The first steps compile (--compile {how}), up to some minutes on a CPU."
+        assert notes == ([] if how == "off" else [wait])
 
 
 def test_bfloat16_is_autocast(photos: str, tmp_path: Path) -> None:

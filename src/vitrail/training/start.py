@@ -134,6 +134,9 @@ def _introduce(parts: Parts, start: int, total: int) -> None:
     parts.tell(Event("start", text=text))
     if start >= total:
         parts.tell(Event("note", text=f"All {total} steps were done already; there is nothing left to train."))
+    elif config.compile not in (None, "off"):
+        wait = "up to a minute on a GPU" if parts.crew.device.type == "cuda" else "up to some minutes on a CPU"
+        parts.tell(Event("note", text=f"The first steps compile (--compile {config.compile}), {wait}."))
 
 
 def _changed(config: Config) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_planted_artifacts_are_found_at_the_stated_rate_with_the_right_share(bul
 def test_clean_distributions_are_flagged_in_at_most_two_percent_of_draws(family, tokens):
     alarms = [
         find_threshold(tensor(HEAVY[family](np.random.default_rng(seed), tokens))).verdict == "artifacts"
-        for seed in range(200)
+        for seed in range(100)
     ]
     assert np.mean(alarms) <= 0.02
 

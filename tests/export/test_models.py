@@ -59,7 +59,7 @@ def programs() -> Iterator[None]:
         yield
 
 
-ALIKE = ("timm registers", "timm SigLIP", "transformers DeiT", "transformers ViT")
+ALIKE = ("timm class token", "timm registers", "timm SigLIP", "transformers DeiT", "transformers ViT")
 """Examples that go the same ways as others."""
 
 

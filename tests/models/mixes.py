@@ -66,11 +66,9 @@ def config(names: list[str], place: str, options: dict[str, Any]) -> ViTConfig:
 
 
 MIXES = mixes()
-COMPILED = [
-    name if name.startswith("classes+distillation+registers+tasks") else pytest.param(name, marks=pytest.mark.slow)
-    for name in MIXES
-]
-"""All of them; compiling takes seconds each, and those that have all roles, one for each place, do it always."""
+FULLEST = tuple(f"classes+distillation+registers+tasks+{place}" for place in ("gathering", "mixed"))
+COMPILED = [name if name in FULLEST else pytest.param(name, marks=pytest.mark.slow) for name in MIXES]
+"""All of them; compiling takes seconds each, and the two that have all roles at the most places do it always."""
 
 
 def built(config: ViTConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> ViT:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.extras import always
 from vitrail.analysis import valleys
 from vitrail.analysis.threshold import NUM_BINS, bins_of, count_norms, find_threshold, quantile
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -78,11 +79,11 @@ def test_planted_artifacts_are_found_at_the_stated_rate_with_the_right_share(bul
 
 
 @pytest.mark.parametrize("family", HEAVY)
-@pytest.mark.parametrize("tokens", [pytest.param(588, marks=pytest.mark.slow), NUM_TOKENS])
+@pytest.mark.parametrize("tokens", always([NUM_TOKENS], [588, NUM_TOKENS]))
 def test_clean_distributions_are_flagged_in_at_most_two_percent_of_draws(family, tokens):
     alarms = [
         find_threshold(tensor(HEAVY[family](np.random.default_rng(seed), tokens))).verdict == "artifacts"
-        for seed in range(100)
+        for seed in range(200)
     ]
     assert np.mean(alarms) <= 0.02
 
@@ -96,7 +97,7 @@ def test_ordinary_bulks_have_no_artifacts(bulk):
         assert math.isnan(found.ratio)
 
 
-@pytest.mark.parametrize("tokens", [10, pytest.param(100, marks=pytest.mark.slow), 1000])
+@pytest.mark.parametrize("tokens", always([10, 1000], [10, 100, 1000]))
 def test_the_p_value_holds_for_the_hardest_clean_tail(tokens, monkeypatch):
     """A flat tail: no valley, but as near to one as a falling density can be."""
     monkeypatch.setattr(valleys, "MIN_RATIO", 1.0)

@@ -7,6 +7,7 @@ import timm
 import torch
 
 import vitrail
+from tests.extras import always
 from tests.surgery.models import ALL, FEW, distance, leaving, main_output, run, trunk_blocks
 from vitrail.bench.models import copy_model
 from vitrail.bench.sliced import slice_tokens
@@ -66,7 +67,7 @@ def test_tokens_may_be_passed_by_name() -> None:
         assert main_output(block(tokens)).shape[1] == 6
 
 
-@pytest.mark.parametrize("name", [FEW[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[1:])])
+@pytest.mark.parametrize("name", always(FEW[:1], FEW))
 def test_compiles_in_one_graph(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()

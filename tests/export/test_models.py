@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.export.models import EXAMPLES, pictures
+from tests.extras import always
 from tests.surgery.models import ALL
 from vitrail.export import ExportResult, api, export
 from vitrail.export.program import Plain, trace
@@ -59,14 +60,11 @@ def programs() -> Iterator[None]:
         yield
 
 
-ALIKE = ("timm class token", "timm registers", "timm SigLIP", "transformers DeiT", "transformers ViT")
+ALIKE = {"timm class token", "timm registers", "timm SigLIP", "transformers DeiT", "transformers ViT"}
 """Examples that go the same ways as others."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in EXAMPLES],
-)
+@pytest.fixture(scope="module", params=always(EXAMPLES.keys() - ALIKE, EXAMPLES))
 def merged(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
     return request.param, EXAMPLES[request.param].merged()
 

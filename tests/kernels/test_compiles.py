@@ -26,6 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.extras import always
 from vitrail.kernels import launching, triton_attention, triton_attention_back, triton_matching, triton_merging
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -190,14 +191,8 @@ def outermost(forms: list[Form]) -> set[Form]:
     return {form for (_, dtype), own in of.items() if dtype != "fp16" for form in (own[0], own[-1])}
 
 
-ALWAYS = outermost(FORMS)
-
-
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(form, id=str(form), marks=[] if form in ALWAYS else [pytest.mark.slow]) for form in FORMS],
-)
+@pytest.mark.parametrize("form", always(outermost(FORMS), FORMS), ids=str)
 def test_form_compiles_for_hopper(form: Form) -> None:
     compiled = form.compile()
     assert compiled.asm["cubin"]

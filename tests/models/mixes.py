@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.extras import always
 from tests.parity.models import redraw
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role, TokenSpec
@@ -67,7 +67,7 @@ def config(names: list[str], place: str, options: dict[str, Any]) -> ViTConfig:
 
 MIXES = mixes()
 FULLEST = tuple(f"classes+distillation+registers+tasks+{place}" for place in ("gathering", "mixed"))
-COMPILED = [name if name in FULLEST else pytest.param(name, marks=pytest.mark.slow) for name in MIXES]
+COMPILED = always(FULLEST, MIXES)
 """All of them; compiling takes seconds each, and the two that have all roles at the most places do it always."""
 
 

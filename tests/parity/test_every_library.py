@@ -26,9 +26,10 @@ def test_nothing_merged_is_the_model_itself(name: str) -> None:
 
 
 THOROUGH = ("timm-class-odd", "timm-registers", "eva-eva02", "eva-dinov3", "eva-mixed-xy", "hf-deit", "hf-registers")
-"""Models that meet every setting; the others meet those that matter to them, unless asked for more."""
+"""Models that always meet every setting."""
 
 DIFFERENT = ("steady", "per-layer", "unweighted-original", "beyond", "mask-per-picture-original")
+"""Settings that every model always meets; the others vary them."""
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import vitrail
+from tests.extras import always
 from tests.surgery.models import ALL, FEW, distance, half, run, trunk_blocks
 from vitrail.errors import BrokenPass
 from vitrail.models import create_model
@@ -189,9 +190,7 @@ def test_compiles_as_one_graph(name, unmerge):
     assert len(trace.passes) == 1
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "eva-dinov3" else pytest.param(name, marks=pytest.mark.slow) for name in FEW]
-)
+@pytest.mark.parametrize("name", always(["eva-dinov3"], FEW))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 def test_compiles_block_by_block(name):
     case = ALL[name]
@@ -204,7 +203,7 @@ def test_compiles_block_by_block(name):
     assert distance(run(model, images, case), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("position", ["learned", pytest.param("rotary", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("position", always(["learned"], ["learned", "rotary"]))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 def test_blocks_between_the_first_and_the_last_are_compiled_once(position):
     torch._dynamo.reset()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import vitrail
+from tests.extras import always
 from tests.leaving import leave
 from tests.surgery.models import ALL, FEW, distance, run, trunk_blocks
 from vitrail.errors import BrokenPass
@@ -222,6 +223,6 @@ def test_accelerate_hooks_after_merging():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo and spawn as used here need a POSIX system")
-@pytest.mark.parametrize("job", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "fsdp-mixed-precision"])
+@pytest.mark.parametrize("job", always(["ddp", "fsdp-mixed-precision"], JOBS))
 def test_two_processes(job, tmp_path):
     mp.spawn(_distributed, args=(2, f"file://{tmp_path}/rendezvous", job), nprocs=2)

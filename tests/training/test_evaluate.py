@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import vitrail
+from tests.extras import always
 from tests.leaving import leave
 from tests.training.data import table
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
@@ -284,7 +285,7 @@ def _part(rank: int, store: str, out: str, empty: bool) -> None:
     leave()
 
 
-@pytest.mark.parametrize("empty", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("empty", always([True], [False, True]))
 def test_processes_add_up(tmp_path: Path, empty: bool) -> None:
     mp.spawn(_part, (str(tmp_path / "store"), str(tmp_path / "found"), empty), nprocs=2)
     torch.manual_seed(0)

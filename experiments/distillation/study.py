@@ -13,12 +13,15 @@ from experiments.common.tables import by_arm
 
 STEPS, BATCH, PICTURES = 1000, 256, 9469
 SHARES = (0.1, 0.3, 1.0)
-TOKENS = {"plain": "cls", "registers": "cls,register=4", "hard": "cls,distillation"}
-TOKENS |= {
+SIZES = {"Ti": "vit_tiny_patch16", "S": "vit_small_patch16"}
+TOKENS = {
+    "plain": "cls",
+    "registers": "cls,register=4",
+    "hard": "cls,distillation",
     "hard + registers": "cls,distillation,register=4",
-    "hard, no token": "cls",
     "soft": "cls,distillation",
     "hard, ViT": "cls,distillation",
+    "hard, no token": "cls",
 }
 TUNED_AS = {"registers": "plain", "hard + registers": "hard", "hard, no token": "hard", "hard, ViT": "hard"}
 INK = {"conv": COLOURS[6], "Ti plain": COLOURS[0], "Ti hard": COLOURS[1], "S plain": COLOURS[5], "S hard": COLOURS[4]}
@@ -58,7 +61,7 @@ def student(size: str, kind: str, share: float) -> Arm:
     name, tuned = named(f"{size} {kind}", share), named(f"{size} {TUNED_AS.get(kind, kind)}", 1.0)
     return Arm(
         name, tuned_as=tuned if tuned != name else None, against=named(f"{size} plain", share),
-        model={"Ti": "vit_tiny_patch16", "S": "vit_small_patch16"}[size], image_size=128, patch_size=16,
+        model=SIZES[size], image_size=128, patch_size=16,
         tokens=TOKENS[kind], **learned, **schedule(share),
         reduced={**SMALL, "patch_size": 8, "options": {"width": 32, "depth": 2, "heads": 2}},
     )  # fmt: skip
@@ -120,11 +123,8 @@ STUDY = Study(
     base={"preset": "small", "batch_size": BATCH, "optimizer": "muon", "mixing": 0.5},
     arms=(
         *(teacher(share) for share in SHARES),
-        *(student("Ti", kind, share) for share in SHARES for kind in ("plain", "hard")),
-        *(student("Ti", kind, 1.0) for kind in ("registers", "hard + registers", "soft")),
-        *(student("S", kind, 1.0) for kind in ("plain", "hard")),
-        student("Ti", "hard, ViT", 1.0),
-        *(student(size, "hard, no token", 1.0) for size in ("Ti", "S")),
+        *(student(size, kind, share) for size in SIZES for share in SHARES for kind in ("plain", "hard")),
+        *(student(size, kind, 1.0) for size in SIZES for kind in TOKENS if kind not in ("plain", "hard")),
     ),
     reference=named("Ti plain", 1.0),
     search={"lr": [1e-3, 3e-3]},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,24 @@ def by_arm(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
 
 def difference(first: Rows, second: Rows, answer: str) -> Difference | None:
     """Compare two arms on the seeds that both have; None where there are none."""
-    one, other = ({row["seed"]: row for row in rows} for rows in (first, second))
-    seeds = sorted(set(one) & set(other))
-    if not seeds:
+    return pooled([(first, second)], answer)
+
+
+def pooled(pairs: Iterable[tuple[Rows, Rows]], answer: str) -> Difference | None:
+    """Compare the first arms of some pairs with the second ones, on the seeds that both have, as if all were one pair.
+
+    What it gives is a mean over these pairs; that a difference is another one from pair to pair widens the interval.
+    """
+    matched = [
+        (one[seed], other[seed])
+        for first, second in pairs
+        for one, other in [tuple({row["seed"]: row for row in rows} for rows in (first, second))]
+        for seed in sorted(set(one) & set(other))
+    ]
+    if not matched:
         return None
     ours, theirs = (
-        np.stack([unpack(rows[seed]["correct"][answer], rows[seed]["count"]) for seed in seeds])
-        for rows in (one, other)
+        np.stack([unpack(row["correct"][answer], row["count"]) for row in rows]) for rows in zip(*matched, strict=True)
     )
     return paired_difference(ours, theirs)
 

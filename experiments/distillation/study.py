@@ -9,7 +9,7 @@ from typing import Any
 from experiments.common.data import imagenette
 from experiments.common.plots import COLOURS, dots, figure, lines, name_lines
 from experiments.common.study import Arm, Column, Rows, RunOf, Study
-from experiments.common.tables import by_arm
+from experiments.common.tables import by_arm, markdown, points, pooled, result_table
 
 STEPS, BATCH, PICTURES = 1000, 256, 9469
 SHARES = (0.1, 0.3, 1.0)
@@ -67,6 +67,28 @@ def student(size: str, kind: str, share: float) -> Arm:
     )  # fmt: skip
 
 
+def students(size: str) -> list[Arm]:
+    """Give all students of a size: two kinds with every share of the data, the others with all of it."""
+    return [
+        student(size, kind, share) for share in SHARES for kind in TOKENS if share == 1 or kind in ("plain", "hard")
+    ]
+
+
+def pairs(first: str, second: str, shares: tuple[float, ...] = (1.0,)) -> list[tuple[str, str]]:
+    """Give two kinds of students of the same size and share, for both sizes."""
+    return [(named(f"{size} {first}", share), named(f"{size} {second}", share)) for size in SIZES for share in shares]
+
+
+QUESTIONS = {
+    "*hard* against *plain*": pairs("hard", "plain", SHARES),
+    **{named("*hard* against *plain*", share): pairs("hard", "plain", (share,)) for share in SHARES},
+    "a distillation token against *no token*": pairs("hard", "hard, no token"),
+    "*hard* against *soft*": pairs("hard", "soft"),
+    "the net against the *ViT* as teacher": pairs("hard", "hard, ViT"),
+    "*registers* against none": pairs("registers", "plain") + pairs("hard + registers", "hard"),
+}
+
+
 def draw(study: Study, rows: Rows, folder: Path) -> None:
     """Draw accuracy over the share of the data, and all students that had all of it."""
     arms = by_arm(rows)
@@ -97,6 +119,18 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
         dots(axes, values, "accuracy on the validation set, %")
 
 
+def table(study: Study, rows: Rows) -> str:
+    """Write a line for each arm, and one for each question that several pairs of arms ask alike."""
+    arms = by_arm(rows)
+    lines = [["taken together", "pairs of runs", "difference, points", "of them above zero"]]
+    for question, asked in QUESTIONS.items():
+        found = pooled([(arms.get(first, []), arms.get(second, [])) for first, second in asked], study.answer)
+        if found is not None:
+            above = sum(one > 0 for one in found.seeds)
+            lines.append([question, str(len(found.seeds)), points(found), str(above)])
+    return result_table(study, rows) + (f"\n\n{markdown(lines)}" if len(lines) > 1 else "")
+
+
 def head(name: str) -> Column:
     """Give the column of one head's accuracy."""
     return Column(
@@ -123,8 +157,7 @@ STUDY = Study(
     base={"preset": "small", "batch_size": BATCH, "optimizer": "muon", "mixing": 0.5},
     arms=(
         *(teacher(share) for share in SHARES),
-        *(student(size, kind, share) for size in SIZES for share in SHARES for kind in ("plain", "hard")),
-        *(student(size, kind, 1.0) for size in SIZES for kind in TOKENS if kind not in ("plain", "hard")),
+        *(one for size in SIZES for one in students(size)),
     ),
     reference=named("Ti plain", 1.0),
     search={"lr": [1e-3, 3e-3]},
@@ -136,6 +169,7 @@ STUDY = Study(
         Column("cosine of the two tokens", cosine, "{:.4f}"),
         Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),
     ),
+    table=table,
     draw=draw,
     reduced={"preset": "tiny", "batch_size": 8},
 )

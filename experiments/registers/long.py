@@ -182,7 +182,7 @@ def draw(rows: Rows, folder: Path) -> None:
                 for number, name in enumerate(curves)
             }
             lines(axes, curves, "layer", "longest patch over the median", styles=shades)
-            axes.set(title=row["arm"], ylim=(1, 1.05 * top))
+            axes.set(title=f"{row['arm']}, {row['epochs']} epochs", ylim=(1, 1.05 * top))
             axes.legend(fontsize=8, ncols=2)
 
 

@@ -4,16 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.common import running
 from experiments.common.choosing import run_key
-from experiments.common.pages import section
-from experiments.common.rows import RESULTS, SEARCH, read_rows
+from experiments.common.pages import ROOT, section
+from experiments.common.rows import RESULTS, SEARCH, pack, read_rows
 from experiments.common.running import Runner
+from experiments.common.statistics import paired_difference
 from experiments.common.study import Arm, RunOf
-from experiments.common.tables import rows_of
-from experiments.distillation.study import BATCH, PICTURES, STEPS, STUDY, draw
+from experiments.common.tables import pooled, rows_of
+from experiments.distillation.study import BATCH, PICTURES, STEPS, STUDY, draw, table
 from experiments.long_distillation.study import STUDY as LONG
 
 pytest.importorskip("timm", reason="the teacher is timm's")
@@ -29,7 +31,7 @@ def test_every_arm_has_as_many_steps() -> None:
 
 def test_teachers_have_seen_no_more_than_their_students() -> None:
     taught = [arm for arm in STUDY.arms if "teacher" in arm.fields]
-    assert len(taught) == 9
+    assert len(taught) == 14
     for arm in taught:
         assert isinstance(arm.fields["teacher"], RunOf)
         assert STUDY.arm(arm.fields["teacher"].arm).fields["share"] == arm.fields["share"]
@@ -71,6 +73,36 @@ def test_from_search_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "| Ti hard, 10 % |" in section(study, found)
     draw(study, found, tmp_path)
     assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pairs_of_arms_are_taken_together() -> None:
+    rng = np.random.default_rng(0)
+    right = {(arm, seed): rng.random(40) < 0.5 for arm in "abcd" for seed in (0, 1, 2)}
+
+    def rows(arm: str, *seeds: int) -> list[dict[str, Any]]:
+        return [{"seed": seed, "count": 40, "correct": {"fused": pack(right[arm, seed].tolist())}} for seed in seeds]
+
+    found = pooled([(rows("a", 2, 0), rows("b", 0, 1, 2)), (rows("c", 1), rows("d", 1)), (rows("a", 0), [])], "fused")
+    met = [("a", "b", 0), ("a", "b", 2), ("c", "d", 1)]
+    wanted = paired_difference(*(np.stack([right[pair[side], pair[2]] for pair in met]) for side in (0, 1)))
+    assert found == wanted
+    assert found.seeds == pytest.approx([right[one, at].mean() - right[other, at].mean() for one, other, at in met])
+    assert pooled([(rows("a", 0), rows("b", 1))], "fused") is None
+
+
+def test_questions_are_answered_from_the_rows_of_all_pairs() -> None:
+    rows = rows_of(STUDY, ROOT / "experiments" / STUDY.name)
+    at = {(row["arm"], row["seed"]): 100 * row["accuracy"]["fused"] for row in rows}
+    gains = [
+        at[f"{size} hard, {share} %", seed] - at[f"{size} plain, {share} %", seed]
+        for size in ("Ti", "S")
+        for share in (10, 30, 100)
+        for seed in (0, 1, 2)
+    ]
+    line = next(line for line in table(STUDY, rows).splitlines() if line.startswith("| *hard* against *plain* |"))
+    assert line.startswith(f"| *hard* against *plain* | 18 | {sum(gains) / 18:+.2f} (")
+    assert line.endswith(f"| {sum(gain > 0 for gain in gains)} |")
+    assert "taken together" not in table(STUDY, [row for row in rows if row["arm"].startswith("conv")])
 
 
 def test_a_change_of_the_teacher_is_a_change_of_the_student(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,18 @@ def difference(first: Rows, second: Rows, answer: str) -> Difference | None:
     return pooled([(first, second)], answer)
 
 
-def pooled(pairs: Iterable[tuple[Rows, Rows]], answer: str) -> Difference | None:
-    """Compare the first arms of some pairs with the second ones, on the seeds that both have, as if all were one pair.
+def pooled(pairs: Sequence[tuple[Rows, Rows]], answer: str) -> Difference | None:
+    """Compare the mean of some arms with the mean of others, on the seeds that all of them have; None without any.
 
-    What it gives is a mean over these pairs; that a difference is another one from pair to pair widens the interval.
+    Runs of one seed may share pictures, initial values and teachers. So a seed is one sample, however many pairs.
     """
-    matched = [
-        (one[seed], other[seed])
-        for first, second in pairs
-        for one, other in [tuple({row["seed"]: row for row in rows} for rows in (first, second))]
-        for seed in sorted(set(one) & set(other))
-    ]
-    if not matched:
+    runs = [[{row["seed"]: row for row in rows} for rows in side] for side in zip(*pairs, strict=True)]
+    seeds = sorted(set.intersection(*(set(arm) for side in runs for arm in side)))
+    if not seeds:
         return None
     ours, theirs = (
-        np.stack([unpack(row["correct"][answer], row["count"]) for row in rows]) for rows in zip(*matched, strict=True)
+        np.mean([[unpack(arm[seed]["correct"][answer], arm[seed]["count"]) for seed in seeds] for arm in side], axis=0)
+        for side in runs
     )
     return paired_difference(ours, theirs)
 

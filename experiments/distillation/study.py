@@ -122,12 +122,12 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
 def table(study: Study, rows: Rows) -> str:
     """Write a line for each arm, and one for each question that several pairs of arms ask alike."""
     arms = by_arm(rows)
-    lines = [["taken together", "pairs of runs", "difference, points", "of them above zero"]]
+    lines = [["taken together", "pairs of arms", "difference, points", "by seed"]]
     for question, asked in QUESTIONS.items():
         found = pooled([(arms.get(first, []), arms.get(second, [])) for first, second in asked], study.answer)
         if found is not None:
-            above = sum(one > 0 for one in found.seeds)
-            lines.append([question, str(len(found.seeds)), points(found), str(above)])
+            by_seed = ", ".join(f"{100 * one:+.2f}".replace("-", "−") for one in found.seeds)
+            lines.append([question, str(len(asked)), points(found), by_seed])
     return result_table(study, rows) + (f"\n\n{markdown(lines)}" if len(lines) > 1 else "")
 
 

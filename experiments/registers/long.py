@@ -169,7 +169,7 @@ def _line(row: Mapping[str, Any]) -> list[str]:
 def draw(rows: Rows, folder: Path) -> None:
     """Draw how far the longest patch token is above the median, by layer, for each checkpoint of each run."""
     top = max(x["max"] / x["50"] for row in rows for one in row["over_training"] for x in one["layers"])
-    with figure(folder / "norms.png", columns=len(rows), width=5.0 * len(rows)) as sides:
+    with figure(folder / "norms.png", columns=len(rows), width=3.6 * len(rows)) as sides:
         for axes, row in zip(sides, rows, strict=True):
             every = row["over_training"]
             over = [every[round(at)] for at in np.linspace(0, len(every) - 1, min(DRAWN, len(every)))]
@@ -182,7 +182,8 @@ def draw(rows: Rows, folder: Path) -> None:
                 for number, name in enumerate(curves)
             }
             lines(axes, curves, "layer", "longest patch over the median", styles=shades)
-            axes.set(title=f"{row['arm']}, {row['epochs']} epochs", ylim=(1, 1.05 * top))
+            axes.set(title=f"{row['arm']},\n{row['epochs']} epochs", ylim=(1, 1.05 * top))
+            axes.set_xticks(range(2, len(over[0]["layers"]) + 1, 2))
             axes.legend(fontsize=8, ncols=2)
 
 

@@ -14,8 +14,8 @@ from experiments.common.rows import RESULTS, SEARCH, pack, read_rows
 from experiments.common.running import Runner
 from experiments.common.statistics import paired_difference
 from experiments.common.study import Arm, RunOf
-from experiments.common.tables import pooled, rows_of
-from experiments.distillation.study import BATCH, PICTURES, STEPS, STUDY, draw, table
+from experiments.common.tables import difference, pooled, rows_of
+from experiments.distillation.study import BATCH, PICTURES, QUESTIONS, SIZES, STEPS, STUDY, draw, table
 from experiments.long_distillation.study import STUDY as LONG
 
 pytest.importorskip("timm", reason="the teacher is timm's")
@@ -82,27 +82,52 @@ def test_pairs_of_arms_are_taken_together() -> None:
     def rows(arm: str, *seeds: int) -> list[dict[str, Any]]:
         return [{"seed": seed, "count": 40, "correct": {"fused": pack(right[arm, seed].tolist())}} for seed in seeds]
 
-    found = pooled([(rows("a", 2, 0), rows("b", 0, 1, 2)), (rows("c", 1), rows("d", 1)), (rows("a", 0), [])], "fused")
-    met = [("a", "b", 0), ("a", "b", 2), ("c", "d", 1)]
-    wanted = paired_difference(*(np.stack([right[pair[side], pair[2]] for pair in met]) for side in (0, 1)))
-    assert found == wanted
-    assert found.seeds == pytest.approx([right[one, at].mean() - right[other, at].mean() for one, other, at in met])
-    assert pooled([(rows("a", 0), rows("b", 1))], "fused") is None
+    found = pooled([(rows("a", 2, 0), rows("b", 0, 1, 2)), (rows("c", 0, 1, 2), rows("d", 2, 0))], "fused")
+    ours, theirs = (
+        np.array([[(right[one, at][n] + 0.0 + right[two, at][n]) / 2 for n in range(40)] for at in (0, 2)])
+        for one, two in ("ac", "bd")
+    )
+    assert found == paired_difference(ours, theirs)
+    gains = [[right[one, at].mean() - right[two, at].mean() for one, two in ("ab", "cd")] for at in (0, 2)]
+    assert found.seeds == pytest.approx(np.mean(gains, axis=1))
+    twice = pooled([(rows("a", 0, 1, 2), rows("b", 0, 1, 2))] * 2, "fused")
+    assert twice == difference(rows("a", 0, 1, 2), rows("b", 0, 1, 2), "fused")  # the same once more tells nothing more
+    assert pooled([(rows("a", 0), rows("b", 0)), (rows("c", 1), rows("d", 1))], "fused") is None
 
 
 def test_questions_are_answered_from_the_rows_of_all_pairs() -> None:
+    names = {arm.name for arm in STUDY.arms}
+    assert all({first, second} <= names for asked in QUESTIONS.values() for first, second in asked)
     rows = rows_of(STUDY, ROOT / "experiments" / STUDY.name)
-    at = {(row["arm"], row["seed"]): 100 * row["accuracy"]["fused"] for row in rows}
-    gains = [
-        at[f"{size} hard, {share} %", seed] - at[f"{size} plain, {share} %", seed]
-        for size in ("Ti", "S")
-        for share in (10, 30, 100)
-        for seed in (0, 1, 2)
-    ]
-    line = next(line for line in table(STUDY, rows).splitlines() if line.startswith("| *hard* against *plain* |"))
-    assert line.startswith(f"| *hard* against *plain* | 18 | {sum(gains) / 18:+.2f} (")
-    assert line.endswith(f"| {sum(gain > 0 for gain in gains)} |")
-    assert "taken together" not in table(STUDY, [row for row in rows if row["arm"].startswith("conv")])
+    of = {(row["arm"], row["seed"]): 100 * row["accuracy"]["fused"] for row in rows}
+
+    def gain(first: str, second: str, *shares: int) -> list[float]:
+        return [
+            float(
+                np.mean([of[f"{s} {first}, {n} %", at] - of[f"{s} {second}, {n} %", at] for s in SIZES for n in shares])
+            )
+            for at in STUDY.seeds
+        ]
+
+    beside = [gain("registers", "plain", 100), gain("hard + registers", "hard", 100)]
+    wanted = {
+        "*hard* against *plain*": (6, gain("hard", "plain", 10, 30, 100)),
+        "*hard* against *plain*, 10 %": (2, gain("hard", "plain", 10)),
+        "*hard* against *plain*, 30 %": (2, gain("hard", "plain", 30)),
+        "*hard* against *plain*, 100 %": (2, gain("hard", "plain", 100)),
+        "a distillation token against *no token*": (2, gain("hard", "hard, no token", 100)),
+        "*hard* against *soft*": (2, gain("hard", "soft", 100)),
+        "the net against the *ViT* as teacher": (2, gain("hard", "hard, ViT", 100)),
+        "*registers* against none": (4, np.mean(beside, axis=0).tolist()),
+    }
+    lines = table(STUDY, rows).partition("| taken together |")[2].splitlines()[2:]
+    assert len(lines) == len(wanted)
+    for line, (question, (pairs, by_seed)) in zip(lines, wanted.items(), strict=True):
+        _, said, count, points, each, _ = (cell.strip() for cell in line.split("|"))
+        assert (said, count) == (question, str(pairs))
+        assert points.startswith(f"{np.mean(by_seed):+.2f} (".replace("-", "−"))
+        assert each == ", ".join(f"{one:+.2f}" for one in by_seed).replace("-", "−")
+    assert "taken together" not in table(STUDY, [row for row in rows if row["arm"] != "Ti plain, 10 %"][:20])
 
 
 def test_a_change_of_the_teacher_is_a_change_of_the_student(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from experiments.common.data import VARIABLE
 from experiments.common.pages import EVIDENCE, write_pages
 from experiments.common.running import Runner
 from experiments.common.study import Study
-from vitrail.errors import VitrailError
+from vitrail.errors import InvalidOption, VitrailError
 from vitrail.training.stopping import Interrupted, Stop
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = sorted(path.parent.relative_to(HERE) for path in HERE.glob("**/study.py"))
 NAMES = [folder.as_posix() for folder in FOLDERS if folder.name != "common"]
+WORDS = sorted({*NAMES, *(name.partition("/")[0] for name in NAMES)})
 
 app = typer.Typer(add_completion=False)
 console = Console(highlight=False)
@@ -41,21 +42,25 @@ def study_called(name: str) -> Study:
 
 def names_of(word: str) -> list[str]:
     """Find the studies that a word means: all, one, or those in a folder."""
-    found = [name for name in NAMES if word == "all" or f"{name}/".startswith(f"{word}/")]
+    wanted = word.rstrip("/")
+    found = [name for name in NAMES if wanted == "all" or f"{name}/".startswith(f"{wanted}/")]
     if not found:
-        raise typer.BadParameter(f"{word}: expected {', '.join(NAMES)} or all")
+        raise typer.BadParameter(f"{word}: expected {', '.join(WORDS)} or all")
     return found
 
 
 @app.command()
 def main(
-    names: Annotated[list[str], typer.Argument(help=f"Studies: {', '.join(NAMES)}, or all.")],
+    names: Annotated[list[str], typer.Argument(help=f"Studies: {', '.join(WORDS)}, or all.")],
     tune: Annotated[bool, typer.Option(help="Only the search.")] = False,
     plot: Annotated[bool, typer.Option(help="Train nothing; write tables and plots from the rows.")] = False,
     reduced: Annotated[bool, typer.Option(help="Seconds on a CPU, with drawn pictures: does it work?")] = False,
     arms: Annotated[str, typer.Option(metavar="REGEX", help="Only arms that match.")] = "",
     seeds: Annotated[str, typer.Option(metavar="0,1", help="Only these seeds.")] = "",
-    seconds: Annotated[float, typer.Option(help="Start no run that would end later.")] = float("inf"),
+    seconds: Annotated[
+        float,
+        typer.Option(help="Start no run that would end later, by the longest so far; a first one is started anyway."),
+    ] = float("inf"),
     out: Annotated[
         Path | None,
         typer.Option(help="Where the rows are, in a folder for each study; by default where the study is."),
@@ -64,52 +69,88 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     commit: Annotated[str | None, typer.Option(help="Of the code, where there is no checkout.")] = None,
 ) -> None:
-    """Train what is missing of some studies. Rows are kept; asking again goes on."""
+    """Train what is missing of some studies. Rows are kept; asking again goes on.
+
+    Ends with 1 if runs failed, 2 if something else is wrong, and 3 if there was no time for some.
+    """
     if data is not None:
         os.environ[VARIABLE] = str(data)
-    errors, until = Counter[str](), time.monotonic() + seconds
+    wanted = _checked(seeds, seconds, out, plot=plot, of_some=bool(arms or seeds))
+    chosen = [name for word in names for name in names_of(word)]
+    errors, left, wrong, until = Counter[str](), 0, list[str](), time.monotonic() + seconds
     try:
-        if not all(re.fullmatch("[0-9]+", seed.strip()) for seed in seeds.split(",") if seeds):
-            raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
-        wanted = tuple(int(seed) for seed in seeds.split(",")) if seeds else None
-        chosen = [name for word in names for name in names_of(word)]
-        files = [] if out is None else [path for path in (out, *out.parents) if path.is_file()]
-        if files:
-            raise typer.BadParameter(f"--out {out}: expected a folder, and {files[0]} is a file")
         with Stop.listening() as stop:
             for name in chosen:
                 study = study_called(name).small() if reduced else study_called(name)
                 folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
                 if out is not None:
                     folder = out / name
-                if plot:
-                    if not folder.is_dir():
-                        raise typer.BadParameter(f"there is no folder {folder}; expected one with rows of {name}")
-                    rows = write_pages(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
-                    say(f"{name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
+                try:
+                    if plot:
+                        show(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
+                        continue
+                    runner = Runner(study, folder, until - time.monotonic(), device, commit, say, stop)
+                    runner.tune(arms)
+                    if not tune and not runner.left and not runner.errors:
+                        runner.run(arms, wanted)
+                    elif not tune and runner.left:
+                        runner.left += len(runner.wanted(arms, wanted))
+                except (VitrailError, OSError) as error:  # of one study; the others may be right
+                    wrong.append(told(error))
+                    complain(wrong[-1] if len(chosen) == 1 else f"{name}: {wrong[-1]}")
                     continue
-                runner = Runner(study, folder, until - time.monotonic(), device, commit, say, stop)
-                runner.tune(arms)
-                if not tune and not runner.left and not runner.errors:
-                    runner.run(arms, wanted)
-                errors += runner.errors
+                errors, left = errors + runner.errors, left + runner.left
                 conclude(name, runner)
     except Interrupted as stopped:
         say(str(stopped))
         raise typer.Exit(130) from stopped
-    except VitrailError as error:
-        console.print(f"[red]{error}")
-        raise typer.Exit(2) from error
     if errors:
         kinds = "one error" if len(errors) == 1 else f"{len(errors)} different errors"
-        console.print(f"[red]{errors.total()} runs failed, with {kinds}; their rows say why.")
-        raise typer.Exit(1)
+        complain(f"{errors.total()} runs failed, with {kinds}; their rows say why.")
+    if errors or wrong or left:
+        raise typer.Exit(1 if errors else 2 if wrong else 3)
+
+
+def _checked(seeds: str, seconds: float, out: Path | None, *, plot: bool, of_some: bool) -> tuple[int, ...] | None:
+    """Look at what was asked for, before anything is done; give the seeds, or None for all."""
+    if not all(re.fullmatch("[0-9]+", seed.strip()) for seed in seeds.split(",") if seeds):
+        raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
+    if not seconds >= 0:
+        raise typer.BadParameter(f"--seconds {seconds}: expected a number that is not below zero")
+    if plot and of_some:
+        raise typer.BadParameter("--plot shows all rows; expected neither --arms nor --seeds with it")
+    files = [] if out is None else [path for path in (out, *out.parents) if path.is_file()]
+    if files:
+        raise typer.BadParameter(f"--out {out}: expected a folder, and {files[0]} is a file")
+    return tuple(int(seed) for seed in seeds.split(",")) if seeds else None
+
+
+def show(study: Study, folder: Path, evidence: Path | None) -> None:
+    """Write the pages of a study from its rows."""
+    if not folder.is_dir():
+        raise InvalidOption(f"there is no folder {folder}; expected one with rows of {study.name}")
+    rows = write_pages(study, folder, evidence=evidence)
+    say(f"{study.name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
+
+
+def told(error: VitrailError | OSError) -> str:
+    """Say what is wrong; of the system's own errors, with which file."""
+    if isinstance(error, VitrailError):
+        return str(error)
+    return f"{error.filename}: {error.strerror}. Expected a place that can be written to; name another one with --out"
+
+
+def complain(text: str) -> None:
+    """Print what is wrong, as it is."""
+    console.print(text, style="red", soft_wrap=True, markup=False)
 
 
 def conclude(name: str, runner: Runner) -> None:
     """Say what is left to do for a study, where a line for each run does not."""
     if runner.left:
-        say(f"{runner.left} runs are left: no time. Give the same command again.")
+        say(f"{name}: {runner.left} runs are left: no time. Give the same command again.")
+    elif not runner.tried and not runner.there:
+        say(f"{name}: nothing was asked for; it has no search.")
     elif not runner.tried:
         say(f"{name}: all {runner.there} runs that were asked for are there, in {runner.out}. --plot writes the pages.")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.common.rows import SEARCH, finished, read_rows
+from experiments.common.rows import SEARCH, finished
 from experiments.common.study import Arm, RunOf, Study, plain
 from vitrail.errors import InvalidOption
 
@@ -20,7 +20,7 @@ class Unready(InvalidOption):
 def best_point(study: Study, arm: Arm, out: Path) -> dict[str, Any]:
     """Give the point of the search that was best for an arm on held-out training pictures, over the search's seeds."""
     tuned, points = study.arm(arm.tuned_as or arm.name), study.points()
-    done = finished(read_rows(out / SEARCH)) if points else {}
+    done = finished(out / SEARCH) if points else {}
     scores = []
     for point in points:
         keys = [run_key(study, tuned, seed, point, out) for seed in study.search_seeds]

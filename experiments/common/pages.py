@@ -6,8 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.common.rows import RESULTS, finished
 from experiments.common.study import Rows, Study
 from experiments.common.tables import NOTHING, by_arm, result_table, rewritten, rows_of
+from vitrail.errors import InvalidOption
 from vitrail.models.saving import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +49,14 @@ def readme_section(study: Study, rows: Rows, folder: Path) -> str:
 def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) -> int:
     """Draw the plots from the rows, and rewrite the marked sections; give the number of rows.
 
-    A folder of rows that has no page gets one.
+    A folder of rows that has no page gets one. Where all rows are of other settings, nothing is written.
     """
     rows = rows_of(study, out)
+    if not rows and (others := len(finished(out / RESULTS))):
+        raise InvalidOption(
+            f"{out}: {others} rows are there, all of other settings than {study.name} has. Expected some of its own; "
+            "rows of --reduced are shown with --reduced"
+        )
     readme = out / "README.md"
     pages: dict[Path, str] = {}
     if evidence is not None:

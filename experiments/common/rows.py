@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vitrail.errors import InvalidOption
+
 RESULTS, SEARCH = "results.jsonl", "search.jsonl"
+RUN = ("key", "arm", "seed", "point", "device")
+NEEDED = {
+    SEARCH: (*RUN, "held"),
+    RESULTS: (*RUN, "count", "accuracy", "correct", "parameters", "seconds", "versions", "commit"),
+}
+"""What rows of each file have, beside what their study notes."""
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read all rows; none where there is no file. A line that was cut off by a kill is left out."""
+def read_rows(path: Path, needed: Sequence[str] = ("arm",)) -> list[dict[str, Any]]:
+    """Read all rows; none where there is no file. A line that was cut off by a kill is left out.
+
+    Raises:
+        InvalidOption: The file cannot be read, or has a line that is no row with all that is needed. A run that failed
+            says so (``error``), and needs no more.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as error:
+        raise InvalidOption(f"{path} cannot be read ({error.strerror}); expected a file of rows") from error
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        known = row if isinstance(row, dict) else {}
+        lacks = [] if "error" in known else [name for name in needed if name not in known]
+        if lacks:
+            told = line.decode() if len(line) < 60 else f"{line[:60].decode(errors='replace')}…"
+            raise InvalidOption(
+                f"{path}, line {number}: expected a row with {', '.join(lacks)}; got {told}. Mend it or take it out"
+            )
+        found.append(known)
     return found
 
 
@@ -33,9 +58,9 @@ def add_row(path: Path, row: Mapping[str, Any]) -> None:
         file.write(line.encode())
 
 
-def finished(rows: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Give the rows of runs that ended well, by key; of several the newest."""
-    return {row["key"]: row for row in rows if "error" not in row}
+def finished(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Read the rows of runs that ended well, by key; of several the newest."""
+    return {row["key"]: row for row in read_rows(path, NEEDED[path.name]) if "error" not in row}
 
 
 def pack(right: Iterable[bool]) -> str:

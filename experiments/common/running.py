@@ -21,7 +21,7 @@ import torch
 
 from experiments.common.choosing import Unready, best_point, run_key
 from experiments.common.machine import Stopwatch, commit, machine
-from experiments.common.rows import RESULTS, SEARCH, add_row, finished, pack, read_rows
+from experiments.common.rows import RESULTS, SEARCH, add_row, finished, pack
 from experiments.common.study import Arm, Row, RunOf, Study, Trained, plain
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.files import held
@@ -93,9 +93,17 @@ class Runner:
 
     def run(self, arms: str = "", seeds: tuple[int, ...] | None = None) -> None:
         """Train each arm with each seed on the whole training set, and evaluate it once, after the last epoch."""
-        wanted = [(arm, seed) for arm in self._matching(arms) for seed in seeds or self.study.seeds]
-        jobs = [Job(arm, seed, best_point(self.study, arm, self.out)) for arm, seed in self._with_needs(wanted)]
+        wanted = self.wanted(arms, seeds)
+        jobs = [Job(arm, seed, best_point(self.study, arm, self.out)) for arm, seed in wanted]
         self._all(jobs, "runs", RESULTS, self._reported)
+
+    def wanted(self, arms: str = "", seeds: tuple[int, ...] | None = None) -> list[tuple[Arm, int]]:
+        """Give the runs that are asked for, and before each those that it needs."""
+        known = self.study.seeds
+        if not set(seeds or known) <= set(known):
+            asked, has = (", ".join(map(str, some)) for some in (seeds or (), known))
+            raise InvalidOption(f"--seeds {asked}: expected some of {has}, which {self.study.name} has")
+        return self._with_needs([(arm, seed) for arm in self._matching(arms) for seed in seeds or known])
 
     def _matching(self, pattern: str) -> list[Arm]:
         """Give the arms that match."""
@@ -175,7 +183,7 @@ class Runner:
         self.say(f"{number}  {_line(row, self.errors[row.get('error', '')])}")
 
     def _done(self, file: str) -> dict[str, Mapping[str, Any]]:
-        return finished(read_rows(self.out / file))
+        return finished(self.out / file)
 
     def _check(self) -> None:
         """See that nothing is wrong for all runs, which would be no failure of one, and that nobody wants to stop."""

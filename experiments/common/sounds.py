@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.errors import PictureError
 from vitrail.training import Arrays
 
 RATE = 8000
@@ -20,11 +21,18 @@ WINDOW, HOP, BANDS, FRAMES = 256, 100, 40, 64
 
 def read_digits(path: Path) -> Arrays:
     """Read a parquet file of WAV bytes with the columns ``digit`` and ``speaker``."""
-    from pyarrow import parquet  # type: ignore[import-untyped]
+    from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
 
-    table = parquet.read_table(path)
-    sounds = [read_wave(one["bytes"]) for one in table["audio"].to_pylist()]
-    labels = {name: [str(value) for value in table[name].to_pylist()] for name in ("digit", "speaker")}
+    try:
+        table = parquet.read_table(path, columns=["audio", "digit", "speaker"])
+        sounds = [read_wave(one["bytes"]) for one in table["audio"].to_pylist()]
+        labels = {name: [str(value) for value in table[name].to_pylist()] for name in ("digit", "speaker")}
+    except (OSError, EOFError, ValueError, KeyError, TypeError, wave.Error, ArrowException) as error:
+        why = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+        raise PictureError(
+            f"{path}: no parquet file of sounds, or damaged ({why}). Expected the columns "
+            "audio (WAV bytes), digit and speaker. Fetch or write it again."
+        ) from error
     return Arrays(spectrograms(sounds), labels)
 
 

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 
 from experiments.common.choosing import best_point, run_key
-from experiments.common.rows import RESULTS, finished, read_rows, unpack
+from experiments.common.rows import RESULTS, finished, unpack
 from experiments.common.statistics import Difference, Spread, paired_difference, spread
 from experiments.common.study import Rows, Study
 from vitrail.errors import InvalidOption
-from vitrail.models.saving import write_whole
 
 NOTHING = "Not measured yet."
 
 
 def rows_of(study: Study, out: Path) -> list[Mapping[str, Any]]:
     """Give the rows of the study as it is now, in the order of its arms; rows of other settings are left out."""
-    done, found = finished(read_rows(out / RESULTS)), []
+    done, found = finished(out / RESULTS), []
     for arm in study.arms:
         try:
             point = best_point(study, arm, out)
@@ -128,8 +127,3 @@ def rewritten(path: Path, text: str, name: str = "results", *, blank: str = "") 
     if len(marks.findall(page)) != 1:
         raise InvalidOption(f"expected the marks <!-- {name} --> and <!-- /{name} --> in {path}, once")
     return marks.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page)
-
-
-def write_section(path: Path, text: str, name: str = "results") -> None:
-    """Rewrite a marked section of a file."""
-    write_whole(path, rewritten(path, text, name).encode())

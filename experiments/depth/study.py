@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.common.choosing import run_key
 from experiments.common.data import imagenette
 from experiments.common.plots import COLOURS, apart, dots, figure, lines, name_lines
-from experiments.common.rows import SEARCH, finished, read_rows
+from experiments.common.rows import SEARCH, finished
 from experiments.common.study import Arm, Column, Rows, Study
 from experiments.common.tables import by_arm
 from experiments.depth.looking import growth, look
@@ -69,7 +69,7 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
 
 def draw_search(study: Study, arms: Iterable[str], folder: Path, axes: Axes, colours: Mapping[str, str]) -> None:
     """Draw what was held out at every point of the search, and a cross for each run whose loss was no number."""
-    tried = finished(read_rows(folder / SEARCH))
+    tried = finished(folder / SEARCH)
     points, broken = {}, []
     for place, name in enumerate(arms):
         found = [tried[run_key(study, study.arm(name), 0, point, folder)] for point in study.points()]

@@ -27,13 +27,14 @@ from experiments.common.machine import commit, machine
 from experiments.common.plots import COLOURS, figure, lines
 from experiments.common.rows import add_row, read_rows
 from experiments.common.study import Rows, Study, plain
-from experiments.common.tables import NOTHING, markdown, write_section
+from experiments.common.tables import markdown, rewritten
 from experiments.registers.looking import examine, norms_told
 from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
 from vitrail.analysis.survey import survey
-from vitrail.errors import VitrailError
+from vitrail.errors import InvalidOption, VitrailError
+from vitrail.models.saving import write_whole
 from vitrail.pictures.collection import Collection
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
 from vitrail.training.run import CHECKPOINTS, LAST
@@ -42,6 +43,9 @@ from vitrail.training.stopping import Interrupted
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "long_run" / "results.jsonl"
 RUNS = HERE.parents[1] / "runs" / "registers-long"
+NEEDED = (
+    "arm", "epochs", "seconds", "accuracy", "over_training", "since", "norms", "power", "dense", "device", "commit",
+)  # fmt: skip
 SNAPSHOTS, DRAWN = 10, 6
 """Checkpoints that are looked at, and drawn, evenly spread over the run."""
 
@@ -88,6 +92,9 @@ def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: fl
     end = time.monotonic() + seconds
 
     def tell(event: Event) -> None:
+        if event.kind == "epoch":
+            told = f"epoch {event.values['epoch'] + 1}  loss {event.values['loss']:.3f}"
+            typer.echo(f"{told}  {event.done:,} of {event.total:,} steps")
         if event.kind == "train" and time.monotonic() > end:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -139,10 +146,8 @@ def row_of(folder: Path, name: str, data: WithScenes, device: str | None) -> dic
     }
 
 
-def section(rows: Rows) -> str:
+def section(rows: Rows, plot: str = "long_run/norms.png") -> str:
     """Write one line for each run, on what it was measured, and the plot."""
-    if not rows:
-        return NOTHING
     devices, commits = (sorted({row[name] or "unknown" for row in rows}) for name in ("device", "commit"))
     measured = f"One run each, on {', '.join(devices)}, commit {', '.join(commits)}."
     head = [
@@ -151,7 +156,7 @@ def section(rows: Rows) -> str:
         "outliers with test-time registers, %", "with random neurons",
     ]  # fmt: skip
     table = markdown([head, *(_line(row) for row in rows)])
-    return f"{table}\n\n{measured}\n\n![norms by layer and epoch](long_run/norms.png)"
+    return f"{table}\n\n{measured}\n\n![norms by layer and epoch]({plot})"
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
@@ -201,29 +206,41 @@ def main(
     of: Annotated[str | None, typer.Option("--commit", help="Of the code, where there is no checkout.")] = None,
 ) -> None:
     """Go on with the run of a large model; when it has ended, look at it."""
-    if plot:
-        found = read_rows(rows)
-        write_section(HERE / "README.md", section(found), "long")
-        if found:
-            draw(found, rows.parent)
-        return
     if data is not None:
         os.environ[VARIABLE] = str(data)
     try:
-        _go_on_and_look(Asked(recipe, registers, epochs, optimizer), seconds, out, rows, device, of)
-    except VitrailError as error:
+        if plot:
+            _show(rows)
+        else:
+            _go_on_and_look(Asked(recipe, registers, epochs, optimizer), seconds, out, rows, device, of)
+    except (VitrailError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
 
 
+def _show(rows: Path) -> None:
+    """Write the section and the plot: of our rows into our page, of others into one beside them."""
+    found = read_rows(rows, NEEDED)
+    if not found:
+        raise InvalidOption(f"{rows} has no rows; expected some that this command has noted. Train a model first")
+    page = HERE / "README.md" if rows.resolve() == ROWS else rows.parent / "README.md"
+    text = section(found, os.path.relpath(rows.parent / "norms.png", page.parent))
+    blank = "# Large models, for long\n\n<!-- long -->\n<!-- /long -->\n"
+    written = rewritten(page, text, "long", blank=blank)
+    draw(found, rows.parent)
+    write_whole(page, written.encode())
+    typer.echo(f"{len(found)} rows of {rows}, in {page}")
+
+
 def _go_on_and_look(asked: Asked, seconds: float, out: Path, rows: Path, device: str | None, of: str | None) -> None:
-    if any((row["arm"], row["epochs"]) == (asked.name, asked.epochs) for row in read_rows(rows)):
+    if any((row["arm"], row["epochs"]) == (asked.name, asked.epochs) for row in read_rows(rows, NEEDED)):
         typer.echo(f"Trained and noted in {rows} already.")
         return
     data, folder, wanted = STUDY.data(), out / asked.folder, asked.fields(STUDY)
     assert isinstance(data, WithScenes)
+    rows.parent.mkdir(parents=True, exist_ok=True)  # what cannot be noted would be known only when all is trained
     if go_on(folder, wanted, data, seconds, device) is None:
-        typer.echo(f"Stopped in time; {folder} has a checkpoint. Give the same command again.")
+        typer.echo(f"Stopped; {folder} has a checkpoint. Give the same command again.")
         raise typer.Exit(3)
     row = {**row_of(folder, asked.name, data, device), "fields": plain(wanted)}
     add_row(rows, {**row, **machine(), "commit": of or commit()})

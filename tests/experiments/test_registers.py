@@ -229,3 +229,35 @@ def test_wrong_words_for_the_long_run_are_told(
 def test_the_page_says_what_the_long_rows_say() -> None:
     page = (long.HERE / "README.md").read_text(encoding="utf-8")
     assert f"<!-- long -->\n{long.section(read_rows(long.ROWS))}\n<!-- /long -->" in page
+
+
+def test_rows_of_others_are_shown_beside_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need it")
+    app = typer.Typer()
+    app.command()(long.main)
+    ours = (long.HERE / "README.md").read_bytes()
+    rows = tmp_path / "rows.jsonl"
+    said = CliRunner().invoke(app, ["--plot", "--rows", str(rows)])
+    assert (said.exit_code, f"{rows} has no rows" in said.output) == (2, True), said.output
+    rows.write_text('{"arm": "x"}\n')
+    said = CliRunner().invoke(app, ["--plot", "--rows", str(rows)])
+    assert (said.exit_code, f"{rows}, line 1: expected a row with epochs" in said.output) == (2, True), said.output
+    rows.write_text(long.ROWS.read_text(encoding="utf-8").splitlines()[-1], encoding="utf-8")
+    said = CliRunner().invoke(app, ["--plot", "--rows", str(rows)])
+    assert said.exit_code == 0, said.output
+    page = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert long.section(read_rows(rows), "norms.png") in page
+    assert "![norms by layer and epoch](norms.png)" in page
+    assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+    assert (long.HERE / "README.md").read_bytes() == ours
+
+
+def test_what_cannot_be_noted_is_known_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long, "STUDY", long.STUDY.small())
+    app = typer.Typer()
+    app.command()(long.main)
+    (tmp_path / "file").touch()
+    files = ["--out", str(tmp_path / "runs"), "--rows", str(tmp_path / "file" / "rows.jsonl"), "--device", "cpu"]
+    said = CliRunner().invoke(app, files)
+    assert (said.exit_code, "file" in said.output) == (2, True), said.output
+    assert not (tmp_path / "runs").exists()

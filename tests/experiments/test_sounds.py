@@ -3,11 +3,13 @@
 import io
 import math
 import wave
+from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.common.sounds import BANDS, FRAMES, RATE, mel_filters, read_wave, spectrograms
+from experiments.common.sounds import BANDS, FRAMES, RATE, mel_filters, read_digits, read_wave, spectrograms
+from vitrail.errors import PictureError
 
 
 def tone(hertz: float, seconds: float = 1.0) -> torch.Tensor:
@@ -44,3 +46,16 @@ def test_waves_are_read_as_they_were_written() -> None:
         file.setparams((1, 2, RATE, 4, "NONE", ""))
         file.writeframes(values.numpy().astype("<i2").tobytes())
     assert read_wave(buffer.getvalue()).tolist() == [0, 0.5, -1, 32767 / 32768]
+
+
+def test_damaged_files_of_sounds_are_told(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="the files are parquet")
+    from pyarrow import parquet
+
+    whole = {"audio": [{"bytes": b"RIFF", "path": "a.wav"}], "digit": [1], "speaker": ["x"]}
+    for name, columns in {"no sound": whole, "no column": {"digit": [1], "speaker": ["x"]}}.items():
+        parquet.write_table(arrow.table(columns), tmp_path / name)
+    (tmp_path / "cut").write_bytes((tmp_path / "no sound").read_bytes()[:-20])
+    for name in ("no sound", "no column", "cut"):
+        with pytest.raises(PictureError, match=f"{name}: no parquet file of sounds, or damaged .*Expected the columns"):
+            read_digits(tmp_path / name)

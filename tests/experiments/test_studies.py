@@ -146,6 +146,44 @@ def test_a_folder_without_a_page_gets_one_and_pages_without_marks_stay(
     )
 
 
+def test_a_row_cut_off_inside_of_a_letter_is_left_out(tmp_path: Path) -> None:
+    add_row(tmp_path / SEARCH, {"arm": "2 × std 0"})
+    whole = (tmp_path / SEARCH).read_bytes()
+    (tmp_path / SEARCH).write_bytes(whole + whole[: whole.index("×".encode()) + 1])
+    assert read_rows(tmp_path / SEARCH) == [{"arm": "2 × std 0"}]
+    add_row(tmp_path / SEARCH, {"arm": "4 × std 0"})
+    assert [row["arm"] for row in read_rows(tmp_path / SEARCH)] == ["2 × std 0", "4 × std 0"]
+
+
+@pytest.mark.parametrize("option", [[], ["--plot"]])
+@pytest.mark.parametrize("line", ["123", "null", "{}", '{"arm": "1 × std 0", "key": "x"}'])
+def test_what_is_no_row_is_told_by_file_and_line(line: str, option: list[str], tmp_path: Path) -> None:
+    rows = tmp_path / "class_tokens" / (RESULTS if option else SEARCH)
+    rows.parent.mkdir()
+    rows.write_text(f'{{"error": "nothing goes", "key": "y"}}\n{line}\n', encoding="utf-8")
+    said = CliRunner().invoke(app, ["class_tokens", "--reduced", "--device", "cpu", "--out", str(tmp_path), *option])
+    assert (said.exit_code, f"{rows}, line 2: expected a row with " in said.output) == (2, True), said.output
+    assert rows.read_text(encoding="utf-8").splitlines()[1] == line
+    assert [path.name for path in rows.parent.iterdir()] == [rows.name]
+
+
+def test_rows_of_other_settings_are_not_taken_for_none(finished: tuple[Study, Path]) -> None:
+    study, out = finished
+    page = out / "README.md"
+    page.write_text("<!-- results -->\nas it was\n<!-- /results -->\n")
+    with pytest.raises(InvalidOption, match="6 rows are there, all of other settings"):
+        write_pages(study_called(study.name), out, evidence=None)
+    assert page.read_text() == "<!-- results -->\nas it was\n<!-- /results -->\n"
+
+
+def test_one_study_that_cannot_be_shown_does_not_keep_the_others(tmp_path: Path) -> None:
+    (tmp_path / "tasks" / "sounds").mkdir(parents=True)
+    said = CliRunner().invoke(app, ["tasks/", "--plot", "--out", str(tmp_path)])
+    assert said.exit_code == 2
+    assert "tasks/pets: there is no folder" in said.output
+    assert "tasks/sounds: 0 rows in" in said.output
+
+
 def test_a_killed_study_goes_on_and_gives_the_same_rows(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
@@ -374,11 +412,22 @@ def test_wrong_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (["--seeds", "²"], "--seeds ²: expected whole numbers"),
         (["--out", str(tmp_path / "file" / "below")], "file is a file"),
         (["--plot", "--out", str(tmp_path / "nowhere")], "there is no folder"),
+        (["--plot", "--seeds", "0"], "expected neither --arms nor --seeds"),
+        (["--seconds", "nan"], "--seconds nan: expected a number"),
+        (["--seconds", "-5"], "--seconds -5.0: expected a number"),
+        (["--arms", "[red]none[/b]", "--out", str(tmp_path)], "--arms '[red]none[/b]' matches none of"),
+        (["--seeds", "0,7", "--seconds", "0", "--out", str(tmp_path)], "--seeds 0, 7: expected some of 0, 1"),
+        (["--out", "/proc/nowhere"], "/proc/nowhere: No such file or directory. Expected a place"),
     ):
         (tmp_path / "file").touch()
         wrong = say(app, ["class_tokens", "--reduced", *arguments])
         words = " ".join(wrong.output.replace("│", "").split())
         assert (wrong.exit_code, told in words) == (2, True), wrong.output
+    said = say(app, ["class_tokens", "--reduced", "--seconds", "0", "--arms", "^1 × std .02$", "--out", str(tmp_path)])
+    runs = 2 + 2  # at both points of the search, then with both seeds
+    assert (said.exit_code, f"class_tokens: {runs} runs are left" in said.output) == (3, True), said.output
+    said = say(app, ["long_distillation", "--reduced", "--tune", "--out", str(tmp_path)])
+    assert (said.exit_code, "it has no search" in said.output) == (0, True), said.output
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
     study = study_called("class_tokens")
     study.data.cache_clear()  # type: ignore[attr-defined]

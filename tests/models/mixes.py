@@ -70,6 +70,10 @@ FULLEST = tuple(f"classes+distillation+registers+tasks+{place}" for place in ("g
 COMPILED = always(FULLEST, MIXES)
 """All of them; compiling takes seconds each, and the two that have all roles at the most places do it always."""
 
+WHOLE = ("class", "distillation", "registers", "tasks", "classes+distillation+registers+tasks")
+SAVED = always([name for name in MIXES if name.rpartition("+")[0] in ("", *WHOLE)], MIXES)
+"""All of them; each role alone and all together, at every place, are saved and loaded always."""
+
 
 def built(config: ViTConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> ViT:
     """A model in evaluation mode, with redrawn parameters."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.mixes import COMPILED, MIXES, built, pictures
+from tests.models.mixes import COMPILED, MIXES, SAVED, built, pictures
 from tests.models.oracle import features_of
 from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig
@@ -69,7 +69,7 @@ def unread(model: ViT) -> set[str]:
     return silent
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", SAVED)
 def test_saves_and_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = built(MIXES[name], torch.float32)
     model.save_pretrained(tmp_path)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vitrail
-from tests.models.mixes import COMPILED, MIXES, built, pictures
+from tests.models.mixes import COMPILED, MIXES, SAVED, built, pictures
 from tests.models.test_mixes import answers
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role
@@ -103,7 +103,7 @@ def test_gradients_of_a_merged_mix_are_finite_and_reach_the_tokens(name: str) ->
         assert not learns or model.tokens[spec.name].grad.abs().sum() > 0
 
 
-@every
+@pytest.mark.parametrize("name", SAVED)
 def test_a_merged_mix_saves_and_loads(name: str, tmp_path: Path) -> None:
     model = built(MIXES[name])
     x = pictures(model.config)

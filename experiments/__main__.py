@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from experiments.common.data import VARIABLE
+from experiments.common.machine import told
 from experiments.common.pages import EVIDENCE, write_pages
 from experiments.common.running import Runner
 from experiments.common.study import Study
@@ -77,7 +78,7 @@ def main(
         os.environ[VARIABLE] = str(data)
     wanted = _checked(seeds, seconds, out, plot=plot, of_some=bool(arms or seeds))
     chosen = [name for word in names for name in names_of(word)]
-    errors, left, wrong, until = Counter[str](), 0, list[str](), time.monotonic() + seconds
+    errors, left, wrong, until = Counter[str](), 0, False, time.monotonic() + seconds
     try:
         with Stop.listening() as stop:
             for name in chosen:
@@ -90,14 +91,10 @@ def main(
                         show(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
                         continue
                     runner = Runner(study, folder, until - time.monotonic(), device, commit, say, stop)
-                    runner.tune(arms)
-                    if not tune and not runner.left and not runner.errors:
-                        runner.run(arms, wanted)
-                    elif not tune and runner.left:
-                        runner.left += len(runner.wanted(arms, wanted))
+                    runner.do(arms, wanted, only_tune=tune)
                 except (VitrailError, OSError) as error:  # of one study; the others may be right
-                    wrong.append(told(error))
-                    complain(wrong[-1] if len(chosen) == 1 else f"{name}: {wrong[-1]}")
+                    wrong = True
+                    complain(("" if len(chosen) == 1 else f"{name}: ") + told(error, "--out"))
                     continue
                 errors, left = errors + runner.errors, left + runner.left
                 conclude(name, runner)
@@ -131,13 +128,6 @@ def show(study: Study, folder: Path, evidence: Path | None) -> None:
         raise InvalidOption(f"there is no folder {folder}; expected one with rows of {study.name}")
     rows = write_pages(study, folder, evidence=evidence)
     say(f"{study.name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
-
-
-def told(error: VitrailError | OSError) -> str:
-    """Say what is wrong; of the system's own errors, with which file."""
-    if isinstance(error, VitrailError):
-        return str(error)
-    return f"{error.filename}: {error.strerror}. Expected a place that can be written to; name another one with --out"
 
 
 def complain(text: str) -> None:

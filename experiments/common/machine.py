@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 import vitrail
+from vitrail.errors import VitrailError
 from vitrail.training import read_log
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,3 +66,11 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{found}-dirty" if changed else found
+
+
+def told(error: VitrailError | OSError, options: str) -> str:
+    """Say what is wrong; of the system's own errors, with which file, and which options would name another one."""
+    if isinstance(error, VitrailError):
+        return str(error)
+    expected = f"Expected a place that can be written to; name another one with {options}"
+    return f"{error.filename}: {error.strerror}. {expected}"

@@ -84,6 +84,17 @@ class Runner:
         """How many runs failed."""
         return self.errors.total()
 
+    def do(self, arms: str = "", seeds: tuple[int, ...] | None = None, *, only_tune: bool = False) -> None:
+        """Tune what matches, and unless that is all, or went wrong, run it; what there is no time for is counted."""
+        wanted = self.wanted(arms, seeds)
+        self.tune(arms)
+        if only_tune or self.errors:
+            return
+        if self.left:
+            self.left += len(wanted)
+        else:
+            self.run(arms, seeds)
+
     def tune(self, arms: str = "") -> None:
         """Train every point of the search for each arm, on nine tenths of the training data."""
         study, points = self.study, self.study.points()
@@ -93,8 +104,7 @@ class Runner:
 
     def run(self, arms: str = "", seeds: tuple[int, ...] | None = None) -> None:
         """Train each arm with each seed on the whole training set, and evaluate it once, after the last epoch."""
-        wanted = self.wanted(arms, seeds)
-        jobs = [Job(arm, seed, best_point(self.study, arm, self.out)) for arm, seed in wanted]
+        jobs = [Job(arm, seed, best_point(self.study, arm, self.out)) for arm, seed in self.wanted(arms, seeds)]
         self._all(jobs, "runs", RESULTS, self._reported)
 
     def wanted(self, arms: str = "", seeds: tuple[int, ...] | None = None) -> list[tuple[Arm, int]]:

@@ -107,8 +107,12 @@ def points(found: Difference | None) -> str:
     """Write a difference in points, with its interval."""
     if found is None:
         return "–"
-    mean, low, high = (f"{100 * value:+.2f}".replace("-", "−") for value in (found.mean, found.low, found.high))
-    return f"{mean} ({low} to {high})"
+    return f"{signed(found.mean)} ({signed(found.low)} to {signed(found.high)})"
+
+
+def signed(share: float) -> str:
+    """Write a difference of shares in points, with its sign."""
+    return f"{100 * share:+.2f}".replace("-", "−")
 
 
 def _column(values: Sequence[float | None], form: str) -> str:

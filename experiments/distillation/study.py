@@ -9,7 +9,7 @@ from typing import Any
 from experiments.common.data import imagenette
 from experiments.common.plots import COLOURS, dots, figure, lines, name_lines
 from experiments.common.study import Arm, Column, Rows, RunOf, Study
-from experiments.common.tables import by_arm, markdown, points, pooled, result_table
+from experiments.common.tables import by_arm, markdown, points, pooled, result_table, signed
 
 STEPS, BATCH, PICTURES = 1000, 256, 9469
 SHARES = (0.1, 0.3, 1.0)
@@ -126,8 +126,7 @@ def table(study: Study, rows: Rows) -> str:
     for question, asked in QUESTIONS.items():
         found = pooled([(arms.get(first, []), arms.get(second, [])) for first, second in asked], study.answer)
         if found is not None:
-            by_seed = ", ".join(f"{100 * one:+.2f}".replace("-", "−") for one in found.seeds)
-            lines.append([question, str(len(asked)), points(found), by_seed])
+            lines.append([question, str(len(asked)), points(found), ", ".join(map(signed, found.seeds))])
     return result_table(study, rows) + (f"\n\n{markdown(lines)}" if len(lines) > 1 else "")
 
 

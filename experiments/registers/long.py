@@ -23,7 +23,7 @@ import typer
 from torch import nn
 
 from experiments.common.data import VARIABLE
-from experiments.common.machine import commit, machine
+from experiments.common.machine import commit, machine, told
 from experiments.common.plots import COLOURS, figure, lines
 from experiments.common.rows import add_row, read_rows
 from experiments.common.study import Rows, Study, plain
@@ -93,8 +93,8 @@ def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: fl
 
     def tell(event: Event) -> None:
         if event.kind == "epoch":
-            told = f"epoch {event.values['epoch'] + 1}  loss {event.values['loss']:.3f}"
-            typer.echo(f"{told}  {event.done:,} of {event.total:,} steps")
+            epoch, loss = event.values["epoch"] + 1, event.values["loss"]
+            typer.echo(f"epoch {epoch}  loss {loss:.3f}  {event.done:,} of {event.total:,} steps")
         if event.kind == "train" and time.monotonic() > end:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -214,7 +214,7 @@ def main(
         else:
             _go_on_and_look(Asked(recipe, registers, epochs, optimizer), seconds, out, rows, device, of)
     except (VitrailError, OSError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(told(error, "--rows or --out"), err=True)
         raise typer.Exit(2) from error
 
 

@@ -33,6 +33,8 @@ from vitrail.training import Labels
 
 LABELS = Labels({"label": ("a", "b")}, Preprocessing((32, 32), MEAN, STD))
 TOKENS = (TokenSpec("cls", Role.CLASS), TokenSpec("register", Role.REGISTER, 2))
+LONG = typer.Typer()
+LONG.command()(long.main)
 
 
 def model_of(**options: Any) -> ViT:
@@ -217,10 +219,8 @@ def test_wrong_words_for_the_long_run_are_told(
     monkeypatch.setenv("VITRAIL_DATA", "")
     imagenette.cache_clear()
     imagenette_and_pets.cache_clear()
-    app = typer.Typer()
-    app.command()(long.main)
     files = ["--out", str(tmp_path / "runs"), "--rows", str(tmp_path / "rows.jsonl"), "--device", "cpu"]
-    said = CliRunner().invoke(app, [*given, *files])
+    said = CliRunner().invoke(LONG, [*given, *files])
     words = " ".join(said.output.replace("│", "").split())
     assert (said.exit_code, told in words) == (2, True), said.output
     assert not list(tmp_path.iterdir())
@@ -233,17 +233,15 @@ def test_the_page_says_what_the_long_rows_say() -> None:
 
 def test_rows_of_others_are_shown_beside_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
-    app = typer.Typer()
-    app.command()(long.main)
     ours = (long.HERE / "README.md").read_bytes()
     rows = tmp_path / "rows.jsonl"
-    said = CliRunner().invoke(app, ["--plot", "--rows", str(rows)])
+    said = CliRunner().invoke(LONG, ["--plot", "--rows", str(rows)])
     assert (said.exit_code, f"{rows} has no rows" in said.output) == (2, True), said.output
     rows.write_text('{"arm": "x"}\n')
-    said = CliRunner().invoke(app, ["--plot", "--rows", str(rows)])
+    said = CliRunner().invoke(LONG, ["--plot", "--rows", str(rows)])
     assert (said.exit_code, f"{rows}, line 1: expected a row with epochs" in said.output) == (2, True), said.output
     rows.write_text(long.ROWS.read_text(encoding="utf-8").splitlines()[-1], encoding="utf-8")
-    said = CliRunner().invoke(app, ["--plot", "--rows", str(rows)])
+    said = CliRunner().invoke(LONG, ["--plot", "--rows", str(rows)])
     assert said.exit_code == 0, said.output
     page = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert long.section(read_rows(rows), "norms.png") in page
@@ -254,10 +252,8 @@ def test_rows_of_others_are_shown_beside_them(tmp_path: Path) -> None:
 
 def test_what_cannot_be_noted_is_known_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long, "STUDY", long.STUDY.small())
-    app = typer.Typer()
-    app.command()(long.main)
     (tmp_path / "file").touch()
     files = ["--out", str(tmp_path / "runs"), "--rows", str(tmp_path / "file" / "rows.jsonl"), "--device", "cpu"]
-    said = CliRunner().invoke(app, files)
+    said = CliRunner().invoke(LONG, files)
     assert (said.exit_code, "file" in said.output) == (2, True), said.output
     assert not (tmp_path / "runs").exists()

@@ -416,13 +416,14 @@ def test_wrong_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (["--seconds", "nan"], "--seconds nan: expected a number"),
         (["--seconds", "-5"], "--seconds -5.0: expected a number"),
         (["--arms", "[red]none[/b]", "--out", str(tmp_path)], "--arms '[red]none[/b]' matches none of"),
-        (["--seeds", "0,7", "--seconds", "0", "--out", str(tmp_path)], "--seeds 0, 7: expected some of 0, 1"),
+        (["--seeds", "0,7", "--out", str(tmp_path)], "--seeds 0, 7: expected some of 0, 1"),
         (["--out", "/proc/nowhere"], "/proc/nowhere: No such file or directory. Expected a place"),
     ):
         (tmp_path / "file").touch()
         wrong = say(app, ["class_tokens", "--reduced", *arguments])
         words = " ".join(wrong.output.replace("│", "").split())
         assert (wrong.exit_code, told in words) == (2, True), wrong.output
+    assert not (tmp_path / "class_tokens").exists()
     said = say(app, ["class_tokens", "--reduced", "--seconds", "0", "--arms", "^1 × std .02$", "--out", str(tmp_path)])
     runs = 2 + 2  # at both points of the search, then with both seeds
     assert (said.exit_code, f"class_tokens: {runs} runs are left" in said.output) == (3, True), said.output

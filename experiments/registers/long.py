@@ -28,10 +28,11 @@ from experiments.common.plots import COLOURS, figure, lines
 from experiments.common.rows import add_row, read_rows
 from experiments.common.study import Rows, Study, plain
 from experiments.common.tables import markdown, rewritten
-from experiments.registers.looking import examine, norms_told
+from experiments.registers.looking import Seen, examine, norms_told
 from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
+from experiments.registers.tail import tail
 from vitrail.analysis.survey import survey
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models.saving import write_whole
@@ -143,6 +144,7 @@ def row_of(folder: Path, name: str, data: WithScenes, device: str | None) -> dic
         "learned": [(line["epoch"], line["score"]) for line in read_log(folder / "log.jsonl", "evaluation")],
         **over_checkpoints(folder, data.scenes(), where),
         **examine(model.to(where), labels, data.scenes()),
+        "tail": tail(Seen.by(model, labels, data.scenes())),
     }
 
 

@@ -23,6 +23,7 @@ from experiments.registers.looking import Seen, cured, dense, examine, power
 from experiments.registers.scenes import few_and_shapes, imagenette_and_pets
 from experiments.registers.showing import by_count, draw, left, longest, told
 from experiments.registers.study import STUDY
+from experiments.registers.tail import tail
 from tests.report.models import plant
 from vitrail.analysis.downstream import evaluate_segmentation
 from vitrail.analysis.resampling import split_pictures
@@ -180,6 +181,28 @@ def test_a_cure_leaves_the_model_as_it_was() -> None:
     assert dense(moved) == found["test-time registers"]
 
 
+def test_the_longest_tokens_are_named_with_their_places_and_what_they_hold() -> None:
+    seen = Seen.by(model_of(), LABELS, few_and_shapes().scenes())
+    tokens = torch.nn.functional.normalize(seen.tokens, dim=-1)
+    tokens[:, 6, 0] += 2 * (seen.classes == 1)  # the sixth patch tells one class, and is long there
+    tokens[3, 9] *= 9
+    tokens[8, 14] *= 7
+    planted = replace(seen, tokens=tokens)
+    found = tail(planted, share=2 / tokens[..., 0].numel())
+    first, second = found["tokens"]
+    assert (first["picture"], first["row"], first["column"]) == ("shape 3", 2, 1)
+    assert (second["picture"], second["row"], second["column"]) == ("shape 8", 3, 2)
+    assert (first["over_median"], second["over_median"]) == pytest.approx((9, 7), rel=1e-3)
+    mask = seen.masks[3, 16:24, 8:16]
+    assert first["covered"] == pytest.approx((mask == 1).float().mean().item())
+    assert found["places"]["outliers"] == 2
+    assert found["places"]["border_distance"]["outlier"]["mean"] == pytest.approx(0.5)  # one inside, one at the border
+    similar = seen.similarity[[3, 8], [9, 14]]
+    assert found["places"]["similarity"]["outlier"]["mean"] == pytest.approx(similar.mean().item())
+    kinds = tail(replace(planted, classes=(seen.classes == 1).long()))["classes"]["kinds"]
+    assert kinds["longest"]["balanced_accuracy"]["mean"] > 0.95 > kinds["random"]["balanced_accuracy"]["mean"]
+
+
 def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     data, study = few_and_shapes(), STUDY.small()
     asked = long.Asked(registers=1, epochs=2)
@@ -193,6 +216,7 @@ def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     assert (before, last, row["epochs"], row["since"]) == (1, 2, 2, None)
     assert row["over_training"][-1]["layers"] == row["layers"]  # the last checkpoint is the last model
     assert row["over_training"][-1]["norms"] == row["norms"]
+    assert row["tail"]["tokens"][0]["over_median"] == pytest.approx(longest(row), rel=0.01)
     page = long.section([{**row, "device": "a machine", "commit": "abc"}])
     line = next(line for line in page.splitlines() if line.startswith("| ViT-B, labels, AdamW, 1 registers | 2 |"))
     assert "on a machine, commit abc." in page

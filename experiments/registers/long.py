@@ -28,11 +28,11 @@ from experiments.common.plots import COLOURS, figure, lines
 from experiments.common.rows import add_row, read_rows
 from experiments.common.study import Rows, Study, plain
 from experiments.common.tables import markdown, rewritten
+from experiments.registers import tail
 from experiments.registers.looking import Seen, examine, norms_told
 from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
-from experiments.registers.tail import tail
 from vitrail.analysis.survey import survey
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models.saving import write_whole
@@ -51,6 +51,7 @@ SNAPSHOTS, DRAWN = 10, 6
 """Checkpoints that are looked at, and drawn, evenly spread over the run."""
 
 
+LONGEST = "The longest one in a thousand of the patch tokens in the last layer, artifacts or not:"
 LR = {"adamw": 5e-4, "muon": 1e-3}
 WRITTEN = {"adamw": "AdamW", "muon": "Muon"}
 
@@ -144,7 +145,7 @@ def row_of(folder: Path, name: str, data: WithScenes, device: str | None) -> dic
         "learned": [(line["epoch"], line["score"]) for line in read_log(folder / "log.jsonl", "evaluation")],
         **over_checkpoints(folder, data.scenes(), where),
         **examine(model.to(where), labels, data.scenes()),
-        "tail": tail(Seen.by(model, labels, data.scenes())),
+        "tail": tail.look(Seen.by(model, labels, data.scenes())),
     }
 
 
@@ -158,6 +159,10 @@ def section(rows: Rows, plot: str = "long_run/norms.png") -> str:
         "outliers with test-time registers, %", "with random neurons",
     ]  # fmt: skip
     table = markdown([head, *(_line(row) for row in rows)])
+    looked = [row for row in rows if "tail" in row]
+    if looked:
+        tails = ([row["arm"], f"{row['epochs']}", *tail.cells(row["tail"])] for row in looked)
+        table += f"\n\n{LONGEST}\n\n{markdown([['model', 'epochs', *tail.HEAD], *tails])}"
     return f"{table}\n\n{measured}\n\n![norms by layer and epoch]({plot})"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +16,14 @@ from vitrail.analysis.redundancy import pool_mask, redundancy
 SHARE = 0.001
 """The longest one in a thousand."""
 
+HEAD = (
+    "longest tokens", "above twice the median", "pictures with any", "in the four with most", "patches from the edge",
+    "others", "on the object, %", "others", "cosine with neighbours", "others",
+    "species from each picture's longest patch, %", "from a random one",
+)  # fmt: skip
 
-def tail(seen: Seen, share: float = SHARE) -> dict[str, Any]:
+
+def look(seen: Seen, share: float = SHARE) -> dict[str, Any]:
     """Note the longest tokens of the last layer one by one, their places beside all others, and the class from each.
 
     Where artifacts begin, long tokens should sit in redundant places, in the background, and tell of the whole picture.
@@ -58,3 +66,23 @@ def _classes(seen: Seen, norms: Tensor) -> dict[str, Any]:
         return {"longest": tokens[everyone, norms.argmax(1)], "random": tokens[everyone, drawn]}
 
     return probe_classes(one_each, seen.classes).to_dict()
+
+
+def cells(tail: Mapping[str, Any]) -> list[str]:
+    """Write what was noted as one line of a table below HEAD."""
+    tokens, kinds = tail["tokens"], tail["classes"]["kinds"]
+    held = Counter(token["picture"] for token in tokens)
+    above = sum(token["over_median"] > 2 for token in tokens)
+    in_four = sum(count for _, count in held.most_common(4))
+
+    def beside(name: str, digits: int, scale: float = 1.0) -> list[str]:
+        both = (tail["places"][name][kind] for kind in ("outlier", "normal"))
+        return ["–" if one is None else f"{scale * one['mean']:.{digits}f}" for one in both]
+
+    return [
+        *map(str, (len(tokens), above, len(held), in_four)),
+        *beside("border_distance", 2),
+        *beside("foreground", 1, 100),
+        *beside("similarity", 2),
+        *(f"{100 * kinds[kind]['balanced_accuracy']['mean']:.1f}" for kind in ("longest", "random")),
+    ]

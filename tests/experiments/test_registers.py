@@ -18,12 +18,11 @@ from experiments.common.rows import RESULTS, read_rows, unpack
 from experiments.common.running import Runner
 from experiments.common.study import Study
 from experiments.common.tables import rows_of
-from experiments.registers import long
+from experiments.registers import long, tail
 from experiments.registers.looking import Seen, cured, dense, examine, power
 from experiments.registers.scenes import few_and_shapes, imagenette_and_pets
 from experiments.registers.showing import by_count, draw, left, longest, told
 from experiments.registers.study import STUDY
-from experiments.registers.tail import tail
 from tests.report.models import plant
 from vitrail.analysis.downstream import evaluate_segmentation
 from vitrail.analysis.resampling import split_pictures
@@ -188,7 +187,7 @@ def test_the_longest_tokens_are_named_with_their_places_and_what_they_hold() -> 
     tokens[3, 9] *= 9
     tokens[8, 14] *= 7
     planted = replace(seen, tokens=tokens)
-    found = tail(planted, share=2 / tokens[..., 0].numel())
+    found = tail.look(planted, share=2 / tokens[..., 0].numel())
     first, second = found["tokens"]
     assert (first["picture"], first["row"], first["column"]) == ("shape 3", 2, 1)
     assert (second["picture"], second["row"], second["column"]) == ("shape 8", 3, 2)
@@ -199,7 +198,8 @@ def test_the_longest_tokens_are_named_with_their_places_and_what_they_hold() -> 
     assert found["places"]["border_distance"]["outlier"]["mean"] == pytest.approx(0.5)  # one inside, one at the border
     similar = seen.similarity[[3, 8], [9, 14]]
     assert found["places"]["similarity"]["outlier"]["mean"] == pytest.approx(similar.mean().item())
-    kinds = tail(replace(planted, classes=(seen.classes == 1).long()))["classes"]["kinds"]
+    assert tail.cells(found)[:5] == ["2", "2", "2", "2", "0.50"]
+    kinds = tail.look(replace(planted, classes=(seen.classes == 1).long()))["classes"]["kinds"]
     assert kinds["longest"]["balanced_accuracy"]["mean"] > 0.95 > kinds["random"]["balanced_accuracy"]["mean"]
 
 

@@ -29,7 +29,7 @@ from experiments.common.rows import add_row, read_rows
 from experiments.common.study import Rows, Study, plain
 from experiments.common.tables import markdown, rewritten
 from experiments.registers import tail
-from experiments.registers.looking import Seen, examine, norms_told
+from experiments.registers.looking import examine, norms_told
 from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
@@ -51,7 +51,7 @@ SNAPSHOTS, DRAWN = 10, 6
 """Checkpoints that are looked at, and drawn, evenly spread over the run."""
 
 
-LONGEST = "The longest one in a thousand of the patch tokens in the last layer, artifacts or not:"
+LONGEST = "The longest thousandth of the patch tokens in the last layer, artifacts or not:"
 LR = {"adamw": 5e-4, "muon": 1e-3}
 WRITTEN = {"adamw": "AdamW", "muon": "Muon"}
 
@@ -145,7 +145,6 @@ def row_of(folder: Path, name: str, data: WithScenes, device: str | None) -> dic
         "learned": [(line["epoch"], line["score"]) for line in read_log(folder / "log.jsonl", "evaluation")],
         **over_checkpoints(folder, data.scenes(), where),
         **examine(model.to(where), labels, data.scenes()),
-        "tail": tail.look(Seen.by(model, labels, data.scenes())),
     }
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.registers.looking import Seen
+from experiments.registers.seen import Seen
 from vitrail.analysis.class_probe import probe_classes
 from vitrail.analysis.redundancy import pool_mask, redundancy
 
 SHARE = 0.001
-"""The longest one in a thousand."""
+"""The longest thousandth."""
 
 HEAD = (
     "longest tokens", "above twice the median", "pictures with any", "in the four with most", "patches from the edge",
@@ -23,32 +23,32 @@ HEAD = (
 )  # fmt: skip
 
 
-def look(seen: Seen, share: float = SHARE) -> dict[str, Any]:
-    """Note the longest tokens of the last layer one by one, their places beside all others, and the class from each.
+def of(seen: Seen, share: float = SHARE) -> dict[str, Any]:
+    """Note the longest tokens of the last layer: each by itself, and their places beside those of all others.
 
-    Where artifacts begin, long tokens should sit in redundant places, in the background, and tell of the whole picture.
+    Beside them stands what tells the class: the longest patch of each picture, which need not be one of these tokens,
+    and a random one. Artifacts would be in many pictures, in redundant places, and tell of the whole picture.
     """
     norms = seen.tokens.norm(dim=-1).cpu()
-    count = max(1, round(share * norms.numel()))
-    order = norms.flatten().argsort(descending=True)[:count]
+    longest, order = norms.flatten().topk(max(1, round(share * norms.numel())))
     chosen = torch.zeros(norms.numel(), dtype=torch.bool)
     chosen[order] = True
     covered = _covered(seen)
-    pictures, places = order // norms.shape[1], order % norms.shape[1]
-    ratios = norms.flatten()[order] / norms.median()
-    named = [
+    tokens = [
         {
             "picture": seen.names[picture],
             "row": place // seen.grid[1],
             "column": place % seen.grid[1],
-            "over_median": float(ratio),
+            "over_median": ratio,
             "similarity": float(seen.similarity[picture, place]),
             "covered": None if covered[picture, place].isnan() else float(covered[picture, place]),
         }
-        for picture, place, ratio in zip(pictures.tolist(), places.tolist(), ratios, strict=True)
+        for (picture, place), ratio in zip(
+            (divmod(at, norms.shape[1]) for at in order.tolist()), (longest / norms.median()).tolist(), strict=True
+        )
     ]
-    found = redundancy(seen.similarity, chosen.reshape(norms.shape), seen.grid, masks=covered)
-    return {"share": share, "tokens": named, "places": found.to_dict(), "classes": _classes(seen, norms)}
+    places = redundancy(seen.similarity, chosen.reshape(norms.shape), seen.grid, masks=covered)
+    return {"share": share, "tokens": tokens, "places": places.to_dict(), "classes": _classes(seen, norms)}
 
 
 def _covered(seen: Seen) -> Tensor:
@@ -68,21 +68,26 @@ def _classes(seen: Seen, norms: Tensor) -> dict[str, Any]:
     return probe_classes(one_each, seen.classes).to_dict()
 
 
-def cells(tail: Mapping[str, Any]) -> list[str]:
+def cells(noted: Mapping[str, Any]) -> list[str]:
     """Write what was noted as one line of a table below HEAD."""
-    tokens, kinds = tail["tokens"], tail["classes"]["kinds"]
+    tokens, places, kinds = noted["tokens"], noted["places"], noted["classes"]["kinds"]
     held = Counter(token["picture"] for token in tokens)
     above = sum(token["over_median"] > 2 for token in tokens)
-    in_four = sum(count for _, count in held.most_common(4))
 
-    def beside(name: str, digits: int, scale: float = 1.0) -> list[str]:
-        both = (tail["places"][name][kind] for kind in ("outlier", "normal"))
-        return ["–" if one is None else f"{scale * one['mean']:.{digits}f}" for one in both]
+    def means(*found: Mapping[str, Any] | None, scale: float = 1.0, digits: int = 2) -> list[str]:
+        return ["–" if one is None else f"{scale * one['mean']:.{digits}f}" for one in found]
 
+    def beside(name: str) -> tuple[Mapping[str, Any] | None, ...]:
+        return places[name]["outlier"], places[name]["normal"]
+
+    told = (kinds[kind]["balanced_accuracy"] for kind in ("longest", "random"))
     return [
-        *map(str, (len(tokens), above, len(held), in_four)),
-        *beside("border_distance", 2),
-        *beside("foreground", 1, 100),
-        *beside("similarity", 2),
-        *(f"{100 * kinds[kind]['balanced_accuracy']['mean']:.1f}" for kind in ("longest", "random")),
+        f"{len(tokens)}",
+        f"{above}{' or more' * (above == len(tokens))}",
+        f"{len(held)}",
+        f"{sum(count for _, count in held.most_common(4))}",
+        *means(*beside("border_distance")),
+        *means(*beside("foreground"), scale=100, digits=1),
+        *means(*beside("similarity")),
+        *means(*told, scale=100, digits=1),
     ]

@@ -19,8 +19,9 @@ from experiments.common.running import Runner
 from experiments.common.study import Study
 from experiments.common.tables import rows_of
 from experiments.registers import long, tail
-from experiments.registers.looking import Seen, cured, dense, examine, power
+from experiments.registers.looking import cured, dense, examine, power
 from experiments.registers.scenes import few_and_shapes, imagenette_and_pets
+from experiments.registers.seen import Seen
 from experiments.registers.showing import by_count, draw, left, longest, told
 from experiments.registers.study import STUDY
 from tests.report.models import plant
@@ -183,11 +184,11 @@ def test_a_cure_leaves_the_model_as_it_was() -> None:
 def test_the_longest_tokens_are_named_with_their_places_and_what_they_hold() -> None:
     seen = Seen.by(model_of(), LABELS, few_and_shapes().scenes())
     tokens = torch.nn.functional.normalize(seen.tokens, dim=-1)
-    tokens[:, 6, 0] += 2 * (seen.classes == 1)  # the sixth patch tells one class, and is long there
+    tokens[:, 6, 0] += 2 * (seen.classes == 1)  # patch 6 tells one class, and is long there
     tokens[3, 9] *= 9
     tokens[8, 14] *= 7
     planted = replace(seen, tokens=tokens)
-    found = tail.look(planted, share=2 / tokens[..., 0].numel())
+    found = tail.of(planted, share=2 / tokens[..., 0].numel())
     first, second = found["tokens"]
     assert (first["picture"], first["row"], first["column"]) == ("shape 3", 2, 1)
     assert (second["picture"], second["row"], second["column"]) == ("shape 8", 3, 2)
@@ -198,8 +199,12 @@ def test_the_longest_tokens_are_named_with_their_places_and_what_they_hold() -> 
     assert found["places"]["border_distance"]["outlier"]["mean"] == pytest.approx(0.5)  # one inside, one at the border
     similar = seen.similarity[[3, 8], [9, 14]]
     assert found["places"]["similarity"]["outlier"]["mean"] == pytest.approx(similar.mean().item())
-    assert tail.cells(found)[:5] == ["2", "2", "2", "2", "0.50"]
-    kinds = tail.look(replace(planted, classes=(seen.classes == 1).long()))["classes"]["kinds"]
+    assert tail.cells(found)[:5] == ["2", "2 or more", "2", "2", "0.50"]
+    more = tail.of(replace(planted, classes=(seen.classes == 1).long()), share=0.1)
+    line = dict(zip(tail.HEAD, tail.cells(more), strict=True))
+    assert line["longest tokens"] == f"{len(more['tokens'])}" == "96"
+    assert line["above twice the median"] == f"{(tokens.norm(dim=-1) > 2 * tokens.norm(dim=-1).median()).sum()}" != "96"
+    kinds = more["classes"]["kinds"]
     assert kinds["longest"]["balanced_accuracy"]["mean"] > 0.95 > kinds["random"]["balanced_accuracy"]["mean"]
 
 

@@ -8,11 +8,14 @@ bfloat16 is left out: the interpreter computes wrong products of it.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import sys
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -95,12 +98,34 @@ def check_kernels() -> list[Outcome]:
 PARTS = {"kernels": check_kernels, "ops": check_operators, "models": check_models}
 
 
+def look_once() -> Any:
+    """Let the interpreter list the functions of Triton's language once, instead of at each call within a kernel.
+
+    It replaces them by its own all the same. That took a quarter of the time; every outcome is the same to the bit.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtins(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def patch(package: Any, *given: Any) -> None:
+        for name in builtins(package):
+            member = getattr(package, name)
+            if core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, *given)
+
+    return mock.patch.object(interpreter, "_patch_builtin", patch)
+
+
 def main(part: str) -> None:
     """Run a part and print what came out."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = PARTS[part]()
+    with look_once():
+        found = PARTS[part]()
     print(json.dumps([asdict(outcome) for outcome in found]))  # noqa: T201
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections import Counter
 from importlib import import_module
@@ -17,6 +18,7 @@ from experiments.common.data import VARIABLE
 from experiments.common.machine import told
 from experiments.common.pages import EVIDENCE, write_pages
 from experiments.common.running import Runner
+from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
 from experiments.common.study import Study
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.training.stopping import Interrupted, Stop
@@ -52,6 +54,7 @@ def names_of(word: str) -> list[str]:
 
 @app.command()
 def main(
+    context: typer.Context,
     names: Annotated[list[str], typer.Argument(help=f"Studies: {', '.join(WORDS)}, or all.")],
     tune: Annotated[bool, typer.Option(help="Only the search.")] = False,
     plot: Annotated[bool, typer.Option(help="Train nothing; write tables and plots from the rows.")] = False,
@@ -62,6 +65,9 @@ def main(
         float,
         typer.Option(help="Start no run that would end later, by the longest so far; a first one is started anyway."),
     ] = float("inf"),
+    processes: Annotated[
+        int, typer.Option(min=1, help="So many at once share the runs; studies that measure time are done by one.")
+    ] = 1,
     out: Annotated[
         Path | None,
         typer.Option(help="Where the rows are, in a folder for each study; by default where the study is."),
@@ -76,13 +82,20 @@ def main(
     """
     if data is not None:
         os.environ[VARIABLE] = str(data)
-    wanted = _checked(seeds, seconds, out, plot=plot, of_some=bool(arms or seeds))
+    wanted = _checked(seeds, seconds, out, plot=plot, of_some=bool(arms or seeds), processes=processes)
     chosen = [name for word in names for name in names_of(word)]
+    studies = {name: study_called(name).small() if reduced else study_called(name) for name in chosen}
+    shared = [name for name in studies if processes > 1 and not studies[name].timed]
     errors, left, wrong, until = Counter[str](), 0, False, time.monotonic() + seconds
+    ended = 0
     try:
         with Stop.listening() as stop:
-            for name in chosen:
-                study = study_called(name).small() if reduced else study_called(name)
+            if shared:
+                ended = side_by_side(_own_command(context, shared), processes, say, stop)
+            if ended == STOPPED:
+                raise typer.Exit(STOPPED)
+            for name in [name for name in studies if name not in shared]:
+                study = studies[name]
                 folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
                 if out is not None:
                     folder = out / name
@@ -100,15 +113,27 @@ def main(
                 conclude(name, runner)
     except Interrupted as stopped:
         say(str(stopped))
-        raise typer.Exit(130) from stopped
+        raise typer.Exit(STOPPED) from stopped
     if errors:
         kinds = "one error" if len(errors) == 1 else f"{len(errors)} different errors"
         complain(f"{errors.total()} runs failed, with {kinds}; their rows say why.")
-    if errors or wrong or left:
-        raise typer.Exit(1 if errors else 2 if wrong else 3)
+    raise typer.Exit(gravest([ended, FAILED if errors else WRONG if wrong else LEFT if left else 0]))
 
 
-def _checked(seeds: str, seconds: float, out: Path | None, *, plot: bool, of_some: bool) -> tuple[int, ...] | None:
+def _own_command(context: typer.Context, names: list[str]) -> list[str]:
+    """Give the command that does what this one was asked for, of some studies, by one process."""
+    asked = {name: value for name, value in context.params.items() if name not in ("names", "processes")}
+    options = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in asked.items()
+        if value not in (None, False, "")
+    ]
+    return [sys.executable, "-m", "experiments", *names, *options]
+
+
+def _checked(
+    seeds: str, seconds: float, out: Path | None, *, plot: bool, of_some: bool, processes: int
+) -> tuple[int, ...] | None:
     """Look at what was asked for, before anything is done; give the seeds, or None for all."""
     if not all(re.fullmatch("[0-9]+", seed.strip()) for seed in seeds.split(",") if seeds):
         raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
@@ -116,6 +141,8 @@ def _checked(seeds: str, seconds: float, out: Path | None, *, plot: bool, of_som
         raise typer.BadParameter(f"--seconds {seconds}: expected a number that is not below zero")
     if plot and of_some:
         raise typer.BadParameter("--plot shows all rows; expected neither --arms nor --seeds with it")
+    if plot and processes > 1:
+        raise typer.BadParameter("--plot trains nothing; expected no --processes with it")
     files = [] if out is None else [path for path in (out, *out.parents) if path.is_file()]
     if files:
         raise typer.BadParameter(f"--out {out}: expected a folder, and {files[0]} is a file")

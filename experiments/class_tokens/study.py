@@ -130,7 +130,6 @@ STUDY = Study(
     search={"lr": [1e-3, 3e-3]},
     watch=256,
     watch_every=5,
-    timing=0,
     look=look,
     columns=(
         Column("cosine of parameters", lambda row: row["over_training"][-1]["parameters"], "{:.4f}"),

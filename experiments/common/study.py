@@ -118,7 +118,7 @@ class Study:
         watch: so many training pictures are evaluated while a run goes on, every ``watch_every`` epochs.
         save_every: epochs between checkpoints, for runs that one command may not have the time for: such a run goes on
             from the last one. 0 for none.
-        timing: for how many seconds the trained model is timed; 0 for not at all.
+        timed: whether its runs are measured by the clock, so that nothing else may run beside them.
         look: what else to note about a run; it goes into the row.
         columns: of the table, beside accuracy and difference.
         table: writes the results, where they are more than a line for each arm.
@@ -141,7 +141,7 @@ class Study:
     watch: int = 0
     watch_every: int = 1
     save_every: int = 0
-    timing: float = 1.0
+    timed: bool = False
     look: Callable[[Run, Trained], Mapping[str, Any]] | None = None
     columns: tuple[Column, ...] = ()
     table: Callable[[Study, Rows], str] | None = None
@@ -173,7 +173,8 @@ class Study:
         """Give the same study at a size that takes seconds, on other data: it shows that all works, and no more."""
         return replace(
             self, base={**self.base, **self.reduced}, arms=tuple(arm.small() for arm in self.arms), data=self.few,
-            seeds=self.seeds[:2], watch=min(self.watch, 16), watch_every=1, timing=0, draws=2 if self.search else None,
+            seeds=self.seeds[:2], watch=min(self.watch, 16), watch_every=1, timed=False,
+            draws=2 if self.search else None,
         )  # fmt: skip
 
     def points(self) -> list[dict[str, Any]]:

@@ -102,7 +102,6 @@ STUDY = Study(
         {"lr": 2e-3, "warmup_epochs": 1, "drop_path": 0.2},
         {"lr": 2e-3, "warmup_epochs": 5, "drop_path": 0.0},
     ],
-    timing=0,
     look=look,
     columns=(
         Column("loss of the last epoch", lambda row: row["losses"][-1], "{:.3f}"),

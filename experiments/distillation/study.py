@@ -160,7 +160,6 @@ STUDY = Study(
     ),
     reference=named("Ti plain", 1.0),
     search={"lr": [1e-3, 3e-3]},
-    timing=0,
     columns=(
         head("cls"),
         head("distillation"),

@@ -62,7 +62,6 @@ STUDY = Study(
     ),
     reference="conv",
     save_every=60,
-    timing=0,
     columns=(Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),),
     draw=draw,
 )  # fmt: skip

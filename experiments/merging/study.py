@@ -37,7 +37,7 @@ STUDY = Study(
     arms=(Arm(PLAIN), Arm(WITH, merge=f"r={R}")),
     reference=PLAIN,
     search={"lr": [1e-3, 3e-3]},
-    timing=0,
+    timed=True,
     look=look,
     columns=(
         Column("an epoch of training, s", lambda row: row["epoch_seconds"], "{:.3f}"),

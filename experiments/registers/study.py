@@ -48,7 +48,6 @@ STUDY = Study(
     reference="0 registers",
     watch=256,
     watch_every=2,
-    timing=0,
     look=look,
     columns=COLUMNS,
     draw=draw,

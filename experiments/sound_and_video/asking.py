@@ -33,7 +33,7 @@ def asked(
         arms=(Arm(PLAIN), Arm(f"trained with r = {r}", merge=f"r={r}")),
         reference=PLAIN,
         search={"lr": [1e-3, 3e-3]},
-        timing=0,
+        timed=True,
         look=look,
         columns=STUDY.columns,
         table=table,

@@ -45,7 +45,6 @@ def asked(
         answer=f"task.{tasks[0]}",
         also=(f"task.{tasks[1]}",),
         search={"lr": [1e-3, 3e-3]},
-        timing=0,
         look=look,
         table=table,
         draw=partial(draw_all, own=draw),

@@ -41,7 +41,6 @@ TOY = Study(
     arms=(Arm("plain"), Arm("registers", tokens="cls,register=2")),
     reference="plain",
     seeds=(0, 1),
-    timing=0,
 )  # fmt: skip
 
 

@@ -1,0 +1,121 @@
+"""Several processes for one command: what they say, what they end with, and how they are stopped."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import experiments.__main__ as program
+from experiments.__main__ import app
+from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
+from vitrail.training.stopping import Stop
+
+
+def python(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_each_has_its_share_and_what_all_say_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    said: list[str] = []
+    text = "import os; print('threads', os.environ['OMP_NUM_THREADS']); print('  process', os.getpid())"
+    assert side_by_side(python(text), 3, said.append, Stop()) == 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert said.count(f"threads {max(1, cores // 3)}") == 1
+    assert len({line for line in said if line.startswith("  process ")}) == len(said) - 1 == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    side_by_side(python(text), 2, said.append, Stop())
+    assert "threads 7" in said
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([0, 0], 0), ([0, LEFT], LEFT), ([LEFT, WRONG], WRONG), ([WRONG, FAILED], FAILED), ([FAILED, STOPPED], STOPPED)],
+)
+def test_the_gravest_end_is_given(codes: list[int], code: int) -> None:
+    assert gravest(codes) == gravest(reversed(codes)) == code
+    assert gravest([LEFT, -9]) == gravest([0, 77]) == FAILED  # killed, or anything else
+
+
+def test_what_one_of_them_ends_with_is_told(tmp_path: Path) -> None:
+    first = "import os; os.mkdir('first')"  # which only one of them can do
+    text = f"import os, sys; os.chdir({str(tmp_path)!r})\ntry: {first}\nexcept FileExistsError: sys.exit(3)"
+    assert side_by_side(python(text), 3, print, Stop()) == LEFT
+
+
+def test_asked_to_stop_it_asks_them() -> None:
+    said: list[str] = []
+    text = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(130)))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line == "ready":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    begun = time.monotonic()
+    with Stop.listening() as stop:
+        assert side_by_side(python(text), 2, say, stop) == STOPPED
+    assert said == ["ready", "saved"]
+    assert time.monotonic() - begun < 30
+
+
+def test_they_end_with_it(tmp_path: Path) -> None:
+    text = f"import os, time; os.mkdir({str(tmp_path)!r} + f'/{{os.getpid()}}'); time.sleep(60)"
+
+    class Impatient(Stop):
+        """Whose process is interrupted when all others have begun."""
+
+        @property
+        def wanted(self) -> bool:
+            if len(list(tmp_path.iterdir())) == 2:
+                raise KeyboardInterrupt
+            return False
+
+        @wanted.setter
+        def wanted(self, value: bool) -> None: ...
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(python(text), 2, print, Impatient())
+    for path in tmp_path.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)
+
+
+def test_studies_that_measure_time_are_done_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], int]] = []
+    alone: list[str] = []
+
+    def beside(command: list[str], count: int, *_: Any) -> int:
+        asked.append((command, count))
+        return LEFT
+
+    class Runner(program.Runner):
+        def do(self, *_: Any, **__: Any) -> None:
+            alone.append(self.study.name)
+
+    monkeypatch.setattr(program, "side_by_side", beside)
+    monkeypatch.setattr(program, "Runner", Runner)
+    words = ["depth", "merging", "sound_and_video/sounds", "class_tokens"]
+    options = ["--seeds=0,1", "--arms=-x", f"--out={tmp_path}", "--device=cpu", "--tune"]
+    said = CliRunner().invoke(app, [*words, *options, "--processes", "3"])
+    assert said.exit_code == LEFT, said.output
+    assert alone == ["merging", "sound_and_video/sounds"]
+    ((command, count),) = asked
+    assert (command[:3], count) == ([sys.executable, "-m", "experiments"], 3)
+    assert command[3:5] == ["depth", "class_tokens"]
+    assert set(command[5:]) == {*options, "--seconds=inf"}
+    CliRunner().invoke(app, ["merging", "--reduced", "--processes", "2", "--out", str(tmp_path)])
+    assert (asked[-1][0][3], "--reduced" in asked[-1][0]) == ("merging", True)
+    said = CliRunner().invoke(app, ["depth", "--plot", "--processes", "2"])
+    assert (said.exit_code, "trains nothing" in said.output) == (2, True)

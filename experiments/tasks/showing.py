@@ -122,7 +122,8 @@ def draw_on_object(study: Study, rows: Rows, folder: Path) -> None:
         name: [numbered([100 * share for share in shares]) for shares in seeds]
         for name, seeds in by_answering(study, rows, "on_object").items()
     }
-    styles = {name: {"color": colour} for name, colour in zip(curves, (INK, *COLOURS), strict=False)}
+    looks = zip(curves, (INK, *COLOURS), ("-", "-", "--"), strict=False)  # one may lie on the other
+    styles = {name: {"color": colour, "linestyle": line} for name, colour, line in looks}
     with figure(folder / "on_object.png") as (axes,):
         lines(axes, curves, "layer", "attention on the object, %", styles=styles)
         axes.axhline(100 * rows[0]["object_area"], color=INK, linewidth=1, linestyle=":", label="even attention")

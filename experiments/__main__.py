@@ -78,7 +78,7 @@ def main(
 ) -> None:
     """Train what is missing of some studies. Rows are kept; asking again goes on.
 
-    Ends with 1 if runs failed, 2 if something else is wrong, and 3 if there was no time for some.
+    Ends with 1 if runs failed, 2 if something else is wrong, 3 if there was no time for some, and 130 if asked to stop.
     """
     if data is not None:
         os.environ[VARIABLE] = str(data)
@@ -93,7 +93,7 @@ def main(
             if shared:
                 ended = side_by_side(_own_command(context, shared), processes, say, stop)
             if ended == STOPPED:
-                raise typer.Exit(STOPPED)
+                raise Interrupted("Stopped. Give the same command again to go on.")
             for name in [name for name in studies if name not in shared]:
                 study = studies[name]
                 folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
@@ -105,6 +105,8 @@ def main(
                         continue
                     runner = Runner(study, folder, until - time.monotonic(), device, commit, say, stop)
                     runner.do(arms, wanted, only_tune=tune)
+                except Interrupted:
+                    raise
                 except (VitrailError, OSError) as error:  # of one study; the others may be right
                     wrong = True
                     complain(("" if len(chosen) == 1 else f"{name}: ") + told(error, "--out"))
@@ -126,7 +128,7 @@ def _own_command(context: typer.Context, names: list[str]) -> list[str]:
     options = [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in asked.items()
-        if value not in (None, False, "")
+        if value is not None and value is not False
     ]
     return [sys.executable, "-m", "experiments", *names, *options]
 
@@ -166,9 +168,11 @@ def conclude(name: str, runner: Runner) -> None:
     """Say what is left to do for a study, where a line for each run does not."""
     if runner.left:
         say(f"{name}: {runner.left} runs are left: no time. Give the same command again.")
-    elif not runner.tried and not runner.there:
+    elif runner.tried or runner.elsewhere:
+        return
+    elif not runner.there:
         say(f"{name}: nothing was asked for; it has no search.")
-    elif not runner.tried:
+    else:
         say(f"{name}: all {runner.there} runs that were asked for are there, in {runner.out}. --plot writes the pages.")
 
 

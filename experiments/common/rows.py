@@ -63,6 +63,11 @@ def finished(path: Path) -> dict[str, Mapping[str, Any]]:
     return {row["key"]: row for row in read_rows(path, NEEDED[path.name]) if "error" not in row}
 
 
+def failed(path: Path) -> list[str]:
+    """Read the keys of the runs that failed, in the order of their rows."""
+    return [row["key"] for row in read_rows(path, NEEDED[path.name]) if "error" in row and "key" in row]
+
+
 def pack(right: Iterable[bool]) -> str:
     """Write which answers were right as text, eight to a byte."""
     return base64.b64encode(np.packbits(np.fromiter(right, dtype=bool)).tobytes()).decode()

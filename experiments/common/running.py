@@ -21,7 +21,7 @@ import torch
 
 from experiments.common.choosing import Unready, best_point, run_key
 from experiments.common.machine import Stopwatch, commit, machine
-from experiments.common.rows import RESULTS, SEARCH, add_row, finished, pack
+from experiments.common.rows import RESULTS, SEARCH, add_row, failed, finished, pack
 from experiments.common.study import Arm, Row, RunOf, Study, Trained, plain
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.files import held
@@ -62,6 +62,7 @@ class Runner:
         stop: says whether somebody asked to stop; no run is started then.
         errors: how many runs failed, by what was wrong with them.
         there, tried, left: how many runs were done before, are done or failed now, and there was no time for.
+        elsewhere: how many failed meanwhile by other processes, and were not tried again.
     """
 
     study: Study
@@ -75,6 +76,7 @@ class Runner:
     there: int = 0
     tried: int = 0
     left: int = 0
+    elsewhere: int = 0
     _begun: float = field(default_factory=time.monotonic)
     _longest: float = 0.0
     _last_arm: str = ""
@@ -88,7 +90,7 @@ class Runner:
         """Tune what matches, and unless that is all, or went wrong, run it; what there is no time for is counted."""
         wanted = self.wanted(arms, seeds)
         self.tune(arms)
-        if only_tune or self.errors:
+        if only_tune or self.errors or self.elsewhere:
             return
         if self.left:
             self.left += len(wanted)
@@ -143,7 +145,11 @@ class Runner:
         return sorted(found.values(), key=lambda one: order.index(one[0].name))
 
     def _all(self, jobs: list[Job], kind: Kind, file: str, one: Callable[[Job], Row]) -> None:
-        """Do what is not done yet; what another process is at is waited for, when all else is done."""
+        """Do what is not done yet; what another process is at is waited for, when all else is done.
+
+        A run that failed before is tried again, but not what fails by another process meanwhile: that one tells of it.
+        """
+        before = len(failed(self.out / file))
         here = [row.get("wall", 0.0) for row in self._done(file).values() if row["device"] == machine()["device"]]
         self._longest = max([self._longest, *here])
         waiting = list(enumerate(jobs, 1))
@@ -154,13 +160,18 @@ class Runner:
                     key = self._key(job)
                     if key in self._done(file):
                         self.there += 1
-                    elif time.monotonic() - self._begun + self._longest > self.seconds:
-                        self.left += 1
-                    else:
-                        with self._claimed(kind, key):
+                        continue
+                    late = time.monotonic() - self._begun + self._longest > self.seconds
+                    with self._claimed(kind, key):
+                        if late:
+                            self.left += 1
+                        elif key in failed(self.out / file)[before:]:
+                            self.elsewhere += 1
+                        else:
                             self._do(job, key, file, one, f"{number}/{len(jobs)}")
                 except BlockingIOError:
-                    others.append((number, job))
+                    if not late:
+                        others.append((number, job))
                 except Unready:
                     if others:
                         others.append((number, job))

@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from threading import Lock
+from threading import Event, Lock
 
 from vitrail.training.stopping import Stop
 
@@ -14,17 +14,19 @@ THREADS = "OMP_NUM_THREADS"
 STOPPED, FAILED, WRONG, LEFT = 130, 1, 2, 3
 """What a command ends with if not all is done, the gravest first: asked to stop, runs failed, wrong words, no time."""
 
+ENDS = (STOPPED, FAILED, WRONG, LEFT, 0)
+
 
 def side_by_side(command: Sequence[str], count: int, say: Callable[[str], object], stop: Stop) -> int:
     """Run a command in some processes at once and give what it ends with; what several of them say is said once.
 
     Each has its share of the cores, unless the user has said how many threads to have. They hear nothing from the
-    terminal: when this process is asked to stop, it asks them, and when it ends, so do they.
+    terminal: when this process is asked to stop, or nobody listens any more (``| head``), it asks them to stop, too.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = {THREADS: str(max(1, cores // count)), **os.environ, "PYTHONUNBUFFERED": "1"}
     said: set[str] = set()
-    one_at_a_time = Lock()
+    one_at_a_time, nobody_listens = Lock(), Event()
 
     def follow(process: subprocess.Popen[str]) -> int:
         with process:
@@ -33,7 +35,10 @@ def side_by_side(command: Sequence[str], count: int, say: Callable[[str], object
                 with one_at_a_time:
                     if line not in said:
                         said.add(line)
-                        say(line.rstrip("\n"))
+                        try:
+                            say(line.rstrip("\n"))
+                        except (SystemExit, OSError):
+                            nobody_listens.set()
         return process.returncode
 
     pipe, both = subprocess.PIPE, subprocess.STDOUT
@@ -44,20 +49,25 @@ def side_by_side(command: Sequence[str], count: int, say: Callable[[str], object
         ]
         try:
             following = {followers.submit(follow, process) for process in processes}
-            while not stop.wanted and wait(following, timeout=0.1).not_done:
-                pass
-            if stop.wanted:
-                for process in processes:
-                    process.terminate()
+            while wait(following, timeout=0.1).not_done:
+                if stop.wanted or nobody_listens.is_set():
+                    for process in processes:
+                        process.terminate()
+                    break
             wait(following)
         finally:
             for process in processes:
                 process.kill()
-    return STOPPED if stop.wanted else gravest(one.result() for one in following)
+    codes = [one.result() for one in following]
+    if stop.wanted or nobody_listens.is_set():
+        return STOPPED if stop.wanted else FAILED
+    for code in codes:
+        if code not in ENDS:
+            say(f"One of {count} processes ended by itself ({code}); what it was at was left to the others.")
+    return gravest(codes)
 
 
 def gravest(codes: Iterable[int]) -> int:
     """Give what to end with, of what several parts ended with; whatever else a process ends with is a failure."""
-    ends = (STOPPED, FAILED, WRONG, LEFT, 0)
-    found = {code if code in ends else FAILED for code in codes}
-    return next(code for code in ends if code in found)
+    found = {code if code in ENDS else FAILED for code in codes}
+    return next(code for code in ENDS if code in found)

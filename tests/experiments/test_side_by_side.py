@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import experiments.__main__ as program
 from experiments.__main__ import app
 from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
-from vitrail.training.stopping import Stop
+from vitrail.training.stopping import Interrupted, Stop
 
 
 def python(text: str) -> list[str]:
@@ -70,6 +70,43 @@ def test_asked_to_stop_it_asks_them() -> None:
     assert time.monotonic() - begun < 30
 
 
+def test_they_stop_when_nobody_listens() -> None:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        raise SystemExit(1)  # as rich does for `| head`
+
+    begun = time.monotonic()
+    assert side_by_side(python("import time; print('ready', flush=True); time.sleep(60)"), 2, say, Stop()) == FAILED
+    assert said == ["ready"]
+    assert time.monotonic() - begun < 30
+
+
+def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    first = "import os; os.mkdir('first'); os.kill(os.getpid(), 9)"  # which only one of them can do
+    text = f"import os; os.chdir({str(tmp_path)!r})\ntry: {first}\nexcept FileExistsError: pass"
+    assert side_by_side(python(text), 2, said.append, Stop()) == FAILED
+    assert said == ["One of 2 processes ended by itself (-9); what it was at was left to the others."]
+
+
+@pytest.mark.parametrize("options", [[], ["--processes", "2"]])
+def test_a_command_that_is_stopped_ends_with_130(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Runner(program.Runner):
+        def do(self, *_: Any, **__: Any) -> None:
+            asked.append(self.study.name)
+            raise Interrupted("Stopped.")
+
+    monkeypatch.setattr(program, "Runner", Runner)
+    monkeypatch.setattr(program, "side_by_side", lambda *_: STOPPED)
+    said = CliRunner().invoke(app, ["class_tokens", "depth", *options])
+    assert (said.exit_code, said.output.count("Stopped.")) == (STOPPED, 1)
+    assert asked == ([] if options else ["class_tokens"])
+
+
 def test_they_end_with_it(tmp_path: Path) -> None:
     text = f"import os, time; os.mkdir({str(tmp_path)!r} + f'/{{os.getpid()}}'); time.sleep(60)"
 
@@ -107,14 +144,14 @@ def test_studies_that_measure_time_are_done_by_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(program, "side_by_side", beside)
     monkeypatch.setattr(program, "Runner", Runner)
     words = ["depth", "merging", "sound_and_video/sounds", "class_tokens"]
-    options = ["--seeds=0,1", "--arms=-x", f"--out={tmp_path}", "--device=cpu", "--tune"]
+    options = ["--seeds=0,1", "--arms=-x", "--seconds=0.0", f"--out={tmp_path}", "--device=cpu", "--tune"]
     said = CliRunner().invoke(app, [*words, *options, "--processes", "3"])
     assert said.exit_code == LEFT, said.output
     assert alone == ["merging", "sound_and_video/sounds"]
     ((command, count),) = asked
     assert (command[:3], count) == ([sys.executable, "-m", "experiments"], 3)
     assert command[3:5] == ["depth", "class_tokens"]
-    assert set(command[5:]) == {*options, "--seconds=inf"}
+    assert set(command[5:]) == set(options)
     CliRunner().invoke(app, ["merging", "--reduced", "--processes", "2", "--out", str(tmp_path)])
     assert (asked[-1][0][3], "--reduced" in asked[-1][0]) == ("merging", True)
     said = CliRunner().invoke(app, ["depth", "--plot", "--processes", "2"])

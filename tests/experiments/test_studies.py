@@ -303,6 +303,35 @@ def test_several_processes_share_a_study(tmp_path: Path, monkeypatch: pytest.Mon
     assert [(row["arm"], row["seed"]) for row in read_rows(tmp_path / RESULTS)[2:]] == [("plain", 0), ("plain", 1)]
 
 
+def test_what_fails_by_another_process_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [run_key(TOY, arm, seed, {}, tmp_path) for arm in TOY.arms for seed in TOY.seeds]
+    asked = 0
+
+    def fail(**given: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:  # another process tries the second run meanwhile
+            add_row(tmp_path / RESULTS, {"key": keys[1], "arm": "plain", "error": "there, too"})
+        raise InvalidOption("nothing goes")
+
+    monkeypatch.setattr(running, "train", fail)
+    runner = Runner(TOY, tmp_path, device="cpu")
+    runner.run()
+    assert (asked, runner.failed, runner.elsewhere) == (3, 3, 1)
+    again = Runner(TOY, tmp_path, device="cpu")
+    again.run()
+    assert (asked, again.failed, again.elsewhere) == (7, 4, 0)  # what failed before is tried again
+
+
+def test_what_another_process_is_at_is_not_left(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "claimed" / f"runs-{run_key(TOY, TOY.arms[0], TOY.seeds[0], {}, tmp_path)}"
+    folder.mkdir(parents=True)
+    with held(folder):
+        runner = Runner(TOY, tmp_path, seconds=0, device="cpu")
+        runner.run()
+    assert (runner.left, runner.tried) == (3, 0)
+
+
 def test_asked_to_stop_while_a_run_ends_no_other_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = running.evaluate
 

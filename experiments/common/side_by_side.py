@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event, Lock
 
+from vitrail.processes import cores
 from vitrail.training.stopping import Stop
 
 THREADS = "OMP_NUM_THREADS"
@@ -23,8 +24,7 @@ def side_by_side(command: Sequence[str], count: int, say: Callable[[str], object
     Each has its share of the cores, unless the user has said how many threads to have. They hear nothing from the
     terminal: when this process is asked to stop, or nobody listens any more (``| head``), it asks them to stop, too.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = {THREADS: str(max(1, cores // count)), **os.environ, "PYTHONUNBUFFERED": "1"}
+    given = {THREADS: str(max(1, cores() // count)), **os.environ, "PYTHONUNBUFFERED": "1"}
     said: set[str] = set()
     one_at_a_time, nobody_listens = Lock(), Event()
 

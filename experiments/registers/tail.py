@@ -11,7 +11,7 @@ from torch import Tensor
 
 from experiments.registers.seen import Seen
 from vitrail.analysis.class_probe import probe_classes
-from vitrail.analysis.redundancy import pool_mask, redundancy
+from vitrail.analysis.redundancy import object_share, redundancy
 
 SHARE = 0.001
 """The longest thousandth."""
@@ -33,7 +33,7 @@ def of(seen: Seen, share: float = SHARE) -> dict[str, Any]:
     longest, order = norms.flatten().topk(max(1, round(share * norms.numel())))
     chosen = torch.zeros(norms.numel(), dtype=torch.bool)
     chosen[order] = True
-    covered = _covered(seen)
+    covered = object_share(seen.masks, seen.grid)
     tokens = [
         {
             "picture": seen.names[picture],
@@ -49,12 +49,6 @@ def of(seen: Seen, share: float = SHARE) -> dict[str, Any]:
     ]
     places = redundancy(seen.similarity, chosen.reshape(norms.shape), seen.grid, masks=covered)
     return {"share": share, "tokens": tokens, "places": places.to_dict(), "classes": _classes(seen, norms)}
-
-
-def _covered(seen: Seen) -> Tensor:
-    """Give how much of each patch is object, (B, P); not a number where that is unknown."""
-    masks = seen.masks.float()
-    return pool_mask(masks.masked_fill(masks == 255, torch.nan), seen.grid)
 
 
 def _classes(seen: Seen, norms: Tensor) -> dict[str, Any]:

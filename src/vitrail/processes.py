@@ -21,6 +21,11 @@ PATIENCE = timedelta(minutes=30)
 """How long processes wait for one that is busy, decoding pictures or compiling, before they give up."""
 
 
+def cores() -> int:
+    """Give how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class LinkLost(TrainingError):
     """Another process ended, or cannot be reached."""
 

@@ -18,6 +18,7 @@ from vitrail.analysis.features import check_patches, steps, working
 from vitrail.analysis.probe_inputs import Grid, check_finite, whole_grid
 from vitrail.analysis.resampling import bootstrap, ratio
 from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.pictures.sample import UNKNOWN
 
 BINS = 512
 """Values are sorted into so many bins of equal count for the intervals of the AUC; the AUC itself is exact."""
@@ -82,6 +83,11 @@ def pool_mask(mask: Tensor, grid: Grid) -> Tensor:
         raise UnsupportedInput(f"a mask has values between 0 and 1; got {x.min().item():g} to {x.max().item():g}")
     cells = x.reshape(len(x), height, x.shape[1] // height, width, x.shape[2] // width)
     return cells.transpose(2, 3).flatten(3).nanmean(-1).flatten(1)
+
+
+def object_share(masks: Tensor, grid: Grid) -> Tensor:
+    """Do the same for masks as pictures have them: 1 is the object, 255 is unknown, all else is background."""
+    return pool_mask(torch.where(masks == UNKNOWN, torch.nan, (masks == 1).float()), grid)
 
 
 @dataclass(frozen=True)

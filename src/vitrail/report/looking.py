@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.norms import NormAccumulator
-from vitrail.analysis.redundancy import neighbour_similarity, pool_mask
+from vitrail.analysis.redundancy import neighbour_similarity, object_share
 from vitrail.errors import BrokenPass, VitrailError
 from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.surgery.appended import layout_of
@@ -240,9 +240,8 @@ class Looker:
     def _foreground(self, piece: Any, layout: TokenLayout) -> Tensor | None:
         if piece.masks is None:
             return None
-        masks = piece.masks.cpu()
         try:
-            return pool_mask(torch.where(masks == 255, math.nan, (masks == 1).float()), layout.grid).float()
+            return object_share(piece.masks.cpu(), layout.grid)
         except VitrailError as error:
             self.evidence.notes.add(f"masks were not used: {error}")
             return None

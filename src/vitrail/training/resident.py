@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import PictureError
+from vitrail.processes import cores
 from vitrail.training.examples import Examples
 from vitrail.training.feeds import Batch, KnownFeed, Progress, Share, Unreadable
 
@@ -106,8 +106,7 @@ def decoded(examples: Examples, side: int, workers: int) -> Iterator[tuple[int, 
 
 def default_workers() -> int:
     """Give one worker for each core that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS)
+    return min(cores(), MOST_WORKERS)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.common.data import imagenette
-from experiments.common.plots import COLOURS, dots, figure, lines, name_lines
+from experiments.common.plots import COLOURS, INK, dots, figure, lines, name_lines
+from experiments.common.statistics import Difference
 from experiments.common.study import Arm, Column, Rows, RunOf, Study
-from experiments.common.tables import by_arm, markdown, points, pooled, result_table, signed
+from experiments.common.tables import by_arm, difference, markdown, points, pooled, result_table, signed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STEPS, BATCH, PICTURES = 1000, 256, 9469
 SHARES = (0.1, 0.3, 1.0)
@@ -24,7 +28,7 @@ TOKENS = {
     "hard, no token": "cls",
 }
 TUNED_AS = {"registers": "plain", "hard + registers": "hard", "hard, no token": "hard", "hard, ViT": "hard"}
-INK = {"conv": COLOURS[6], "Ti plain": COLOURS[0], "Ti hard": COLOURS[1], "S plain": COLOURS[5], "S hard": COLOURS[4]}
+DRAWN = {"conv": COLOURS[6], "Ti plain": COLOURS[0], "Ti hard": COLOURS[1], "S plain": COLOURS[5], "S hard": COLOURS[4]}
 SMALL = {"epochs": 1, "warmup_epochs": 0, "image_size": 32}
 
 
@@ -68,25 +72,28 @@ def student(size: str, kind: str, share: float) -> Arm:
 
 
 def students(size: str) -> list[Arm]:
-    """Give all students of a size: two kinds with every share of the data, the others with all of it."""
-    return [
-        student(size, kind, share) for share in SHARES for kind in TOKENS if share == 1 or kind in ("plain", "hard")
-    ]
-
-
-def pairs(first: str, second: str, shares: tuple[float, ...] = (1.0,)) -> list[tuple[str, str]]:
-    """Give two kinds of students of the same size and share, for both sizes."""
-    return [(named(f"{size} {first}", share), named(f"{size} {second}", share)) for size in SIZES for share in shares]
+    """Give all students of a size: every kind with every share of the data."""
+    return [student(size, kind, share) for share in SHARES for kind in TOKENS]
 
 
 QUESTIONS = {
-    "*hard* against *plain*": pairs("hard", "plain", SHARES),
-    **{named("*hard* against *plain*", share): pairs("hard", "plain", (share,)) for share in SHARES},
-    "a distillation token against *no token*": pairs("hard", "hard, no token"),
-    "*hard* against *soft*": pairs("hard", "soft"),
-    "the net against the *ViT* as teacher": pairs("hard", "hard, ViT"),
-    "*registers* against none": pairs("registers", "plain") + pairs("hard + registers", "hard"),
+    "*hard* against *plain*": [("hard", "plain")],
+    "a distillation token against *no token*": [("hard", "hard, no token")],
+    "*hard* against *soft*": [("hard", "soft")],
+    "the net against the *ViT* as teacher": [("hard", "hard, ViT")],
+    "*registers* against none": [("registers", "plain"), ("hard + registers", "hard")],
 }
+"""What several pairs of arms ask alike: the kinds that are compared, in both sizes."""
+
+
+def pairs(question: str, shares: tuple[float, ...]) -> list[tuple[str, str]]:
+    """Give the arms that a question compares with some shares of the data: of the same size and share."""
+    return [
+        (named(f"{size} {first}", share), named(f"{size} {second}", share))
+        for first, second in QUESTIONS[question]
+        for size in SIZES
+        for share in shares
+    ]
 
 
 def draw(study: Study, rows: Rows, folder: Path) -> None:
@@ -94,7 +101,7 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
     arms = by_arm(rows)
     with figure(folder / "shares.png") as (axes,):
         curves: dict[str, Any] = {}
-        for kind in INK:
+        for kind in DRAWN:
             found = [(100 * share, arms[named(kind, share)]) for share in SHARES if named(kind, share) in arms]
             seeds = set.intersection(*({row["seed"] for row in own} for _, own in found)) if found else set()
             if len(found) > 1:
@@ -107,26 +114,58 @@ def draw(study: Study, rows: Rows, folder: Path) -> None:
                     ]
                     for seed in sorted(seeds)
                 ]
-        styles = {kind: {"color": colour, "marker": "o", "markersize": 4} for kind, colour in INK.items()}
+        styles = {kind: {"color": colour, "marker": "o", "markersize": 4} for kind, colour in DRAWN.items()}
         lines(axes, curves, "share of the training data, %", "accuracy on the validation set, %", styles=styles)
-        axes.set_xscale("log")
-        axes.set_xticks([100 * share for share in SHARES], [f"{share:.0%}".rstrip("%") for share in SHARES])
-        axes.minorticks_off()
+        by_share(axes)
         name_lines(axes)
+    draw_gains(study, arms, folder)
     whole = {name: own for name, own in arms.items() if name.endswith(", 100 %") and not name.startswith("conv")}
     with figure(folder / "arms.png") as (axes,):
         values = {name: [100 * row["accuracy"][study.answer] for row in own] for name, own in whole.items()}
         dots(axes, values, "accuracy on the validation set, %")
 
 
+def by_share(axes: Axes) -> None:
+    """Let an axis go over the shares of the data."""
+    axes.set_xscale("log")
+    axes.set_xticks([100 * share for share in SHARES], [f"{share:.0%}".rstrip("%") for share in SHARES])
+    axes.minorticks_off()
+
+
+def draw_gains(study: Study, arms: Mapping[str, Rows], folder: Path) -> None:
+    """Draw over the share of the data how far each kind of student is above the plain one, on average over seeds."""
+    with figure(folder / "gains.png", columns=len(SIZES), width=11.0) as sides:
+        for axes, size in zip(sides, SIZES, strict=True):
+            curves: dict[str, Any] = {}
+            for kind in TOKENS:
+                curve = []
+                for share in SHARES:
+                    own, plain = (arms.get(named(f"{size} {one}", share), []) for one in (kind, "plain"))
+                    if (found := difference(own, plain, study.answer)) is not None:
+                        curve.append((100 * share, 100 * found.mean))
+                if kind != "plain" and curve:
+                    curves[kind] = [curve]
+            styles = {kind: {"marker": "o", "markersize": 4} for kind in curves}
+            lines(axes, curves, "share of the training data, %", "points above plain", styles=styles, band=False)
+            axes.axhline(0, color=INK, linewidth=1)
+            axes.set_title(size)
+            by_share(axes)
+        name_lines(sides[0])
+
+
 def table(study: Study, rows: Rows) -> str:
     """Write a line for each arm, and one for each question that several pairs of arms ask alike."""
     arms = by_arm(rows)
-    lines = [["taken together", "pairs of arms", "difference, points", "by seed"]]
-    for question, asked in QUESTIONS.items():
-        found = pooled([(arms.get(first, []), arms.get(second, [])) for first, second in asked], study.answer)
-        if found is not None:
-            lines.append([question, str(len(asked)), points(found), ", ".join(map(signed, found.seeds))])
+
+    def answered(question: str, shares: tuple[float, ...]) -> Difference | None:
+        return pooled([(arms.get(one, []), arms.get(two, [])) for one, two in pairs(question, shares)], study.answer)
+
+    lines = [["taken together, points", *(f"{100 * share:.0f} %" for share in SHARES), "all shares", "by seed"]]
+    for question in QUESTIONS:
+        found = [answered(question, shares) for shares in (*((share,) for share in SHARES), SHARES)]
+        if any(found):
+            by_seed = "–" if found[-1] is None else ", ".join(map(signed, found[-1].seeds))
+            lines.append([question, *map(points, found), by_seed])
     return result_table(study, rows) + (f"\n\n{markdown(lines)}" if len(lines) > 1 else "")
 
 

@@ -15,7 +15,7 @@ from experiments.common.running import Runner
 from experiments.common.statistics import paired_difference
 from experiments.common.study import Arm, RunOf
 from experiments.common.tables import difference, pooled, rows_of
-from experiments.distillation.study import BATCH, PICTURES, QUESTIONS, SIZES, STEPS, STUDY, draw, table
+from experiments.distillation.study import BATCH, PICTURES, QUESTIONS, SHARES, SIZES, STEPS, STUDY, draw, pairs, table
 from experiments.long_distillation.study import STUDY as LONG
 
 pytest.importorskip("timm", reason="the teacher is timm's")
@@ -31,7 +31,7 @@ def test_every_arm_has_as_many_steps() -> None:
 
 def test_teachers_have_seen_no_more_than_their_students() -> None:
     taught = [arm for arm in STUDY.arms if "teacher" in arm.fields]
-    assert len(taught) == 14
+    assert len(taught) == 30
     for arm in taught:
         assert isinstance(arm.fields["teacher"], RunOf)
         assert STUDY.arm(arm.fields["teacher"].arm).fields["share"] == arm.fields["share"]
@@ -72,7 +72,8 @@ def test_from_search_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = rows_of(study, tmp_path)
     assert "| Ti hard, 10 % |" in section(study, found)
     draw(study, found, tmp_path)
-    assert (tmp_path / "shares.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("shares.png", "gains.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_pairs_of_arms_are_taken_together() -> None:
@@ -97,39 +98,45 @@ def test_pairs_of_arms_are_taken_together() -> None:
 
 def test_questions_are_answered_from_the_rows_of_all_pairs() -> None:
     names = {arm.name for arm in STUDY.arms}
-    assert all({first, second} <= names for asked in QUESTIONS.values() for first, second in asked)
+    assert all({first, second} <= names for asked in QUESTIONS for first, second in pairs(asked, SHARES))
     rows = rows_of(STUDY, ROOT / "experiments" / STUDY.name)
     of = {(row["arm"], row["seed"]): 100 * row["accuracy"]["fused"] for row in rows}
 
-    def gain(first: str, second: str, *shares: int) -> list[float]:
+    def gain(kinds: list[tuple[str, str]], *shares: int) -> list[float]:
         return [
             float(
-                np.mean([of[f"{s} {first}, {n} %", at] - of[f"{s} {second}, {n} %", at] for s in SIZES for n in shares])
+                np.mean(
+                    [
+                        of[f"{s} {a}, {n} %", at] - of[f"{s} {b}, {n} %", at]
+                        for a, b in kinds
+                        for s in SIZES
+                        for n in shares
+                    ]
+                )
             )
             for at in STUDY.seeds
         ]
 
-    beside = [gain("registers", "plain", 100), gain("hard + registers", "hard", 100)]
     wanted = {
-        "*hard* against *plain*": (6, gain("hard", "plain", 10, 30, 100)),
-        "*hard* against *plain*, 10 %": (2, gain("hard", "plain", 10)),
-        "*hard* against *plain*, 30 %": (2, gain("hard", "plain", 30)),
-        "*hard* against *plain*, 100 %": (2, gain("hard", "plain", 100)),
-        "a distillation token against *no token*": (2, gain("hard", "hard, no token", 100)),
-        "*hard* against *soft*": (2, gain("hard", "soft", 100)),
-        "the net against the *ViT* as teacher": (2, gain("hard", "hard, ViT", 100)),
-        "*registers* against none": (4, np.mean(beside, axis=0).tolist()),
+        "*hard* against *plain*": [("hard", "plain")],
+        "a distillation token against *no token*": [("hard", "hard, no token")],
+        "*hard* against *soft*": [("hard", "soft")],
+        "the net against the *ViT* as teacher": [("hard", "hard, ViT")],
+        "*registers* against none": [("registers", "plain"), ("hard + registers", "hard")],
     }
-    lines = table(STUDY, rows).partition("| taken together |")[2].splitlines()[2:]
+    lines = table(STUDY, rows).partition("| taken together, points |")[2].splitlines()[2:]
     assert len(lines) == len(wanted)
-    for line, (question, (pairs, by_seed)) in zip(lines, wanted.items(), strict=True):
-        _, said, count, points, each, _ = (cell.strip() for cell in line.split("|"))
-        assert (said, count) == (question, str(pairs))
-        assert points.startswith(f"{np.mean(by_seed):+.2f} (".replace("-", "−"))
-        assert each == ", ".join(f"{one:+.2f}" for one in by_seed).replace("-", "−")
+    for line, (question, kinds) in zip(lines, wanted.items(), strict=True):
+        _, said, *each, by_seed, _ = (cell.strip() for cell in line.split("|"))
+        assert said == question
+        for points, shares in zip(each, ([10], [30], [100], [10, 30, 100]), strict=True):
+            assert points.startswith(f"{np.mean(gain(kinds, *shares)):+.2f} (".replace("-", "−"))
+        assert by_seed == ", ".join(f"{one:+.2f}" for one in gain(kinds, 10, 30, 100)).replace("-", "−")
     partly = table(STUDY, [row for row in rows if row["arm"] != "Ti plain, 10 %"])  # what needs it is not answered
-    lines = partly.partition("| taken together |")[2].splitlines()[2:]
-    assert [line.split("|")[1].strip() for line in lines] == list(wanted)[2:]
+    first, *_, last = partly.partition("| taken together, points |")[2].splitlines()[2:]
+    for line in (first, last):
+        _, _, tenth, third, *_, over_all, by_seed, _ = (cell.strip() for cell in line.split("|"))
+        assert (tenth, over_all, by_seed) == ("–", "–", "–") != third
     assert "taken together" not in table(STUDY, rows[:20])
 
 

@@ -78,6 +78,9 @@ def students(size: str) -> list[Arm]:
 
 QUESTIONS = {
     "*hard* against *plain*": [("hard", "plain")],
+    "*hard, ViT* against *plain*": [("hard, ViT", "plain")],
+    "*soft* against *plain*": [("soft", "plain")],
+    "*no token* against *plain*": [("hard, no token", "plain")],
     "a distillation token against *no token*": [("hard", "hard, no token")],
     "*hard* against *soft*": [("hard", "soft")],
     "the net against the *ViT* as teacher": [("hard", "hard, ViT")],
@@ -135,6 +138,7 @@ def by_share(axes: Axes) -> None:
 def draw_gains(study: Study, arms: Mapping[str, Rows], folder: Path) -> None:
     """Draw over the share of the data how far each kind of student is above the plain one, on average over seeds."""
     with figure(folder / "gains.png", columns=len(SIZES), width=11.0) as sides:
+        sides[1].sharey(sides[0])
         for axes, size in zip(sides, SIZES, strict=True):
             curves: dict[str, Any] = {}
             for kind in TOKENS:
@@ -154,7 +158,7 @@ def draw_gains(study: Study, arms: Mapping[str, Rows], folder: Path) -> None:
 
 
 def table(study: Study, rows: Rows) -> str:
-    """Write a line for each arm, and one for each question that several pairs of arms ask alike."""
+    """Write a line for each question that several pairs of arms ask alike, and one for each arm."""
     arms = by_arm(rows)
 
     def answered(question: str, shares: tuple[float, ...]) -> Difference | None:
@@ -166,14 +170,16 @@ def table(study: Study, rows: Rows) -> str:
         if any(found):
             by_seed = "–" if found[-1] is None else ", ".join(map(signed, found[-1].seeds))
             lines.append([question, *map(points, found), by_seed])
-    return result_table(study, rows) + (f"\n\n{markdown(lines)}" if len(lines) > 1 else "")
+    return (f"{markdown(lines)}\n\n" if len(lines) > 1 else "") + result_table(study, rows)
 
 
 def head(name: str) -> Column:
     """Give the column of one head's accuracy."""
-    return Column(
-        f"{name} head, %", lambda row: 100 * row["accuracy"][name] if name in row["accuracy"] else None, "{:.2f}"
-    )
+
+    def accuracy(row: Mapping[str, Any]) -> float | None:
+        return 100 * row["accuracy"][name] if name in row["accuracy"] else None
+
+    return Column(f"{name} head, %", accuracy, "{:.2f}", detail=True)
 
 
 def cosine(row: Mapping[str, Any]) -> float | None:
@@ -204,7 +210,7 @@ STUDY = Study(
         head("distillation"),
         Column("heads differ, %", apart, "{:.1f}"),
         Column("cosine of the two tokens", cosine, "{:.4f}"),
-        Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}"),
+        Column("parameters, M", lambda row: row["parameters"] / 1e6, "{:.1f}", detail=True),
     ),
     table=table,
     draw=draw,

@@ -107,7 +107,7 @@ def main(
                     runner.do(arms, wanted, only_tune=tune)
                 except Interrupted:
                     raise
-                except (VitrailError, OSError) as error:  # of one study; the others may be right
+                except (VitrailError, OSError, ModuleNotFoundError) as error:  # of one study; the others may be right
                     wrong = True
                     complain(("" if len(chosen) == 1 else f"{name}: ") + told(error, "--out"))
                     continue

@@ -17,6 +17,8 @@ from vitrail.errors import VitrailError
 from vitrail.training import read_log
 
 ROOT = Path(__file__).resolve().parents[2]
+EXTRAS = "train,plot,data,timm"
+"""What studies need beside Vitrail itself."""
 
 
 class Stopwatch:
@@ -68,9 +70,11 @@ def commit() -> str | None:
     return f"{found}-dirty" if changed else found
 
 
-def told(error: VitrailError | OSError, options: str) -> str:
+def told(error: VitrailError | OSError | ModuleNotFoundError, options: str) -> str:
     """Say what is wrong; of the system's own errors, with which file, and which options would name another one."""
     if isinstance(error, VitrailError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed, and studies need it: pip install -e '.[{EXTRAS}]', in the checkout"
     expected = f"Expected a place that can be written to; name another one with {options}"
     return f"{error.filename}: {error.strerror}. {expected}"

@@ -40,16 +40,16 @@ def measured_on(rows: Rows, *, compares: bool) -> str:
     )
 
 
-def readme_section(study: Study, rows: Rows, folder: Path) -> str:
-    """Write the results for the study's own page: with its plots."""
-    plots = [f"![{path.stem}]({path.name})" for path in sorted(folder.glob("*.png"))] if rows else []
-    return "\n\n".join([section(study, rows), *plots])
+def with_plots(text: str, folder: Path) -> str:
+    """Put the plots of a folder under the results, as the study's own page has them."""
+    return "\n\n".join([text, *(f"![{path.stem}]({path.name})" for path in sorted(folder.glob("*.png")))])
 
 
 def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) -> int:
     """Draw the plots from the rows, and rewrite the marked sections; give the number of rows.
 
-    A folder of rows that has no page gets one. Where all rows are of other settings, nothing is written.
+    A folder of rows that has no page gets one. Where all rows are of other settings, or a table cannot be made, nothing
+    is written.
     """
     rows = rows_of(study, out)
     if not rows and (others := len(finished(out / RESULTS))):
@@ -57,7 +57,7 @@ def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) ->
             f"{out}: {others} rows are there, all of other settings than {study.name} has. Expected some of its own; "
             "rows of --reduced are shown with --reduced"
         )
-    readme = out / "README.md"
+    readme, text = out / "README.md", section(study, rows)
     pages: dict[Path, str] = {}
     if evidence is not None:
         pages[evidence] = rewritten(evidence, section(study, rows, details=False), f"results {study.name}")
@@ -65,7 +65,7 @@ def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) ->
         study.draw(study, rows, out)
     if rows or readme.exists():
         blank = f"# {study.name}\n\n{study.question}\n\n<!-- results -->\n<!-- /results -->\n"
-        pages[readme] = rewritten(readme, readme_section(study, rows, out), blank=blank)
+        pages[readme] = rewritten(readme, with_plots(text, out) if rows else text, blank=blank)
     for page, text in pages.items():
         write_whole(page, text.encode())
     return len(rows)

@@ -9,8 +9,6 @@ Each command goes on from the newest checkpoint, as ``vitrail train --resume`` d
 from __future__ import annotations
 
 import os
-import signal
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -87,23 +85,17 @@ class Asked:
 
 
 def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: float, device: str | None) -> Run | None:
-    """Train for some seconds, from the newest checkpoint if there is one; None where more is left to do.
-
-    When the time is over, the run is asked to stop as by Ctrl-C: it then ends with a checkpoint.
-    """
-    end = time.monotonic() + seconds
+    """Train for some seconds, from the newest checkpoint if there is one; None where more is left to do."""
 
     def tell(event: Event) -> None:
         if event.kind == "epoch":
             epoch, loss = event.values["epoch"] + 1, event.values["loss"]
             typer.echo(f"epoch {epoch}  loss {loss:.3f}  {event.done:,} of {event.total:,} steps")
-        if event.kind == "train" and time.monotonic() > end:
-            os.kill(os.getpid(), signal.SIGINT)
 
     given = {**wanted, "data": data.train, "validation": data.watched(256), "device": device, "out": str(folder)}
     begun = any((folder / CHECKPOINTS).glob("step-*"))
     try:
-        return train(resume=begun, overwrite=not begun, tell=tell, **given)
+        return train(resume=begun, overwrite=not begun, seconds=seconds, tell=tell, **given)
     except Interrupted:
         return None
 
@@ -219,7 +211,7 @@ def main(
             _show(rows)
         else:
             _go_on_and_look(Asked(recipe, registers, epochs, optimizer), seconds, out, rows, device, of)
-    except (VitrailError, OSError) as error:
+    except (VitrailError, OSError, ModuleNotFoundError) as error:
         typer.echo(told(error, "--rows or --out"), err=True)
         raise typer.Exit(2) from error
 

@@ -70,7 +70,8 @@ def norms_told(norms: Mapping[str, Any]) -> dict[str, Any]:
     """Take from norms, as plain values, what a row keeps: the verdict, and each layer."""
     kept = ("verdict", "confidence", "reason", "threshold", "outlier_share", "typical", "onset", "num_pictures")
     layers = [
-        {"verdict": one["verdict"], **{name: one["quantiles"][name] for name in ("50", "99", "max")}}
+        {name: one[name] for name in ("verdict", "confidence", "reason")}
+        | {name: one["quantiles"][name] for name in ("50", "99", "max")}
         for one in norms["per_layer"]
     ]
     return {"norms": {name: norms[name] for name in kept}, "layers": layers}

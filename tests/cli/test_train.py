@@ -106,6 +106,17 @@ def test_stopping_is_answered_with_a_sentence(photos: Path, tmp_path: Path, monk
     assert one_line(result.stderr) == "Error: Stopped after step 3 of 4. Go on with --resume."
 
 
+def test_out_of_time_it_ends_with_a_code_of_its_own(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = run("train", "--data", photos, *SMALL, "--set", "log_every=1", "-o", out, "--seconds", "1e-9")
+    assert result.exit_code == 3, result.output
+    assert "Stopped after step 1 of" in one_line(result.stderr)
+    assert "the time being over. Go on with" in one_line(result.stderr)
+    result = run("train", "-o", out, "--resume", "--seconds", "inf")
+    assert result.exit_code == 0, result.output
+    assert (out / "last" / "labels.json").is_file()
+
+
 def test_stopped_in_the_last_evaluation_it_ends_as_a_finished_run(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

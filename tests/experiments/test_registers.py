@@ -208,12 +208,13 @@ def test_the_longest_tokens_are_named_with_their_places_and_what_they_hold() -> 
     assert kinds["longest"]["balanced_accuracy"]["mean"] > 0.95 > kinds["random"]["balanced_accuracy"]["mean"]
 
 
-def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "answer"), [("labels", "fused"), ("dino", "neighbours")])
+def test_the_long_run_stops_in_time_and_goes_on(recipe: str, answer: str, tmp_path: Path) -> None:
     data, study = few_and_shapes(), STUDY.small()
-    asked = long.Asked(registers=1, epochs=2)
+    asked = long.Asked(recipe, registers=1, epochs=2)
     wanted = asked.fields(study)
     assert (wanted["model"], wanted["save_every"]) == ("vit_base_patch16", 1)
-    assert long.go_on(tmp_path / "run", wanted, data, 0.0, "cpu") is None
+    assert long.go_on(tmp_path / "run", wanted, data, 1e-9, "cpu") is None
     assert not (tmp_path / "run" / "last").exists()
     assert long.go_on(tmp_path / "run", wanted, data, float("inf"), "cpu") is not None
     row = long.row_of(tmp_path / "run", asked.name, data, "cpu")
@@ -223,9 +224,9 @@ def test_the_long_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     assert row["over_training"][-1]["norms"] == row["norms"]
     assert row["tail"]["tokens"][0]["over_median"] == pytest.approx(longest(row), rel=0.01)
     page = long.section([{**row, "device": "a machine", "commit": "abc"}])
-    line = next(line for line in page.splitlines() if line.startswith("| ViT-B, labels, AdamW, 1 registers | 2 |"))
+    line = next(line for line in page.splitlines() if line.startswith(f"| ViT-B, {recipe}, AdamW, 1 registers | 2 |"))
     assert "on a machine, commit abc." in page
-    assert f"| {100 * row['accuracy']['fused']:.2f} |" in line
+    assert f"| {100 * row['accuracy'][answer]:.2f} |" in line
     pytest.importorskip("matplotlib", reason="plots need it")
     long.draw([row], tmp_path)
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")

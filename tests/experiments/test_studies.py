@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ from experiments.__main__ import NAMES, app, study_called
 from experiments.common import running
 from experiments.common.choosing import best_point, run_key
 from experiments.common.data import Data, few
-from experiments.common.pages import EVIDENCE, readme_section, section, write_pages
+from experiments.common.pages import EVIDENCE, section, with_plots, write_pages
 from experiments.common.rows import RESULTS, SEARCH, add_row, read_rows, unpack
 from experiments.common.running import Runner
 from experiments.common.study import Arm, RunOf, Study
@@ -181,6 +182,20 @@ def test_one_study_that_cannot_be_shown_does_not_keep_the_others(tmp_path: Path)
     assert said.exit_code == 2
     assert "tasks/pets: there is no folder" in said.output
     assert "tasks/sounds: 0 rows in" in said.output
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "scipy.stats"])
+def test_a_library_that_is_missing_is_named(
+    library: str, finished: tuple[Study, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, out = finished
+    shutil.copytree(out, tmp_path / study.name)
+    before = sorted(path.name for path in (tmp_path / study.name).iterdir())
+    monkeypatch.setitem(sys.modules, library, None)
+    said = CliRunner().invoke(app, [study.name, "--reduced", "--plot", "--out", str(tmp_path)])
+    assert said.exit_code == 2, said.output
+    assert f"{library} is not installed, and studies need it: pip install -e '.[train," in said.output
+    assert sorted(path.name for path in (tmp_path / study.name).iterdir()) == before
 
 
 def test_a_killed_study_goes_on_and_gives_the_same_rows(tmp_path: Path) -> None:
@@ -473,7 +488,7 @@ def test_pages_say_what_the_rows_say(name: str) -> None:
     readme = (folder / "README.md").read_text(encoding="utf-8")
     assert study.question in " ".join(readme.split())
     expected = {
-        "results": (readme, readme_section(study, rows, folder)),
+        "results": (readme, with_plots(section(study, rows), folder)),
         f"results {name}": (EVIDENCE.read_text(encoding="utf-8"), section(study, rows, details=False)),
     }
     for mark, (page, text) in expected.items():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from vitrail.errors import InvalidOption, TrainingError, VitrailWarning
 from vitrail.training import Event, read_log, train
 from vitrail.training import checkpoint as checkpoints
 from vitrail.training.run import last_evaluation
-from vitrail.training.stopping import SIGNALS, Interrupted, Stop
+from vitrail.training.stopping import SIGNALS, Interrupted, OutOfTime, Stop
 
 RANDOM = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "drop_path": 0.2, "ema": 0.9, "clip": 0.5}
 """All that is random in a step."""
@@ -225,6 +226,25 @@ def test_asked_to_stop_it_finishes_the_step_and_can_go_on(photos: str, tmp_path:
         train(data=photos, out=str(tmp_path / "run"), tell=tell, **FIELDS)
     assert signal.getsignal(signal.SIGTERM) is before
     assert same(weights(train(out=str(tmp_path / "run"), resume=True).last), finished(photos, tmp_path / "whole"))
+
+
+def test_out_of_time_it_stops_with_a_checkpoint_and_can_go_on(photos: str, tmp_path: Path) -> None:
+    runs, stops = tmp_path / "run", 0
+    while not (runs / "last").exists():
+        with suppress(OutOfTime):
+            train(data=photos, out=str(runs), resume=runs.exists(), seconds=1e-9, **FIELDS)
+        stops += 1
+        assert len(list((runs / "checkpoints").glob("step-*"))) > 0
+        assert stops < 20
+    assert stops == 9  # one step each time, of nine
+    assert same(weights(runs / "last"), finished(photos, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), True, "60"])
+def test_a_time_that_is_none_is_refused_before_anything_is_written(seconds: Any, photos: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="seconds is how long to train, a number above 0"):
+        train(data=photos, out=str(tmp_path / "run"), seconds=seconds, **FIELDS)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluating"])

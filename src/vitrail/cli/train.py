@@ -96,6 +96,9 @@ def train(
     set_: Annotated[list[str] | None, _option(_FILES, "Any other field, like --set clip=0.5.", "F=V", "--set")] = None,
     resume: Annotated[bool, _option(_FILES, "Go on with the run in -o.", None, "--resume")] = False,
     overwrite: Annotated[bool, _option(_FILES, "Replace a run that is there.", None, "--overwrite")] = False,
+    seconds: Annotated[
+        float | None, _option(_FILES, "Stop after so many, with a checkpoint; --resume goes on.", "S", "--seconds")
+    ] = None,
     tensorboard: Annotated[bool, _option(_FILES, "Log for TensorBoard, too.", None, "--tensorboard")] = False,
 ) -> None:
     """Train a model on labelled pictures: labels, tasks, a teacher, registers, merging, in one recipe.
@@ -104,7 +107,7 @@ def train(
     config, a log, checkpoints, and the last and the best model. After a crash, --resume loses nothing.
     """
     named = dict(locals())
-    for name in ("config", "set_", "resume", "overwrite", "compile_", "tensorboard"):
+    for name in ("config", "set_", "resume", "overwrite", "seconds", "compile_", "tensorboard"):
         named.pop(name)
     given = {name: value for name, value in named.items() if value is not None}
     given |= {"compile": compile_} if compile_ is not None else {}
@@ -113,20 +116,20 @@ def train(
         fields = {**_file(config), **given, **_set(set_ or [])}
         if isinstance(fields.get("validation"), str):
             fields["validation"] = options.number_or_word(fields["validation"])
-        finished = _run(fields, resume, overwrite)
+        finished = _run(fields, resume, overwrite, seconds)
         _conclude(finished)
 
 
-def _run(fields: dict[str, Any], resume: bool, overwrite: bool) -> Run:
+def _run(fields: dict[str, Any], resume: bool, overwrite: bool, seconds: float | None) -> Run:
     from vitrail import training
-    from vitrail.training.stopping import Interrupted
+    from vitrail.training.stopping import Interrupted, OutOfTime
 
     try:
         with _shown() as tell, said_once():
-            return training.train(None, resume=resume, overwrite=overwrite, tell=tell, **fields)
+            return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, tell=tell, **fields)
     except Interrupted as stop:
         console.complain(str(stop))
-        raise typer.Exit(130) from stop
+        raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
 
 
 @contextmanager

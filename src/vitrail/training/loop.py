@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -24,7 +25,7 @@ from vitrail.training.parsing import read_every
 from vitrail.training.parts import Parts
 from vitrail.training.run import BEST, LAST, Labels, Run, full, last_evaluation, write_model
 from vitrail.training.stepping import Step, recorder_for, room_for_graphs, sound_attention
-from vitrail.training.stopping import Interrupted, Stop
+from vitrail.training.stopping import Interrupted, OutOfTime, Stop
 
 AUGMENT, MIX, MODEL = 1, 2, 3
 """Streams of random numbers, so that what is drawn for one thing does not shift another."""
@@ -49,12 +50,13 @@ class Loop:
         self._local = (config.batch_size or 0) // parts.crew.world
         self._started = self._begun = time.perf_counter()
         self._since = 0
+        self._until = math.inf
 
     # From the start to the end.
 
-    def run(self, start: int) -> Run:
-        """Train from a step on; the first one is 0."""
-        parts = self.parts
+    def run(self, start: int, until: float = math.inf) -> Run:
+        """Train from a step on; the first one is 0. Where it would be later than ``until``, stop with a checkpoint."""
+        parts, self._until = self.parts, until
         parts.log.write("start", step=start, processes=parts.crew.world, device=str(parts.crew.device))
         stack = ExitStack()
         with stack, broken_links(parts.crew, self._last_checkpoint):
@@ -149,15 +151,17 @@ class Loop:
     # Between steps.
 
     def _check(self, done: int, stop: Stop) -> None:
-        """Look whether all is finite and nobody wants to stop, all processes together, and tell how far it is."""
+        """Look whether all is finite and nothing wants to stop, all processes together, and tell how far it is."""
         parts = self.parts
-        found = parts.crew.gather((self.meter.fault(), stop.wanted))
-        faults = [(*fault, rank) for rank, (fault, _) in enumerate(found) if fault is not None]
+        found = parts.crew.gather((self.meter.fault(), stop.wanted, time.monotonic() > self._until))
+        faults = [(*fault, rank) for rank, (fault, *_) in enumerate(found) if fault is not None]
         if faults:
             self._give_up(*min(faults))
-        if any(wanted for _, wanted in found) and done < self.total:
+        asked, late = (any(each) for each in list(zip(*found, strict=True))[1:])
+        if (asked or late) and done < self.total:
             self._save(done)
-            parts.crew.fail(Interrupted(f"Stopped after step {done} of {self.total}. {self._last_checkpoint()}"))
+            kind, why = (Interrupted, "") if asked else (OutOfTime, ", the time being over")
+            parts.crew.fail(kind(f"Stopped after step {done} of {self.total}{why}. {self._last_checkpoint()}"))
         values = {**self.meter.means(reduce), "lr": self._lr(done - 1), "images_per_s": self._speed(done)}
         parts.tell(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
         if done % parts.config.log_every == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    seconds: float | None = None,
     tell: Tell | None = None,
     **given: Any,
 ) -> Run:
@@ -41,25 +44,37 @@ def train(
         resume: go on with the run in ``out``. What it was started with is read from there; fields that decide what is
             computed cannot change, those that decide where and how can.
         overwrite: begin anew where there is a run already.
+        seconds: stop with a checkpoint when so many are over (`OutOfTime`), at the next line of the log or end of an
+            epoch; ``resume`` goes on.
         tell: called with each `Event`, in the first process alone.
     """
+    until = _until(seconds)
     if resume and overwrite:
         raise InvalidOption("resume goes on with a run and overwrite replaces it; give one of them")
     if config is not None:
         given = {**_changed(config), **given}
     with joined(given.get("device")) as crew:
         asked = crew.together(lambda: resumed(given) if resume else Config.from_dict(given))
-        return _train(asked, crew, resume, overwrite, (tell or nobody) if crew.first else nobody)
+        return _train(asked, crew, resume, overwrite, (tell or nobody) if crew.first else nobody, until)
 
 
-def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell) -> Run:
+def _until(seconds: float | None) -> float:
+    """Say when a run that begins now is to stop."""
+    if seconds is None:
+        return math.inf
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise InvalidOption(f"seconds is how long to train, a number above 0, or None for no limit; got {seconds!r}")
+    return time.monotonic() + seconds
+
+
+def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell, until: float) -> Run:
     before = torch.get_float32_matmul_precision()
     if crew.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loop, until = None, ExitStack()
+    loop, stack = None, ExitStack()
     try:
-        loop, start = prepare(asked, crew, resume, overwrite, tell, until)
-        return loop.run(start)
+        loop, start = prepare(asked, crew, resume, overwrite, tell, stack)
+        return loop.run(start, until)
     finally:
         torch.set_float32_matmul_precision(before)
         if loop is not None:
@@ -67,7 +82,7 @@ def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell)
             for feed in (loop.parts.feed, loop.parts.held):
                 if feed is not None:
                     feed.close()
-        until.close()
+        stack.close()
 
 
 def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell, until: ExitStack) -> tuple[Loop, int]:

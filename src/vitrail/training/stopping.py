@@ -1,4 +1,4 @@
-"""Being asked to stop (Ctrl-C, a scheduler's SIGTERM, a closed terminal): the step is finished and saved first."""
+"""Being asked to stop (Ctrl-C, a scheduler's SIGTERM, a closed terminal, no time left): the step is saved first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 class Interrupted(TrainingError):
     """Somebody asked to stop; a checkpoint was written."""
+
+
+class OutOfTime(Interrupted):
+    """The time that a command was given is over; a checkpoint was written."""
 
 
 class Stop:

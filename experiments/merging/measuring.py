@@ -16,10 +16,7 @@ import vitrail
 from experiments.common.rows import pack
 from experiments.common.scoring import batches
 from vitrail.adapters import find
-from vitrail.bench import BenchConfig
-from vitrail.bench.forms import prepare
-from vitrail.bench.models import Variant, copy_model
-from vitrail.bench.timing import Step, clock_for, measure
+from vitrail.bench import copy_model, time_models
 from vitrail.training import Labels, evaluate
 
 UNMERGED, MERGED = "unmerged", "merged"
@@ -123,30 +120,18 @@ def timed(
 
     Copies that share the weights take turns, in an order drawn anew each round.
     """
-    if pictures.is_cuda:
-        torch.compiler.reset()  # nothing is left of models that were compiled before
-    runs: dict[tuple[Setting, str], Step] = {}
-    failed: dict[tuple[Setting, str], str] = {}
-    for setting in settings:
-        for form in forms(setting, pictures.device):
-            module = copy_model(model, share=True)
-            blocks = tuple(find(module).blocks)
-            if setting[0] != UNMERGED:
-                merged_by(module, setting)
-            run = prepare(BenchConfig("trained"), form, Variant(setting[0], module, blocks), [pictures]).step
-            try:
-                run(0)
-            except Exception as error:  # a form that cannot run here must not take a trained model's row with it
-                failed[setting, form] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            else:
-                runs[setting, form] = run
-    taken = measure(runs, clock_for(pictures.device), seconds)
+    models = {setting: copy_model(model, share=True) for setting in settings}
+    for setting, module in models.items():
+        if setting[0] != UNMERGED:
+            merged_by(module, setting)
+    chosen = {setting: forms(setting, pictures.device) for setting in settings}
+    found = time_models(models, pictures, forms=chosen, seconds=seconds)
     return {
         setting: {
-            "images_per_s": {form: len(pictures) / one.median for (own, form), one in taken.items() if own == setting},
-            "failed": {form: why for (own, form), why in failed.items() if own == setting},
+            "images_per_s": {form: one.images_per_s for form, one in times.forms.items()},
+            "failed": times.failed,
         }
-        for setting in settings
+        for setting, times in found.items()
     }
 
 

@@ -28,7 +28,7 @@ NAME = "timm:vit_tiny_patch16_224"
         ({"limit": -3.0}, "limit is a time above 0"),
         ({"device": "tpu"}, "device is cpu or cuda; got 'tpu'"),
         ({"size": (0, 32)}, "size is height and width"),
-        ({"forms": ()}, "forms is one of eager, graph, compiled, compiled-graph, blocks; got nothing"),
+        ({"forms": ()}, "forms is one of eager, graph, compiled, compiled-graph, blocks, blocks-graph; got nothing"),
         ({"forms": ("eager", "eager")}, "forms is one of"),
         ({"forms": ("quick",)}, "got 'quick'"),
         ({"variants": ("pruned",)}, "variants is one of unmerged, sliced, merged; got 'pruned'"),
@@ -36,6 +36,7 @@ NAME = "timm:vit_tiny_patch16_224"
         ({"compile_mode": "fastest"}, "compile_mode is one of"),
         ({"train": True, "forms": ("eager", "graph")}, "not recorded as a CUDA graph"),
         ({"train": True, "forms": ("compiled-graph",)}, "not recorded as a CUDA graph"),
+        ({"train": True, "forms": ("blocks-graph",)}, "not recorded as a CUDA graph"),
         ({"train": True, "dtype": "fp16"}, "overflows"),
         ({"autocast": True}, "give dtype bf16 or fp16"),
     ],
@@ -73,5 +74,5 @@ def test_dtypes_of_weights_and_computation() -> None:
 
 def test_what_needs_the_compiler() -> None:
     assert not BenchConfig(NAME, forms=("eager", "graph")).compiles
-    for form in ("compiled", "blocks", "compiled-graph"):
+    for form in ("compiled", "blocks", "compiled-graph", "blocks-graph"):
         assert BenchConfig(NAME, forms=("eager", form)).compiles

@@ -1,7 +1,6 @@
 """Variants and forms: shared weights, equal outputs, real training steps, recorded graphs."""
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ from torch import Tensor, nn
 
 from tests.bench.models import quick, tiny
 from vitrail.bench.forms import RecordedGraph, prepare, values_of
-from vitrail.bench.models import Variant, build, copy_model, random_batches
+from vitrail.bench.models import build, copy_model, random_batches
 from vitrail.bench.sliced import slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model
-from vitrail.surgery import Merging
+from vitrail.surgery import Merging, merge
 
 CPU = torch.device("cpu")
 
@@ -24,15 +23,14 @@ def test_variants_share_the_weights_and_leave_the_base_alone() -> None:
     base = build(config, tiny())
     variants = {name: base.variant(name, own_weights=False) for name in ("unmerged", "sliced", "merged")}
     for variant in variants.values():
-        pairs = zip(variant.module.parameters(), base.module.parameters(), strict=True)
+        pairs = zip(variant.parameters(), base.module.parameters(), strict=True)
         assert all(mine is theirs for mine, theirs in pairs)
-        assert variant.module is not base.module
-        assert variant.blocks == tuple(variant.module.blocks)
+        assert variant is not base.module
     assert base.tokens == (15, 13, 11)
-    assert Merging.of(variants["merged"].module).tokens_per_layer() == [15, 13, 11]
-    assert type(base.module.blocks[0]) is type(variants["unmerged"].module.blocks[0])
-    assert type(base.module.blocks[0]) is not type(variants["sliced"].module.blocks[0])
-    own = base.variant("merged", own_weights=True).module
+    assert Merging.of(variants["merged"]).tokens_per_layer() == [15, 13, 11]
+    assert type(base.module.blocks[0]) is type(variants["unmerged"].blocks[0])
+    assert type(base.module.blocks[0]) is not type(variants["sliced"].blocks[0])
+    own = base.variant("merged", own_weights=True)
     assert all(mine is not theirs for mine, theirs in zip(own.parameters(), base.module.parameters(), strict=True))
 
 
@@ -48,6 +46,17 @@ def test_flops_and_tokens_are_those_of_the_merging() -> None:
     assert base.tokens_before == 17
     merging = base.merge(base.module)
     assert (base.flops_before, base.flops_after) == (merging.flops(merged=False), merging.flops())
+
+
+@pytest.mark.parametrize("proportional", [True, False])
+def test_sizes_count_unless_the_configuration_says_otherwise(proportional: bool) -> None:
+    base = build(quick(proportional=proportional), tiny())
+    made = base.variant("merged", own_weights=False)
+    pictures = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        for given in (True, False):
+            with merge(base.module, r=2, proportional=given):
+                assert torch.equal(made(pictures), base.module(pictures)) == (given == proportional)
 
 
 def test_inputs_are_random_and_different() -> None:
@@ -67,26 +76,29 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("form", ["eager", "compiled", "blocks"])
 @pytest.mark.parametrize("variant", ["unmerged", "sliced", "merged"])
-def test_every_form_gives_the_same(variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+@pytest.mark.usefixtures("no_inductor")
+def test_every_form_gives_the_same(variant: str, form: str) -> None:
     config = quick(forms=("eager", form) if form != "eager" else ("eager",))
     base = build(config, tiny())
     batches = random_batches(config, base.size, CPU)
     made = base.variant(variant, own_weights=False)
     with torch.inference_mode():
-        expected = made.module(batches[1])
+        expected = made(batches[1])
     runner = prepare(config, form, base.variant(variant, own_weights=False), batches)
     assert torch.allclose(runner.step(1), expected, atol=1e-5)
-    assert runner.static() == 4 * sum(parameter.numel() for parameter in made.module.parameters())
+    assert runner.static() == 4 * sum(parameter.numel() for parameter in made.parameters())
 
 
-def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["blocks", "blocks-graph"])
+@pytest.mark.parametrize("variant", ["unmerged", "sliced", "merged"])
+def test_blocks_are_compiled_one_by_one(variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
-    config = quick(forms=("eager", "blocks"))
-    made = build(config, tiny()).variant("merged", own_weights=False)
-    prepare(config, "blocks", made, [])
-    assert compiled == list(made.module.blocks)
+    config = quick()
+    made = build(config, tiny()).variant(variant, own_weights=False)
+    runner = prepare(config, form, made, [])
+    assert compiled == list(made.blocks)
+    assert (runner.graph is not None) == (form == "blocks-graph")
 
 
 def test_a_training_step_is_one_step_of_adamw() -> None:
@@ -94,7 +106,7 @@ def test_a_training_step_is_one_step_of_adamw() -> None:
     base = build(config, tiny())
     batches = random_batches(config, base.size, CPU)
     made = base.variant("merged", own_weights=True)
-    expected = base.variant("merged", own_weights=True).module.train()
+    expected = base.variant("merged", own_weights=True).train()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-6)
     runner = prepare(config, "eager", made, batches)
     weights = sum(parameter.nbytes for parameter in expected.parameters())
@@ -104,11 +116,11 @@ def test_a_training_step_is_one_step_of_adamw() -> None:
         expected(batches[index]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert made.module.training
-    assert all(parameter.grad is None for parameter in made.module.parameters())
-    for mine, theirs in zip(made.module.parameters(), expected.parameters(), strict=True):
+    assert made.training
+    assert all(parameter.grad is None for parameter in made.parameters())
+    for mine, theirs in zip(made.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-7)
-    assert not torch.equal(made.module.head.weight, base.module.head.weight)
+    assert not torch.equal(made.head.weight, base.module.head.weight)
     # Two moments for each weight, and a count for each tensor.
     assert runner.static() == 3 * weights + 4 * len(list(expected.parameters()))
 
@@ -120,7 +132,7 @@ def test_autocast_computes_in_the_short_dtype() -> None:
     assert batches[0].dtype == torch.float32
     made = base.variant("merged", own_weights=False)
     assert prepare(config, "eager", made, batches).step(0).dtype == torch.bfloat16
-    assert made.module.head.weight.dtype == torch.float32
+    assert made.head.weight.dtype == torch.float32
     training = quick(dtype="bf16", autocast=True, train=True)
     prepare(training, "eager", base.variant("merged", own_weights=True), batches).step(0)
 
@@ -180,11 +192,11 @@ def test_graph_forms_record_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch, "compile", lambda module, **options: ("compiled", module, options))
     config = quick(forms=("graph", "compiled-graph"))
-    model = Variant("unmerged", tiny(), ())
+    model = tiny()
     assert prepare(config, "graph", model, [torch.zeros(1)]).step(0) == "replayed"
     assert prepare(config, "compiled-graph", model, [torch.zeros(1)]).step(0) == "replayed"
-    assert made[0] is model.module
-    assert made[1] == ("compiled", model.module, {"dynamic": False, "mode": None})
+    assert made[0] is model
+    assert made[1] == ("compiled", model, {"dynamic": False, "mode": None})
 
 
 def test_outputs_without_a_tensor_are_refused() -> None:

@@ -1,39 +1,18 @@
 """``run``: every variant in every form, on a clock that is not the machine's."""
 
-import functools
 import warnings
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import vitrail.kernels
-from tests.bench.models import NAME, quick, tiny
+from tests.bench.models import NAME, CountingClock, quick, tiny
 from tests.surgery.models import ALL
 from vitrail.bench import BenchConfig, measuring, run
 from vitrail.bench.forms import RecordedGraph, Runner
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, VitrailWarning
-
-
-class CountingClock:
-    """Every look at the clock takes a second, every timed piece of work one millisecond."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        self.seconds += 1.0
-        return self.seconds
-
-    def time(self, work: Callable[[], object]) -> float:
-        work()
-        return 0.25
-
-
-@pytest.fixture
-def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 def test_all_rows_in_order(no_inductor: None) -> None:
@@ -111,14 +90,15 @@ def test_attention_kernels_are_set_and_given_back(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_form_that_fails_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measuring.prepare
+    whole = measuring._prepare_one
 
-    def prepare(config: BenchConfig, form: str, model: Any, batches: Any) -> Runner:
-        if form == "compiled" and model.name == "merged":
+    def prepare(config: BenchConfig, base: Any, variant: str, form: str, *rest: Any) -> Any:
+        if form == "compiled" and variant == "merged":
             raise RuntimeError("the compiler\nfell over")
-        return whole(config, "eager", model, batches)
+        entry, output = whole(config, base, variant, "eager", *rest)
+        return replace(entry, form=form), output
 
-    monkeypatch.setattr(measuring, "prepare", prepare)
+    monkeypatch.setattr(measuring, "_prepare_one", prepare)
     monkeypatch.setattr(measuring, "_start_compiler", lambda *given: None)
     result = run(quick(forms=("eager", "compiled")), model=tiny(), clock=CountingClock())
     assert [(row.variant, row.form) for row in result.rows][-2:] == [("sliced", "compiled"), ("merged", "eager")]
@@ -180,14 +160,14 @@ def test_without_the_limit_there_is_still_a_speed_up(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("variant", ["unmerged", "merged"])
 def test_a_model_that_does_not_run_is_an_error(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measuring.prepare
+    whole = measuring._prepare_one
 
-    def prepare(config: BenchConfig, form: str, model: Any, batches: Any) -> Runner:
-        if model.name == variant:
+    def prepare(config: BenchConfig, base: Any, name: str, *rest: Any) -> Any:
+        if name == variant:
             raise RuntimeError("a bug")
-        return whole(config, form, model, batches)
+        return whole(config, base, name, *rest)
 
-    monkeypatch.setattr(measuring, "prepare", prepare)
+    monkeypatch.setattr(measuring, "_prepare_one", prepare)
     with pytest.raises(RuntimeError, match="a bug"):
         run(quick(), model=tiny(), clock=CountingClock())
 

@@ -58,6 +58,7 @@ def test_data_is_complete_and_json() -> None:
     assert data["failed"] == [{"variant": "merged", "form": "graph", "reason": "why"}]
     assert data["config"]["model"] == "timm:vit_tiny_patch16_224"
     assert data["config"]["forms"] == ["eager", "compiled"]
+    assert data["config"]["proportional"] is True
     assert data["machine"]["versions"] == {"torch": "2.11"}
     assert data["kernels"] == [1]
     assert data["tokens_per_layer"][-1] == 149
@@ -117,3 +118,4 @@ def test_title() -> None:
         "timm:vit, 224 × 224, batch 8, r = 4 2, bf16 through autocast, training step (forward, backward, AdamW), "
         "random weights: 197 → 149 tokens, 2 → 1 GFLOPs"
     )
+    assert "r = 4, sizes ignored, fp32" in title(result(config=BenchConfig("timm:vit", r=4, proportional=False)))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from tests.bench.models import FULL, result
 from tests.cli.words import one_line
-from vitrail.bench import BenchConfig, BenchResult
+from vitrail.bench import FORMS, BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
 from vitrail.cli import app, console
 from vitrail.cli.bench import COLUMNS, cells
@@ -86,7 +86,7 @@ def test_table_has_a_line_for_each_row(measured: list[BenchConfig]) -> None:
 
 def test_options_reach_the_measurement(measured: list[BenchConfig]) -> None:
     options = "--dtype bf16 --device cuda --size 384x512 --compile --graph --blocks --pretrained --cold --no-check"
-    more = "--seconds 3 --limit 60 --threads 2 --attention cudnn --schedule decreasing"
+    more = "--seconds 3 --limit 60 --threads 2 --attention cudnn --schedule decreasing --no-proportional"
     done = run(MODEL, "--r", 16, "--batch", 256, *options.split(), *more.split())
     assert done.exit_code == 0, done.output
     assert measured == [
@@ -97,7 +97,7 @@ def test_options_reach_the_measurement(measured: list[BenchConfig]) -> None:
             dtype="bf16",
             device="cuda",
             size=(384, 512),
-            forms=("eager", "graph", "compiled", "compiled-graph", "blocks"),
+            forms=FORMS,
             pretrained=True,
             cold=True,
             check=False,
@@ -106,6 +106,7 @@ def test_options_reach_the_measurement(measured: list[BenchConfig]) -> None:
             threads=2,
             attention="cudnn",
             schedule="decreasing",
+            proportional=False,
         )
     ]
     run(MODEL, "--r", 16, "--train", "--dtype", "bf16", "--autocast", "--schedule", "0.5")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from vitrail.errors import InvalidOption
 VARIANTS = ("unmerged", "sliced", "merged")
 """The model as its library runs it; tokens cut off for free; tokens merged."""
 
-FORMS = ("eager", "graph", "compiled", "compiled-graph", "blocks")
-"""Ways to run a model: as it is; as one recorded CUDA graph; through ``torch.compile``; that, recorded; and with
-each block compiled by itself."""
+FORMS = ("eager", "graph", "compiled", "compiled-graph", "blocks", "blocks-graph")
+"""Ways to run a model: as it is; as one recorded CUDA graph; through ``torch.compile``; that, recorded; with each
+block compiled by itself; and that, recorded."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,6 +42,7 @@ class BenchConfig:
         forms: which of :data:`FORMS` to measure.
         variants: which of :data:`VARIANTS` to measure; speed-up and efficiency need all of them.
         schedule: how merges spread over depth, as for ``vitrail.merge``.
+        proportional: count merged tokens by their size in attention, as for ``vitrail.merge``.
         attention: which of :data:`ATTENTION` PyTorch's own attention uses, in all variants.
         compile_mode: mode of ``torch.compile``.
         cold: compile from empty caches, as on a new machine.
@@ -64,6 +65,7 @@ class BenchConfig:
     forms: tuple[str, ...] = ("eager",)
     variants: tuple[str, ...] = VARIANTS
     schedule: str | float = "constant"
+    proportional: bool = True
     attention: str = "auto"
     compile_mode: str = "default"
     cold: bool = False
@@ -75,18 +77,17 @@ class BenchConfig:
     check: bool = True
 
     def __post_init__(self) -> None:
-        _check_choices("variants", self.variants, VARIANTS)
-        _check_choices("forms", self.forms, FORMS)
-        _check_choices("dtype", (self.dtype,), tuple(DTYPES))
-        _check_choices("attention", (self.attention,), ATTENTION)
-        _check_choices("compile_mode", (self.compile_mode,), COMPILE_MODES)
+        check_choices("variants", self.variants, VARIANTS)
+        check_choices("forms", self.forms, FORMS)
+        check_choices("dtype", (self.dtype,), tuple(DTYPES))
+        check_choices("attention", (self.attention,), ATTENTION)
+        check_choices("compile_mode", (self.compile_mode,), COMPILE_MODES)
         for name in ("batch", "inputs", "threads"):
             _check_count(name, getattr(self, name), optional=name == "threads")
         _check_r(self.r)
-        for name in ("seconds", "limit"):
-            value = getattr(self, name)
-            if not (value is None and name == "limit") and not (_is_real(value) and 0 < value < float("inf")):
-                raise InvalidOption(f"{name} is a time above 0, in seconds; got {value!r}")
+        check_time("seconds", self.seconds)
+        if self.limit is not None:
+            check_time("limit", self.limit)
         if self.device not in (None, "cpu", "cuda"):
             raise InvalidOption(f"device is cpu or cuda; got {self.device!r}")
         if self.size is not None and not (len(self.size) == 2 and all(_is_count(side) for side in self.size)):
@@ -114,8 +115,7 @@ class BenchConfig:
         if self.device == "cuda" and not available:
             raise InvalidOption("device cuda: no CUDA device can be used here. Run on the CPU (device cpu)")
         place = torch.device(self.device or ("cuda" if available else "cpu"))
-        if place.type == "cpu" and any("graph" in form for form in self.forms):
-            raise InvalidOption("CUDA graphs need a CUDA device; on the CPU use the forms eager, compiled or blocks")
+        check_graphs(self.forms, place)
         return place
 
     def check_here(self) -> None:
@@ -139,12 +139,35 @@ class BenchConfig:
         return torch.float32 if self.autocast else DTYPES[self.dtype]
 
     @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What ``torch.autocast`` computes in; None without it."""
+        return self.compute_dtype if self.autocast else None
+
+    @property
     def compiles(self) -> bool:
         """Whether any form needs the compiler."""
-        return any(form not in ("eager", "graph") for form in self.forms)
+        return compiles(self.forms)
 
 
-def _check_choices(name: str, given: Any, known: Sequence[str]) -> None:
+def compiles(forms: Iterable[str]) -> bool:
+    """Say whether any of some forms needs the compiler."""
+    return any(form not in ("eager", "graph") for form in forms)
+
+
+def check_graphs(forms: Iterable[str], place: torch.device) -> None:
+    """Raise for forms that are recorded where nothing can be."""
+    if place.type != "cuda" and any("graph" in form for form in forms):
+        raise InvalidOption("CUDA graphs need a CUDA device; on the CPU use the forms eager, compiled or blocks")
+
+
+def check_time(name: str, value: object) -> None:
+    """Raise for what is not a time to spend."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise InvalidOption(f"{name} is a time above 0, in seconds; got {value!r}")
+
+
+def check_choices(name: str, given: Any, known: Sequence[str]) -> None:
+    """Raise for names that are not known, come twice, or are none at all."""
     wrong = [value for value in given if value not in known]
     if wrong or not given or len(set(given)) < len(given):
         got = ", ".join(map(repr, given)) or "nothing"
@@ -164,7 +187,3 @@ def _check_r(r: object) -> None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

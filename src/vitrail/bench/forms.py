@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.adapters import find
 from vitrail.bench.config import BenchConfig
-from vitrail.bench.models import Variant
 from vitrail.errors import UnsupportedInput
 
 Call = Callable[[Tensor], Any]
@@ -32,12 +33,18 @@ class Runner:
     graph: RecordedGraph | None = None
 
 
-def prepare(config: BenchConfig, form: str, model: Variant, batches: list[Tensor]) -> Runner:
+def prepare(config: BenchConfig, form: str, model: nn.Module, batches: Sequence[Tensor]) -> Runner:
     """Put a model into a form. Nothing runs yet: what has to be compiled or recorded is, in the first step."""
-    call = _callable(config, form.removesuffix("-graph"), model)
     if config.train:
-        return _trainer(config, call, model.module, batches)
-    call = _in_dtype(config, call)
+        return _trainer(config, _callable(form, model, config.compile_mode), model, batches)
+    return inference(form, model, batches, config.compile_mode, config.autocast_dtype)
+
+
+def inference(
+    form: str, model: nn.Module, batches: Sequence[Tensor], compile_mode: str, autocast: torch.dtype | None = None
+) -> Runner:
+    """Put a model into a form for inference, as it is or through ``torch.autocast``; nothing runs yet."""
+    call = _in_dtype(autocast, _callable(form, model, compile_mode))
     graph = RecordedGraph(call) if "graph" in form else None
     run = graph or call
 
@@ -45,7 +52,26 @@ def prepare(config: BenchConfig, form: str, model: Variant, batches: list[Tensor
     def infer(index: int) -> Any:
         return run(batches[index])
 
-    return Runner(infer, lambda: _bytes(model.module), graph)
+    return Runner(infer, lambda: _bytes(model), graph)
+
+
+@contextmanager
+def compiling(cold: bool = False) -> Iterator[None]:
+    """Let the compiler begin anew, from empty caches where it is to be cold; afterwards it forgets what it made."""
+    import torch._dynamo
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()  # what was compiled before is not a cold start
+    with ExitStack() as stack:
+        # every block may have a shape of its own, and none may fall back to eager without a word
+        limits = {"recompile_limit": 512, "accumulated_recompile_limit": 8192}
+        stack.enter_context(torch._dynamo.config.patch(limits))
+        if cold:
+            stack.enter_context(fresh_cache())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TensorFloat32")
+            yield
+    torch._dynamo.reset()
 
 
 def values_of(output: Any) -> Tensor:
@@ -104,32 +130,32 @@ class RecordedGraph:
         self.graph = graph
 
 
-def _callable(config: BenchConfig, form: str, model: Variant) -> Call:
-    mode = None if config.compile_mode == "default" else config.compile_mode
-    if form == "compiled":
-        return torch.compile(model.module, dynamic=False, mode=mode)
-    if form == "blocks":
-        for block in model.blocks:
+def _callable(form: str, model: nn.Module, compile_mode: str) -> Call:
+    mode = None if compile_mode == "default" else compile_mode
+    if form.startswith("compiled"):
+        return torch.compile(model, dynamic=False, mode=mode)
+    if form.startswith("blocks"):
+        for block in find(model).blocks:
             block.compile(dynamic=False, mode=mode)
-    return model.module
+    return model
 
 
-def _in_dtype(config: BenchConfig, call: Call) -> Call:
-    if not config.autocast:
+def _in_dtype(dtype: torch.dtype | None, call: Call) -> Call:
+    if dtype is None:
         return call
 
     def cast(batch: Tensor) -> Any:
-        with _autocast(config, batch):
+        with _autocast(dtype, batch):
             return call(batch)
 
     return cast
 
 
-def _autocast(config: BenchConfig, batch: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(batch.device.type, config.compute_dtype) if config.autocast else nullcontext()
+def _autocast(dtype: torch.dtype | None, batch: Tensor) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(batch.device.type, dtype)
 
 
-def _trainer(config: BenchConfig, call: Call, model: nn.Module, batches: list[Tensor]) -> Runner:
+def _trainer(config: BenchConfig, call: Call, model: nn.Module, batches: Sequence[Tensor]) -> Runner:
     model.train()
     fused = batches[0].is_cuda or None
     # the smallest of steps: weights must stay finite however long the measurement takes
@@ -137,7 +163,7 @@ def _trainer(config: BenchConfig, call: Call, model: nn.Module, batches: list[Te
 
     def train(index: int) -> None:
         batch = batches[index]
-        with _autocast(config, batch):
+        with _autocast(config.autocast_dtype, batch):
             output = values_of(call(batch))
         output.float().square().mean().backward()
         optimizer.step()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from vitrail.bench.check import NO_SWITCH, compare, kernels_used, tensor_error
 from vitrail.bench.config import BenchConfig
-from vitrail.bench.forms import Runner, prepare, values_of
+from vitrail.bench.forms import Runner, compiling, prepare, values_of
 from vitrail.bench.machine import describe_machine
 from vitrail.bench.models import Base, build, random_batches, try_out
-from vitrail.bench.result import BenchResult, Failure, make_row
+from vitrail.bench.result import BenchResult, Failure, make_row, reason
 from vitrail.bench.timing import Clock, clock_for, measure
 from vitrail.errors import UnsupportedInput, VitrailWarning
 
@@ -67,8 +67,7 @@ def run(
         check = None
         if config.check:
             say("comparing with the reference")
-            autocast = config.compute_dtype if config.autocast else None
-            check = compare(base, batches[0], autocast=autocast, gradients=config.train)
+            check = compare(base, batches[0], autocast=config.autocast_dtype, gradients=config.train)
             notes += [] if check else [NO_SWITCH]
         deadline = None if config.limit is None else began + config.limit
         entries, failed = _prepare_all(config, base, batches, clock, deadline, say)
@@ -127,8 +126,8 @@ def _prepare_all(
                     raise
                 if form == "eager" and variant != "sliced":  # without these there is nothing to compare
                     raise
-                failed.append(Failure(variant, form, _reason(error)))
-                say(f"{variant}, {form} failed: {_reason(error)}")
+                failed.append(Failure(variant, form, reason(error)))
+                say(f"{variant}, {form} failed: {reason(error)}")
                 continue
             if output is not None:
                 if form == "eager":
@@ -204,27 +203,9 @@ def _settings(config: BenchConfig) -> Iterator[None]:
         if config.attention != "auto":
             stack.enter_context(_attention(config.attention))
         if config.compiles:
-            stack.enter_context(_compiler(config))
+            stack.enter_context(compiling(config.cold))
         stack.callback(gc.collect)
         yield
-
-
-@contextmanager
-def _compiler(config: BenchConfig) -> Iterator[None]:
-    import torch._dynamo
-    from torch._inductor.utils import fresh_cache
-
-    torch._dynamo.reset()  # what was compiled before is not a cold start
-    with ExitStack() as stack:
-        # every block may have a shape of its own, and none may fall back to eager without a word
-        limits = {"recompile_limit": 512, "accumulated_recompile_limit": 8192}
-        stack.enter_context(torch._dynamo.config.patch(limits))
-        if config.cold:
-            stack.enter_context(fresh_cache())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="TensorFloat32")
-            yield
-    torch._dynamo.reset()
 
 
 @contextmanager
@@ -262,8 +243,3 @@ def _notes(config: BenchConfig) -> list[str]:
         warnings.warn(text, VitrailWarning, stacklevel=3)
         notes.append(text)
     return notes
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -21,15 +21,6 @@ from vitrail.surgery import Merging, merge
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A copy of the model, changed as its name says, with its blocks in order."""
-
-    name: str
-    module: nn.Module
-    blocks: tuple[nn.Module, ...]
-
-
-@dataclass(frozen=True)
 class Base:
     """The model that all variants are copies of, and what it costs.
 
@@ -49,15 +40,14 @@ class Base:
     flops_before: int
     flops_after: int
 
-    def variant(self, name: str, own_weights: bool) -> Variant:
-        """Make a copy and change it; copies share the weights, unless each is to train its own."""
+    def variant(self, name: str, own_weights: bool) -> nn.Module:
+        """Make a copy and change it as its name says; copies share the weights, unless each is to train its own."""
         module = copy_model(self.module, share=not own_weights)
-        blocks = find(module).blocks
         if name == "merged":
             self.merge(module)
         elif name == "sliced":
             slice_tokens(module, self.tokens)
-        return Variant(name, module, blocks)
+        return module
 
     def merge(self, module: nn.Module) -> Merging:
         """Merge a copy; what cannot merge was reported when the base was made."""
@@ -81,7 +71,7 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Base:
         raise _wrong_size(config.model, size)
     module = module.to(place, config.weight_dtype).eval()
     r = list(config.r) if isinstance(config.r, tuple) else config.r
-    options = {"r": r, "schedule": config.schedule}
+    options = {"r": r, "schedule": config.schedule, "proportional": config.proportional}
     with merge(module, **options) as merging:  # type: ignore[arg-type]
         tokens = tuple(merging.tokens_per_layer(size))
         before, after = merging.flops(size, merged=False), merging.flops(size)
@@ -99,7 +89,7 @@ def random_batches(config: BenchConfig, size: tuple[int, int], place: torch.devi
 
 
 def copy_model(module: nn.Module, share: bool) -> nn.Module:
-    """Copy a model; with ``share`` the copy has the same parameters and buffers, not equal ones."""
+    """Copy a model, merged or not; with ``share`` the copy has the same parameters and buffers, not equal ones."""
     shared: Sequence[Tensor] = (*module.parameters(), *module.buffers()) if share else ()
     return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 

@@ -185,6 +185,12 @@ def make_row(
     )
 
 
+def reason(error: BaseException) -> str:
+    """Say in one line why a form failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

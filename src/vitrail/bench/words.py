@@ -22,12 +22,13 @@ def title(result: BenchResult) -> str:
     """Say what was measured."""
     config, (height, width) = result.config, result.size
     r = config.r if isinstance(config.r, int) else " ".join(map(str, config.r))
+    sizes = "" if config.proportional else ", sizes ignored"
     what = "training step (forward, backward, AdamW)" if config.train else "inference"
     weights = "pretrained" if config.pretrained else "random"
     dtype = f"{config.dtype} through autocast" if config.autocast else config.dtype
     return (
-        f"{config.model}, {height} × {width}, batch {config.batch}, r = {r}, {dtype}, {what}, {weights} weights: "
-        f"{result.tokens_before} → {result.tokens_per_layer[-1]} tokens, "
+        f"{config.model}, {height} × {width}, batch {config.batch}, r = {r}{sizes}, {dtype}, {what}, "
+        f"{weights} weights: {result.tokens_before} → {result.tokens_per_layer[-1]} tokens, "
         f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GFLOPs"
     )
 

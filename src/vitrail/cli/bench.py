@@ -49,7 +49,8 @@ def bench(
         bool, typer.Option("--blocks", help="Also measure every variant with each block compiled by itself.")
     ] = False,
     graph: Annotated[
-        bool, typer.Option("--graph", help="Also measure every variant as a CUDA graph: for small batches.")
+        bool,
+        typer.Option("--graph", help="Also measure each of these forms recorded as a CUDA graph: for small batches."),
     ] = False,
     train: Annotated[bool, typer.Option("--train", help="A training step: forward, backward, AdamW.")] = False,
     autocast: Annotated[
@@ -63,6 +64,7 @@ def bench(
         ),
     ] = False,
     schedule: options.Schedule = "constant",
+    proportional: options.Proportional = True,
     attention: Annotated[
         str, typer.Option(metavar="A", help="PyTorch's own attention: auto, flash, cudnn, efficient or math.")
     ] = "auto",
@@ -104,6 +106,7 @@ def bench(
         "autocast": autocast,
         "pretrained": pretrained,
         "schedule": options.number_or_word(schedule),
+        "proportional": proportional,
         "attention": attention,
         "compile_mode": compile_mode,
         "cold": cold,
@@ -186,9 +189,10 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
 
 
 def _forms(compile_: bool, blocks: bool, graph: bool) -> tuple[str, ...]:
-    both = compile_ and graph
-    wanted = {"eager": True, "graph": graph, "compiled": compile_, "compiled-graph": both, "blocks": blocks}
-    return tuple(form for form, on in wanted.items() if on)
+    from vitrail.bench import FORMS
+
+    wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
+    return tuple(form for form in FORMS if all(wanted[part] for part in form.split("-")))
 
 
 def _run(

@@ -60,7 +60,7 @@ def test_it_knows_what_is_drawn_merged_or_not(model: ViT) -> None:
 
 
 def test_it_is_as_good_as_its_card_says(shared_data: Path) -> None:
-    some = open_examples(str(shared_data / "imagenette-128-val.parquet")).take(0.05, 0)
+    some = open_examples(str(shared_data / "imagenette-128-val.parquet")).take(0.025, 0)
     found = evaluate("vitrail:tiny", some, look=0, seconds=0)
-    assert found.count >= 190
-    assert found.accuracy["fused"] > 0.88  # 93.7 % of all; three standard errors of so few are 5 points
+    assert found.count >= 95
+    assert found.accuracy["fused"] > 0.88  # 93.7 % of all; two standard errors of so few are 5 points

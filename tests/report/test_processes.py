@@ -19,12 +19,26 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
 
-def run(folder: Path, out: Path, world: int = 2) -> list[int]:
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that two processes have looked at, one after the other, each with what came out beside it.
+
+    The first one ends with an error, and they go on together.
+    """
+    root = tmp_path_factory.mktemp("inspected")
+    (root / "unreadable").mkdir()
+    for number in range(3):
+        (root / "unreadable" / f"{number}.png").write_bytes(b"no picture")
+    write_pictures(root / "single", 1)
+    write_pictures(root / "many", 51)
+    places = [str(root / name) for folder in ("unreadable", "single", "many") for name in (folder, f"{folder}.json")]
     command = [sys.executable, "-m", "tests.report.worker"]
-    places = [str(out.with_suffix(".meeting")), str(folder), str(out)]
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    started = [subprocess.Popen([*command, str(rank), str(world), *places], **options) for rank in range(world)]
-    return [process.wait(timeout=300) for process in started]
+    started = [
+        subprocess.Popen([*command, rank, "2", str(root / "meeting"), *places], **options) for rank in ("0", "1")
+    ]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    return root
 
 
 def same(a: Any, b: Any, where: str = "") -> None:
@@ -43,11 +57,9 @@ def same(a: Any, b: Any, where: str = "") -> None:
         assert a == b, where
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "pictures", 51)
-    assert run(folder, tmp_path / "two.json") == [0, 0]
-    two = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))
-    one = look(planted(), folder, batch_size=4, name="planted").to_dict()
+def test_two_processes_equal_one(inspected: Path) -> None:
+    two = json.loads((inspected / "many.json").read_text(encoding="utf-8"))
+    one = look(planted(), inspected / "many", batch_size=4, name="planted").to_dict()
     for name in ("versions", "settings"):
         one.pop(name)
         two.pop(name)
@@ -55,17 +67,12 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     same(one, two)
 
 
-def test_part_without_a_readable_picture(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "pictures", 1)
-    assert run(folder, tmp_path / "two.json") == [0, 0]
-    two = json.loads((tmp_path / "two.json").read_text(encoding="utf-8"))
+def test_part_without_a_readable_picture(inspected: Path) -> None:
+    two = json.loads((inspected / "single.json").read_text(encoding="utf-8"))
     assert (two["data"]["pictures"], two["problems"]["num_skipped"]) == (1, 1)
 
 
-def test_all_processes_fail_together(tmp_path: Path) -> None:
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    for number in range(3):
-        (folder / f"{number}.png").write_bytes(b"no picture")
-    assert run(folder, tmp_path / "two.json") == [3, 3]
-    assert len(list(tmp_path.glob("two.json.*.error"))) == 2
+def test_all_processes_fail_together(inspected: Path) -> None:
+    assert not (inspected / "unreadable.json").exists()
+    assert len(list(inspected.glob("unreadable.json.*.error"))) == 2
+    assert len(list(inspected.glob("*.error"))) == 2

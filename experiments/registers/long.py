@@ -51,6 +51,8 @@ SNAPSHOTS, DRAWN = 10, 6
 
 LONGEST = "The longest thousandth of the patch tokens in the last layer, artifacts or not:"
 LR = {"adamw": 5e-4, "muon": 1e-3}
+HIDDEN = 0.3
+"""The share of patches that is hidden where answers about hidden ones are learned."""
 WRITTEN = {"adamw": "AdamW", "muon": "Muon"}
 
 
@@ -62,25 +64,29 @@ class Asked:
     registers: int = 0
     epochs: int = 100
     optimizer: str = "adamw"
+    patches: float = 0.0
 
     @property
     def name(self) -> str:
         """What the run is called."""
         by = WRITTEN.get(self.optimizer, self.optimizer)
-        return f"ViT-B, {self.recipe}, {by}, {self.registers} registers"
+        learned = f"{self.recipe} + patches" if self.patches else self.recipe
+        return f"ViT-B, {learned}, {by}, {self.registers} registers"
 
     @property
     def folder(self) -> str:
         """The folder that it is written to."""
-        return f"{self.recipe}-{self.registers}-{self.epochs}-{self.optimizer}"
+        learned = f"{self.recipe}-patches" if self.patches else self.recipe
+        return f"{learned}-{self.registers}-{self.epochs}-{self.optimizer}"
 
     def fields(self, study: Study) -> dict[str, Any]:
         """Give the study's recipe, for a larger model and a longer time."""
         now_and_then = max(1, self.epochs // SNAPSHOTS)
+        hiding = {"patches": self.patches, "hidden": HIDDEN} if self.patches else {}
         return {
             **study.fields(arm(self.registers)), "model": "vit_base_patch16", "optimizer": self.optimizer,
-            "lr": LR.get(self.optimizer), "drop_path": 0.2, "recipe": self.recipe, "epochs": self.epochs,
-            "save_every": now_and_then, "evaluate_every": now_and_then, "keep": 2 * SNAPSHOTS,
+            "lr": LR.get(self.optimizer), "drop_path": 0.2, "recipe": self.recipe, "recipe_options": hiding,
+            "epochs": self.epochs, "save_every": now_and_then, "evaluate_every": now_and_then, "keep": 2 * SNAPSHOTS,
         }  # fmt: skip
 
 
@@ -196,6 +202,9 @@ def main(
     registers: Annotated[int, typer.Option(help="How many.", min=0)] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="In all; the learning rate falls over them.")] = 100,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    patches: Annotated[
+        float, typer.Option(min=0.0, help="With --recipe dino: weight of the loss on hidden patches.")
+    ] = 0.0,
     out: Annotated[Path, typer.Option(help="Where the runs are.")] = RUNS,
     rows: Annotated[Path, typer.Option(help="Where to note what came out.")] = ROWS,
     plot: Annotated[bool, typer.Option(help="Train nothing; write what the rows say.")] = False,
@@ -210,7 +219,7 @@ def main(
         if plot:
             _show(rows)
         else:
-            _go_on_and_look(Asked(recipe, registers, epochs, optimizer), seconds, out, rows, device, of)
+            _go_on_and_look(Asked(recipe, registers, epochs, optimizer, patches), seconds, out, rows, device, of)
     except (VitrailError, OSError, ModuleNotFoundError) as error:
         typer.echo(told(error, "--rows or --out"), err=True)
         raise typer.Exit(2) from error

@@ -30,7 +30,7 @@ from vitrail.analysis.resampling import split_pictures
 from vitrail.models import ViT, ViTConfig
 from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.tokens import Role, TokenSpec
-from vitrail.training import Labels
+from vitrail.training import Labels, read_log
 
 LABELS = Labels({"label": ("a", "b")}, Preprocessing((32, 32), MEAN, STD))
 TOKENS = (TokenSpec("cls", Role.CLASS), TokenSpec("register", Role.REGISTER, 2))
@@ -208,10 +208,12 @@ def test_the_longest_tokens_are_named_with_their_places_and_what_they_hold() -> 
     assert kinds["longest"]["balanced_accuracy"]["mean"] > 0.95 > kinds["random"]["balanced_accuracy"]["mean"]
 
 
-@pytest.mark.parametrize(("recipe", "answer"), [("labels", "fused"), ("dino", "neighbours")])
-def test_the_long_run_stops_in_time_and_goes_on(recipe: str, answer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "patches", "answer"), [("labels", 0.0, "fused"), ("dino", 1.0, "neighbours")], ids=["labels", "dino"]
+)
+def test_the_long_run_stops_in_time_and_goes_on(recipe: str, patches: float, answer: str, tmp_path: Path) -> None:
     data, study = few_and_shapes(), STUDY.small()
-    asked = long.Asked(recipe, registers=1, epochs=2)
+    asked = long.Asked(recipe, registers=1, epochs=2, patches=patches)
     wanted = asked.fields(study)
     assert (wanted["model"], wanted["save_every"]) == ("vit_base_patch16", 1)
     assert long.go_on(tmp_path / "run", wanted, data, 1e-9, "cpu") is None
@@ -223,8 +225,11 @@ def test_the_long_run_stops_in_time_and_goes_on(recipe: str, answer: str, tmp_pa
     assert row["over_training"][-1]["layers"] == row["layers"]  # the last checkpoint is the last model
     assert row["over_training"][-1]["norms"] == row["norms"]
     assert row["tail"]["tokens"][0]["over_median"] == pytest.approx(longest(row), rel=0.01)
+    learned = read_log(tmp_path / "run" / "log.jsonl", "epoch")[-1]
+    assert ("patches" in learned["losses"]) == bool(patches)
     page = long.section([{**row, "device": "a machine", "commit": "abc"}])
-    line = next(line for line in page.splitlines() if line.startswith(f"| ViT-B, {recipe}, AdamW, 1 registers | 2 |"))
+    name = f"ViT-B, {recipe}{' + patches' if patches else ''}, AdamW, 1 registers"
+    line = next(line for line in page.splitlines() if line.startswith(f"| {name} | 2 |"))
     assert "on a machine, commit abc." in page
     assert f"| {100 * row['accuracy'][answer]:.2f} |" in line
     pytest.importorskip("matplotlib", reason="plots need it")

@@ -33,6 +33,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "tokens: a distillation token learns from a teach",
     ),
     "distilled model without teacher": ({"model": "deit_tiny_patch16_distilled"}, "model: a distillation token learns"),
+    "answers about dropped patches": (
+        {"recipe": "dino", "recipe_options": {"patches": 1.0}, "options": {"patch_drop": 0.5}},
+        "recipe_options: patches needs every patch",
+    ),
     "features of dropped patches": (
         {"teacher": "timm:x", "feature_weight": 1.0, "options": {"patch_drop": 0.5}},
         "feature_weight needs every patch, and options: patch_drop leaves some out",

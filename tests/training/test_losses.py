@@ -14,6 +14,7 @@ from vitrail.training.losses import (
     cross_entropy,
     feature_distillation,
     hard_distillation,
+    masked_answers,
     patches_of,
     reconstruction,
     soft_distillation,
@@ -137,6 +138,24 @@ def test_reconstruction_counts_hidden_patches_alone() -> None:
     assert reconstruction(guess, patches, torch.zeros_like(mask)).item() == 0
     with pytest.raises(UnsupportedInput, match="mask"):
         reconstruction(guess, patches, mask[:, :3])
+
+
+def test_answers_about_hidden_patches_alone_count() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    right = torch.randn(2, 3, 5, dtype=torch.float64).softmax(-1)
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    each = []
+    for b, p in [(0, 0), (0, 2), (1, 2)]:
+        said = softmax(logits[b, p].tolist())
+        each.append(-sum(q * math.log(x) for q, x in zip(right[b, p].tolist(), said, strict=True)))
+    found = masked_answers(logits, right, mask)
+    assert found.item() == pytest.approx(sum(each) / 3)
+    found.backward()
+    expected = torch.where(mask.unsqueeze(-1), (logits.softmax(-1) - right) / 3, 0.0)
+    torch.testing.assert_close(logits.grad, expected.detach())
+    assert masked_answers(logits, right, torch.zeros_like(mask)).item() == 0
+    with pytest.raises(UnsupportedInput, match="mask"):
+        masked_answers(logits, right, mask.T)
 
 
 def test_patches_are_cut_row_after_row() -> None:

@@ -136,11 +136,35 @@ def test_hidden_patches_are_guessed() -> None:
     torch.testing.assert_close(terms.total.detach(), terms.parts["dino"] + 0.5 * terms.parts["reconstruction"])
 
 
-def test_views_of_a_picture_find_each_other_and_nothing_collapses() -> None:
+def test_what_is_said_about_hidden_patches_by_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher sees all; its answers are balanced over all patches; hidden ones alone count."""
+    learner = headless(CLASS, TokenSpec("register", "register", 2), patches=0.5, hidden=0.4)
+    found = views()
+    large = take_apart(found)[0]
+    painted, mask = learner._hide(large)
+    assert mask is not None
+    monkeypatch.setattr(learner, "_hide", lambda images: (painted, mask))
+    terms = learner(found)
+    model, projection = learner.teacher
+    rows = [projection(token) / 0.04 for picture in model.forward_features(large) for token in picture[3:]]  # type: ignore[operator]
+    targets = balanced(torch.stack(rows)).view(8, 16, 32)
+    said = learner.model.forward_features(painted)
+    each = [
+        -(targets[b, p] * (learner.projection(said[b, 3 + p]) / 0.1).log_softmax(-1)).sum()
+        for b, p in mask.nonzero().tolist()
+    ]
+    torch.testing.assert_close(terms.parts["patches"], torch.stack(each).mean().detach())
+    torch.testing.assert_close(terms.total.detach(), terms.parts["dino"] + 0.5 * terms.parts["patches"])
+    terms.total.backward()
+    assert all(value.grad is None for value in learner.teacher.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"patches": 1.0, "hidden": 0.3}])
+def test_views_of_a_picture_find_each_other_and_nothing_collapses(options: dict[str, float]) -> None:
     torch.manual_seed(0)
     soft = torch.nn.functional.interpolate(torch.rand(32, 3, 3, 3), (20, 20), mode="bilinear")
     pictures = (soft * 255).byte()
-    learner = headless(temperature=0.02, momentum=0.98)
+    learner = headless(temperature=0.02, momentum=0.98, **options)
     crops = Views(Augment("light", 16, crop_min=0.5))
 
     @torch.no_grad()

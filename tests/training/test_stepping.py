@@ -67,7 +67,7 @@ def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: An
     [
         {"mixup": 0.2, "cutmix": 1.0, "drop_path": 0.2, "ema": 0.8},
         {"accumulate": 2, "clip": 0, "optimizer": "muon"},
-        {"recipe": "dino", "recipe_options": {"prototypes": 8, "reconstruct": 0.1}, "augment": "light"},
+        {"recipe": "dino", "recipe_options": {"prototypes": 8, "patches": 1.0, "reconstruct": 0.1}, "augment": "light"},
     ],
 )
 def test_replayed_steps_are_those_that_are_run(

@@ -158,7 +158,7 @@ def _check_dropped(config: Config) -> None:
     compared = {
         "distillation='features'": config.distillation == "features",
         "feature_weight": config.feature_weight > 0,
-        "recipe_options: reconstruct": bool(config.recipe_options.get("reconstruct")),
+        **{f"recipe_options: {name}": bool(config.recipe_options.get(name)) for name in ("patches", "reconstruct")},
     }
     for name, asked in compared.items():
         if asked and config.options.get("patch_drop"):

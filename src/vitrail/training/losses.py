@@ -98,15 +98,23 @@ def reconstruction(predicted: Tensor, patches: Tensor, mask: Tensor, normalise: 
             not.
     """
     _check_pair(predicted, patches)
-    if mask.shape != patches.shape[:2]:
-        raise UnsupportedInput(f"a mask of {tuple(patches.shape[:2])} fits these patches; got {tuple(mask.shape)}")
     target = _wide(patches)
     if normalise:
         variance, mean = torch.var_mean(target, -1, keepdim=True)
         target = (target - mean) / (variance + 1e-6).sqrt()
-    each = (_wide(predicted) - target).square().mean(-1)
-    hidden = mask.to(each.dtype)
-    return (each * hidden).sum() / hidden.sum().clamp(min=1)
+    return _mean_where((_wide(predicted) - target).square().mean(-1), mask)
+
+
+def masked_answers(logits: Tensor, answers: Tensor, mask: Tensor) -> Tensor:
+    """Cross-entropy of logits (B, P, K) with a teacher's probabilities, as mean over masked patches (iBOT).
+
+    Args:
+        logits: what the model says, already divided by its temperature.
+        answers: what is right: probabilities.
+        mask: (B, P), as for :func:`reconstruction`.
+    """
+    _check_pair(logits, answers)
+    return _mean_where(-(_wide(answers) * _wide(logits).log_softmax(-1)).sum(-1), mask)
 
 
 def patches_of(images: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -123,6 +131,14 @@ def uncertainty(losses: Tensor, log_variance: Tensor) -> Tensor:
     losses are constant, s settles at log 2L.
     """
     return ((-log_variance).exp() * losses + log_variance / 2).sum()
+
+
+def _mean_where(each: Tensor, mask: Tensor) -> Tensor:
+    """Give the mean of the losses of patches (B, P) that are masked; 0 where none is."""
+    if mask.shape != each.shape:
+        raise UnsupportedInput(f"a mask of {tuple(each.shape)} fits these patches; got {tuple(mask.shape)}")
+    hidden = mask.to(each.dtype)
+    return (each * hidden).sum() / hidden.sum().clamp(min=1)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 A student sees small and large views of a picture, and says what its teacher says about other, large views of it. The
 teacher is the student's own average over time. The loss is about the class token alone: what patch tokens hold is
 theirs to decide, as it is in supervised training, so that artifact tokens *can* appear and registers have something to
-cure. A loss of pixels (masked autoencoding) would bind every patch token to its place; it is here as an option,
-``reconstruct``, which is also the control.
+cure. Two options hide patches from the student. With ``patches`` it says what the teacher, who sees all, says about
+them (iBOT, Zhou et al. 2021, and a part of DINOv2, in whose large models artifacts were found). With ``reconstruct`` it
+gives their pixels (masked autoencoding), which binds every patch token to its place: the control.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads.pooling import linear
 from vitrail.models import ViT
 from vitrail.tokens import Role
-from vitrail.training.losses import patches_of, reconstruction
+from vitrail.training.losses import masked_answers, patches_of, reconstruction
 from vitrail.training.metrics import reduce
 from vitrail.training.objective import Terms
 from vitrail.training.views import LARGE, take_apart
@@ -48,7 +49,7 @@ def balanced(logits: Tensor, rounds: int = ROUNDS) -> Tensor:
 
 
 class Projection(nn.Module):
-    """Class features (B, D) to cosines with prototypes (B, K): an MLP, a bottleneck of length one, unit prototypes."""
+    """Features (…, D) to cosines with prototypes (…, K): an MLP, a bottleneck of length one, unit prototypes."""
 
     def __init__(self, width: int, prototypes: int, hidden: int = 512, bottleneck: int = 128) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class SelfLearner(nn.Module):
       balanced over the batch (:func:`balanced`), so that not all pictures can get the same one. DINO's centring, a
       running mean that is taken away, collapsed within twenty steps when it was tried on 32 pictures.
     - ``parts`` of the loss are ``dino``; ``entropy``, of the teacher's answers in nats: near log(prototypes) they say
-      nothing; and ``reconstruction`` where it is asked for.
+      nothing; and ``patches`` and ``reconstruction`` where they are asked for.
     - Parts of an accumulated batch are balanced each by itself.
     - Evaluation is by nearest neighbours, for there is no head: the model has ``num_classes=0``.
 
@@ -78,8 +79,10 @@ class SelfLearner(nn.Module):
         prototypes: outputs that answers are spread over.
         momentum: how much of the teacher stays in a step at first; it rises to 1.
         temperature: of the teacher's answers; the lower, the sharper.
-        reconstruct: weight of a loss of the pixels of patches that are hidden from the student; 0 for none hidden.
-        hidden: share of patches that is then hidden.
+        patches: weight of a loss of what the teacher says about patches that are hidden from the student, in the
+            words that it has for whole views: the same projection.
+        reconstruct: weight of a loss of the pixels of hidden patches.
+        hidden: share of the patches of large views that is hidden where one of these weights is more than 0.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class SelfLearner(nn.Module):
         prototypes: int = 1024,
         momentum: float = 0.99,
         temperature: float = 0.04,
+        patches: float = 0.0,
         reconstruct: float = 0.0,
         hidden: float = 0.5,
     ) -> None:
@@ -100,13 +104,14 @@ class SelfLearner(nn.Module):
         for name, value, low, high in (
             ("momentum", momentum, 0.0, 1.0),
             ("temperature", temperature, 1e-4, STUDENT_TEMPERATURE),
+            ("patches", patches, 0.0, float("inf")),
             ("reconstruct", reconstruct, 0.0, float("inf")),
             ("hidden", hidden, 0.0, 0.95),
         ):
             if not low <= value <= high:
                 raise InvalidOption(f"{name}={value}; expected a number from {low:g} to {high:g}")
         self.momentum, self.temperature = momentum, temperature
-        self.reconstruct, self.hidden = reconstruct, hidden
+        self.patches, self.reconstruct, self.hidden = patches, reconstruct, hidden
         self.model = model
         self._classes = [where for span, where in model.layout().spans() if span.role is Role.CLASS]
         self.projection = Projection(model.config.width, prototypes)
@@ -120,7 +125,8 @@ class SelfLearner(nn.Module):
             raise UnsupportedInput(f"expected views (pictures, views, colours, y, x); got {tuple(images.shape)}")
         batch = len(images)
         large, small = take_apart(images)
-        targets = self._targets(large).unflatten(0, (LARGE, batch))
+        targets, about_patches = self._targets(large)
+        targets = targets.unflatten(0, (LARGE, batch))
         seen, mask = self._hide(large)
         features = self.model.forward_features(seen)
         said = [self.projection(self._pooled(features))]
@@ -132,11 +138,15 @@ class SelfLearner(nn.Module):
         dino = (each.sum() - each.diagonal().sum()) / pairs
         parts = {"dino": dino, "entropy": torch.special.entr(targets).sum(-1).mean()}
         total = dino
-        if self.decoder is not None and mask is not None:
-            patch = self.model.config.patch
-            truth = patches_of(large, (patch[0], patch[1]))
-            guess = self.decoder(features[:, self.model.num_prefix_tokens :])
-            parts["reconstruction"] = reconstruction(guess, truth, mask)
+        if mask is not None and about_patches is not None:
+            parts["patches"] = masked_answers(
+                self.projection(self._patches(features)) / STUDENT_TEMPERATURE, about_patches, mask
+            )
+            total = total + self.patches * parts["patches"]
+        if mask is not None and self.decoder is not None:
+            height, width = self.model.config.patch
+            truth = patches_of(large, (height, width))
+            parts["reconstruction"] = reconstruction(self.decoder(self._patches(features)), truth, mask)
             total = total + self.reconstruct * parts["reconstruction"]
         return Terms(total, {name: part.detach() for name, part in parts.items()})
 
@@ -158,19 +168,27 @@ class SelfLearner(nn.Module):
         return self
 
     @torch.no_grad()
-    def _targets(self, large: Tensor) -> Tensor:
-        """Give what the teacher says about large views: probabilities (2·B, K)."""
+    def _targets(self, large: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Give what the teacher says about large views (2·B, K) and, if asked for, their patches (2·B, P, K)."""
         model, projection = self.teacher
         assert isinstance(model, ViT)
-        return balanced(projection(self._pooled(model.forward_features(large))) / self.temperature)
+        features = model.forward_features(large)
+        views = balanced(projection(self._pooled(features)) / self.temperature)
+        if not self.patches:
+            return views, None
+        each = projection(self._patches(features)) / self.temperature
+        return views, balanced(each.flatten(0, 1)).unflatten(0, each.shape[:2])
 
     def _pooled(self, features: Tensor) -> Tensor:
         own = [features[:, where.start : where.stop] for where in self._classes]
-        return (torch.cat(own, 1) if own else features[:, self.model.num_prefix_tokens :]).mean(1)
+        return (torch.cat(own, 1) if own else self._patches(features)).mean(1)
+
+    def _patches(self, features: Tensor) -> Tensor:
+        return features[:, self.model.num_prefix_tokens :]
 
     def _hide(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Paint patches over in the mean colour, which is zero; give the pictures and which patches (B, P)."""
-        if self.decoder is None:
+        if not (self.patches or self.reconstruct):
             return images, None
         height, width = self.model.config.patch[-2:]
         rows, columns = images.shape[2] // height, images.shape[3] // width

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any
 
 import numpy as np
@@ -49,6 +50,7 @@ SNAPSHOTS, DRAWN = 10, 6
 """Checkpoints that are looked at, and drawn, evenly spread over the run."""
 
 
+NARROW = "\N{NO-BREAK SPACE}"
 LONGEST = "The longest thousandth of the patch tokens in the last layer, artifacts or not:"
 LR = {"adamw": 5e-4, "muon": 1e-3}
 HIDDEN = 0.3
@@ -191,9 +193,15 @@ def draw(rows: Rows, folder: Path) -> None:
                 for number, name in enumerate(curves)
             }
             lines(axes, curves, "layer", "longest patch over the median", styles=shades)
-            axes.set(title=f"{row['arm']},\n{row['epochs']} epochs", ylim=(1, 1.05 * top))
+            axes.set(title=_title(row), ylim=(1, 1.05 * top))
             axes.set_xticks(range(2, len(over[0]["layers"]) + 1, 2))
             axes.legend(fontsize=8, ncols=2)
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    """Give a run's name in lines as wide as its plot, broken between its parts."""
+    parts = [*row["arm"].split(", "), f"{row['epochs']} epochs"]
+    return fill(", ".join(part.replace(" ", NARROW) for part in parts), 30).replace(NARROW, " ")
 
 
 def main(

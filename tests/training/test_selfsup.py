@@ -212,6 +212,13 @@ def test_refused() -> None:
         SelfLearner(Net())
     with pytest.raises(InvalidOption, match=r"temperature=0\.5"):
         headless(temperature=0.5)
+    for odd in (-1, float("nan"), float("inf"), "1", True):
+        with pytest.raises(InvalidOption, match=f"patches={odd!r}; expected a number from 0 to"):
+            headless(patches=odd)
+    with pytest.raises(InvalidOption, match=r"hidden=0; expected a number from 0\.01"):
+        headless(patches=1, hidden=0)
+    with pytest.raises(InvalidOption, match="prototypes=1; expected a whole number"):
+        SelfLearner(tiny(num_classes=0), prototypes=1)
     with pytest.raises(UnsupportedInput, match="views"):
         headless()(torch.zeros(2, 3, 16, 16))
     with pytest.raises(InvalidOption, match="alike"):

@@ -28,6 +28,7 @@ from vitrail.training.objective import Terms
 from vitrail.training.views import LARGE, take_apart
 
 STUDENT_TEMPERATURE = 0.1
+MAX_WEIGHT = 1e4
 ROUNDS = 3
 """Of balancing; as in SwAV and DINOv2."""
 
@@ -101,15 +102,18 @@ class SelfLearner(nn.Module):
             raise UnsupportedModel(f"learning without labels is for models of ours; got {type(model).__name__}")
         if any(isinstance(part, nn.Linear) for part in model.heads.children()):
             raise InvalidOption("a model that learns without labels has no heads; build it with num_classes=0")
+        if not isinstance(prototypes, int) or isinstance(prototypes, bool) or prototypes < 2:
+            raise InvalidOption(f"prototypes={prototypes!r}; expected a whole number, 2 or more")
+        hides = patches != 0 or reconstruct != 0
         for name, value, low, high in (
             ("momentum", momentum, 0.0, 1.0),
             ("temperature", temperature, 1e-4, STUDENT_TEMPERATURE),
-            ("patches", patches, 0.0, float("inf")),
-            ("reconstruct", reconstruct, 0.0, float("inf")),
-            ("hidden", hidden, 0.0, 0.95),
+            ("patches", patches, 0.0, MAX_WEIGHT),
+            ("reconstruct", reconstruct, 0.0, MAX_WEIGHT),
+            ("hidden", hidden, 0.01 if hides else 0.0, 0.95),
         ):
-            if not low <= value <= high:
-                raise InvalidOption(f"{name}={value}; expected a number from {low:g} to {high:g}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise InvalidOption(f"{name}={value!r}; expected a number from {low:g} to {high:g}")
         self.momentum, self.temperature = momentum, temperature
         self.patches, self.reconstruct, self.hidden = patches, reconstruct, hidden
         self.model = model

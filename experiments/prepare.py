@@ -18,6 +18,7 @@ import typer
 from PIL import Image, ImageOps
 from rich.progress import track
 
+from experiments.common.data import box_around
 from experiments.common.machine import told
 from vitrail.errors import InvalidOption, PictureError, VitrailError
 from vitrail.models.saving import write_whole
@@ -65,7 +66,7 @@ def pets(folder: Path, part: str) -> Rows:
             "breed": int(breed) - 1,
             "breed_name": name.rpartition("_")[0],
             "species": int(species) - 1,
-            "box": box(np.asarray(mask) != GROUND),
+            "box": box_around(np.asarray(mask) != GROUND),
         }
 
 
@@ -88,7 +89,11 @@ SETS: dict[str, tuple[str, Maker, dict[str, str]]] = {
 
 
 def opened(path: Path) -> Image.Image:
-    """Read a picture, or say which one cannot be read."""
+    """Read a picture, or say which one cannot be read.
+
+    Its values are those in the file, neither turned nor brought to other colours as `vitrail.pictures` would do: masks
+    lie on the picture as it is stored, and of a mask's palette the numbers matter.
+    """
     try:
         with Image.open(path) as image:
             image.load()
@@ -102,12 +107,6 @@ def packed(image: Image.Image, name: str) -> Row:
     file = BytesIO()
     image.save(file, **({"format": "PNG"} if name.endswith(".png") else {"format": "WEBP", "quality": 80}))
     return {"bytes": file.getvalue(), "path": name}
-
-
-def box(covered: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int] | None:
-    """Give x0, y0, x1, y1 of the smallest box that holds all that is covered; None where nothing is."""
-    rows, columns = (np.flatnonzero(covered.any(axis)) for axis in (1, 0))
-    return [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1] if len(rows) else None
 
 
 def set_in(folder: Path) -> tuple[Maker, dict[str, str]]:

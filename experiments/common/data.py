@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,6 +93,12 @@ def trimaps(path: Path, side: int) -> Tensor:
         pet = Image.fromarray(np.isin(values, (1, 3)).astype(np.uint8) * 255).convert("RGB")
         found[row] = square(pet, side)[0] / 255
     return found
+
+
+def box_around(covered: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int] | None:
+    """Give x0, y0, x1, y1 of the smallest box that holds all that is covered (H, W); None where nothing is."""
+    rows, columns = (np.flatnonzero(covered.any(axis)) for axis in (1, 0))
+    return [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1] if len(rows) else None
 
 
 @cache

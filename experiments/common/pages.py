@@ -57,7 +57,7 @@ def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) ->
             f"{out}: {others} rows are there, all of other settings than {study.name} has. Expected some of its own; "
             "rows of --reduced are shown with --reduced"
         )
-    readme, text = out / "README.md", section(study, rows)
+    readme, results = out / "README.md", section(study, rows)
     pages: dict[Path, str] = {}
     if evidence is not None:
         pages[evidence] = rewritten(evidence, section(study, rows, details=False), f"results {study.name}")
@@ -65,7 +65,7 @@ def write_pages(study: Study, out: Path, *, evidence: Path | None = EVIDENCE) ->
         study.draw(study, rows, out)
     if rows or readme.exists():
         blank = f"# {study.name}\n\n{study.question}\n\n<!-- results -->\n<!-- /results -->\n"
-        pages[readme] = rewritten(readme, with_plots(text, out) if rows else text, blank=blank)
+        pages[readme] = rewritten(readme, with_plots(results, out) if rows else results, blank=blank)
     for page, text in pages.items():
         write_whole(page, text.encode())
     return len(rows)

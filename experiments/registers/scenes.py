@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from experiments.common.data import Data, data_file, few, imagenette
+from experiments.common.data import Data, box_around, data_file, few, imagenette
 from experiments.common.shapes import SHAPES, Drawn, render
 from vitrail.pictures.collection import Collection, open_collection
 from vitrail.pictures.sample import Sample
@@ -38,10 +38,11 @@ class DrawnScenes:
 
     def read(self, row: int) -> Sample:
         """Give a picture; its box is the smallest that holds the shape."""
-        rows, columns = (np.flatnonzero(self._masks[row].any(axis)) for axis in (1, 0))
-        box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
-        picture = Image.fromarray(self._images[row].transpose(1, 2, 0))
-        return Sample(picture, self.names[row], self.labels[row], self._masks[row].astype(np.uint8), (box,))
+        box = box_around(self._masks[row])
+        assert box is not None, "a shape covers something"
+        x0, y0, x1, y1 = map(float, box)
+        picture, mask = Image.fromarray(self._images[row].transpose(1, 2, 0)), self._masks[row].astype(np.uint8)
+        return Sample(picture, self.names[row], self.labels[row], mask, ((x0, y0, x1, y1),))
 
 
 @cache

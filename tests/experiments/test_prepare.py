@@ -87,7 +87,7 @@ def test_pets_have_masks_and_boxes_of_the_smaller_picture(published: Path) -> No
 
 
 def test_nothing_covered_has_no_box() -> None:
-    assert prepare.box(np.zeros((4, 4), bool)) is None
+    assert data.box_around(np.zeros((4, 4), bool)) is None
 
 
 def test_a_folder_of_something_else_is_refused_before_anything_is_made(published: Path, tmp_path: Path) -> None:

@@ -50,19 +50,18 @@ class Loop:
         self._local = (config.batch_size or 0) // parts.crew.world
         self._started = self._begun = time.perf_counter()
         self._since = 0
-        self._until = math.inf
 
     # From the start to the end.
 
     def run(self, start: int, until: float = math.inf) -> Run:
         """Train from a step on; the first one is 0. Where it would be later than ``until``, stop with a checkpoint."""
-        parts, self._until = self.parts, until
+        parts = self.parts
         parts.log.write("start", step=start, processes=parts.crew.world, device=str(parts.crew.device))
         stack = ExitStack()
         with stack, broken_links(parts.crew, self._last_checkpoint):
             stack.enter_context(sound_attention(parts.built))
             stack.enter_context(room_for_graphs(parts.config))
-            stop = stack.enter_context(Stop.listening())
+            stop = stack.enter_context(Stop.listening(until))
             self._started = self._begun = time.perf_counter()
             self._since = start
             self._tell_unreadable(start)
@@ -153,7 +152,7 @@ class Loop:
     def _check(self, done: int, stop: Stop) -> None:
         """Look whether all is finite and nothing wants to stop, all processes together, and tell how far it is."""
         parts = self.parts
-        found = parts.crew.gather((self.meter.fault(), stop.wanted, time.monotonic() > self._until))
+        found = parts.crew.gather((self.meter.fault(), stop.wanted, stop.late))
         faults = [(*fault, rank) for rank, (fault, *_) in enumerate(found) if fault is not None]
         if faults:
             self._give_up(*min(faults))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -22,20 +24,21 @@ class OutOfTime(Interrupted):
 
 
 class Stop:
-    """Whether somebody asked to stop.
+    """Whether somebody asked to stop, and whether it is later than ``until``, by `time.monotonic`.
 
     Where one listens inside of another, both hear it: what comes after a run that was finished nevertheless can stop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: float = math.inf) -> None:
         self.wanted = False
+        self._until = until
         self._before: dict[int, Any] = {}
 
     @classmethod
     @contextmanager
-    def listening(cls) -> Iterator[Self]:
+    def listening(cls, until: float = math.inf) -> Iterator[Self]:
         """Listen for the time of a ``with`` block; asking a second time stops at once, as usual."""
-        stop = cls()
+        stop = cls(until)
         if threading.current_thread() is not threading.main_thread():
             yield stop
             return
@@ -47,6 +50,11 @@ class Stop:
         finally:
             if not stop.wanted:
                 stop._restore()
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() > self._until
 
     def _ask(self, number: int, frame: Any) -> None:
         self.wanted = True

@@ -109,25 +109,29 @@ class Tail:
         shape = (size, len(MODE_ENDS))
         statistic, start, mode_end = np.zeros(shape), np.zeros(shape, np.int64), np.full(shape, size)
         below = self.cumulative[self.at]
-        for end in range(1, size - 1):
-            above = total - below[end]
-            if above > total / 2 or above < MIN_OUTLIERS or self._ratio(below[end]) < MIN_RATIO:
-                continue
-            stop = np.maximum(np.searchsorted(below, below[end] + MODE_ENDS * above - 1e-9), end + 1)
-            mode, wide = below[stop] - below[end], (stop - end).astype(np.float64)
-            valley, width = (below[end] - below[:end])[:, None], np.arange(end, 0, -1.0)[:, None]
+        ends = np.arange(1, size - 1)
+        above = total - below[ends]
+        chosen = (above <= total / 2) & (above >= MIN_OUTLIERS) & (self._ratio(below[ends]) >= MIN_RATIO)
+        ends, above = ends[chosen], above[chosen]
+        # Axes: where a valley ends, where it starts, how the mode above it ends.
+        stop = np.searchsorted(below, below[ends, None] + MODE_ENDS * above[:, None] - 1e-9)
+        stop = np.maximum(stop, ends[:, None] + 1)
+        mode, wide = (below[stop] - below[ends, None])[:, None], (stop - ends[:, None]).astype(np.float64)[:, None]
+        valley, width = below[ends, None] - below, (ends[:, None] - np.arange(size)).astype(np.float64)
+        valley, width = valley[..., None], width[..., None]
+        with np.errstate(divide="ignore", invalid="ignore"):
             both, expected = valley + mode, wide / (width + wide)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                loss = valley * np.log(valley / (both * (1 - expected)))
+            loss = valley * np.log(valley / (both * (1 - expected)))
             value = mode * np.log(mode / (both * expected)) + np.where(valley > 0, loss, 0.0)
-            value[(mode < MIN_OUTLIERS) | (valley * wide > MAX_DEPTH * mode * width)] = 0.0
-            statistic[end], start[end], mode_end[end] = value.max(axis=0), value.argmax(axis=0), stop
+        value[(mode < MIN_OUTLIERS) | (valley * wide > MAX_DEPTH * mode * width)] = 0.0
+        value[ends[:, None] <= np.arange(size)] = -np.inf  # it starts before it ends
+        statistic[ends], start[ends], mode_end[ends] = value.max(axis=1), value.argmax(axis=1), stop
         return Valleys(statistic, start, mode_end, 1 - below / total)
 
-    def _ratio(self, below: float) -> float:
-        """Median norm above an edge over the median norm below it, from how many tokens are below."""
+    def _ratio(self, below: Floats) -> Floats:
+        """Median norm above edges over the median norm below them, from how many tokens are below."""
         low, high = np.searchsorted(self.cumulative, [below / 2, (below + self.cumulative[-1]) / 2], side="left")
-        return math.exp((high - low) * LOG_BIN)
+        return np.exp((high - low) * LOG_BIN)
 
     def bottom(self, start: int, end: int, mode_end: int) -> int:
         """Give the edge in the middle of the lowest stretch of the smoothed density before the second mode."""

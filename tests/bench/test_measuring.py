@@ -18,7 +18,7 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, Vitr
 def test_all_rows_in_order(no_inductor: None) -> None:
     told: list[str] = []
     config = quick(forms=("eager", "compiled", "blocks"), seconds=1.0)
-    model = tiny()
+    model = tiny(depth=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = run(config, model=model, clock=CountingClock(), tell=told.append)
     assert [(row.variant, row.form) for row in result.rows] == [
@@ -36,7 +36,7 @@ def test_all_rows_in_order(no_inductor: None) -> None:
         assert (row.difference is None) == (row.form == "eager")
         assert row.difference is None or row.difference < 1e-5
     assert (result.speedup, result.efficiency, result.eager_efficiency) == (1.0, 1.0, 1.0)
-    assert result.tokens_per_layer == (15, 13, 11)
+    assert result.tokens_per_layer == (15, 13)
     assert (result.tokens_before, result.size) == (17, (64, 64))
     assert result.flops_after < result.flops_before
     assert result.startup_s == 1.0

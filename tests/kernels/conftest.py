@@ -1,8 +1,7 @@
-"""What came out of Triton's interpreter, each part computed once however many workers run the tests."""
+"""What came out of Triton's interpreter."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -12,31 +11,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from tests.kernels.cases import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
+Interpreted = Callable[[str], list[Outcome]]
+
 
 @pytest.fixture(scope="session")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Outcome]]:
-    """Give the outcomes of a part, by case."""
+def interpreted() -> Interpreted:
+    """Give the outcomes of a part. Each part is asked for by one test: a second one would run it again, or wait."""
     if find_spec("triton") is None:
         pytest.skip("needs Triton, whose interpreter runs the kernels on a CPU")
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
 
-    @functools.cache
-    def outcomes(part: str) -> dict[str, Outcome]:
-        path = folder / f"interpreted-{part}.json"
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
-                path.write_text(_interpret(part), encoding="utf-8")
-        *before, last = ["", *path.read_text(encoding="utf-8").splitlines()]
+    def outcomes(part: str) -> list[Outcome]:
+        *before, last = ["", *_interpret(part).splitlines()]
         assert last.startswith("["), "the interpreter's process failed:\n" + "\n".join([*before[-30:], last])
-        return {outcome["case"]: Outcome(**outcome) for outcome in json.loads(last)}
+        return [Outcome(**outcome) for outcome in json.loads(last)]
 
     return outcomes
 

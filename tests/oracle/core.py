@@ -175,15 +175,14 @@ def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool
         k = torch.stack([row if p is None else parts.rotate(row, p) for row, p in zip(k, places, strict=True)])
     bias = x.new_tensor([math.log(t.size) if proportional else 0.0 for t in tokens])
     heads, shared = q.shape[1], q.shape[1] // k.shape[1]
-    rows = []
-    for i in range(len(tokens)):
-        out = []
-        for h in range(heads):
-            logits = k[:, h // shared] @ q[i, h] * parts.scale + bias
-            weights = torch.exp(logits - logits.max().detach())
-            out.append((weights / weights.sum()) @ v[:, h // shared])
-        rows.append(torch.cat(out))
-    mixed = parts.inner_norm(torch.stack(rows))
+    out = []
+    for h in range(heads):
+        # Sums and no matrix products: equal tokens have equal results, wherever they are.
+        logits = (q[:, None, h] * k[None, :, h // shared]).sum(-1) * parts.scale + bias
+        weights = torch.exp(logits - logits.amax(-1, keepdim=True).detach())
+        shares = weights / weights.sum(-1, keepdim=True)
+        out.append((shares[..., None] * v[None, :, h // shared]).sum(1))
+    mixed = parts.inner_norm(torch.cat(out, -1))
     if parts.gate is not None:
         mixed = mixed * parts.gate(y)
     x = x + parts.gain_attend(parts.after_attend(parts.project(mixed)))

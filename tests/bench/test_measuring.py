@@ -14,6 +14,8 @@ from vitrail.bench import BenchConfig, measuring, run
 from vitrail.bench.forms import RecordedGraph, Runner
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, VitrailWarning
 
+pytestmark = pytest.mark.usefixtures("cold")
+
 
 def test_all_rows_in_order(no_inductor: None) -> None:
     told: list[str] = []

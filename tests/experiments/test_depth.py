@@ -21,7 +21,13 @@ from vitrail.errors import Diverged
 from vitrail.models import ViT, ViTConfig, create_model
 from vitrail.models.config import depth_rule
 
-SMALL = replace(STUDY.small(), draws=1, seeds=(0,))
+SMALL = replace(
+    STUDY.small(),
+    base={**STUDY.small().base, "epochs": 2},
+    search=[point for point in STUDY.points() if point["warmup_epochs"] == 1],
+    draws=1,
+    seeds=(0,),
+)
 
 
 @pytest.fixture(scope="module")

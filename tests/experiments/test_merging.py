@@ -37,9 +37,8 @@ pytestmark = pytest.mark.usefixtures("short_times")
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
     out = tmp_path_factory.mktemp("merging")
-    study = replace(STUDY.small(), look=partial(look, seconds=1e-3), draws=1)
+    study = replace(STUDY.small(), look=partial(look, seconds=1e-3), search=None)
     runner = Runner(study, out, device="cpu")
-    runner.tune()
     runner.run()
     assert runner.failed == 0, (out / "results.jsonl").read_text()
     return study, out

@@ -58,8 +58,8 @@ def registers(**options: Any) -> nn.Module:
     return hf.Dinov2WithRegistersForImageClassification(config)
 
 
-_TINY = {"img_size": 64, "depth": 3, "embed_dim": 32, "num_heads": 2}
-_TINY_HF = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+_TINY = {"img_size": 64, "depth": 2, "embed_dim": 32, "num_heads": 2}
+_TINY_HF = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 SMALL = (
     Subject("ViT", partial(timm_model, "vit_tiny_patch16_224", **_TINY), 4),

@@ -71,8 +71,8 @@ COMPILED = always(FULLEST, MIXES)
 """All of them; compiling takes seconds each, and the two that have all roles at the most places do it always."""
 
 WHOLE = ("class", "distillation", "registers", "tasks", "classes+distillation+registers+tasks")
-SAVED = always([name for name in MIXES if name.rpartition("+")[0] in ("", *WHOLE)], MIXES)
-"""All of them; each role alone and all together, at every place, are saved and loaded always."""
+SINGLE = always([name for name in MIXES if name.rpartition("+")[0] in ("", *WHOLE)], MIXES)
+"""All of them; each role alone and all together, at every place, are always there."""
 
 
 def built(config: ViTConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> ViT:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.mixes import COMPILED, MIXES, SAVED, built, pictures
+from tests.models.mixes import COMPILED, MIXES, SINGLE, built, pictures
 from tests.models.oracle import features_of
 from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig
@@ -46,7 +46,7 @@ def test_features_are_those_of_the_definition(name: str) -> None:
         torch.testing.assert_close(model.forward_features(x), features_of(model, x), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", SINGLE)
 def test_gradients_reach_what_should_learn(name: str) -> None:
     config = MIXES[name]
     model = built(config)
@@ -69,7 +69,7 @@ def unread(model: ViT) -> set[str]:
     return silent
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", SINGLE)
 def test_saves_and_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = built(MIXES[name], torch.float32)
     model.save_pretrained(tmp_path)

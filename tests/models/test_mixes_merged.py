@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 import vitrail
-from tests.models.mixes import COMPILED, MIXES, SAVED, built, pictures
+from tests.models.mixes import COMPILED, MIXES, SINGLE, built, pictures
 from tests.models.test_mixes import answers
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role
 
 every = pytest.mark.parametrize("name", MIXES)
+single = pytest.mark.parametrize("name", SINGLE)
 
 
 def said(model: ViT, x: Tensor) -> list[Tensor]:
@@ -58,7 +59,7 @@ def test_equal_patches_merge_without_any_difference(name: str) -> None:
     assert trace.sizes.amax(1).tolist() == [2, 2]
 
 
-@every
+@single
 def test_recorded_as_its_layout_says(name: str) -> None:
     config = MIXES[name]
     model = built(config)
@@ -90,7 +91,7 @@ def seen_tokens(config: ViTConfig) -> range:
     return range(inside + config.grid[1] * config.grid[2])
 
 
-@every
+@single
 def test_gradients_of_a_merged_mix_are_finite_and_reach_the_tokens(name: str) -> None:
     model = built(MIXES[name])
     config = model.config
@@ -103,7 +104,7 @@ def test_gradients_of_a_merged_mix_are_finite_and_reach_the_tokens(name: str) ->
         assert not learns or model.tokens[spec.name].grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", SAVED)
+@single
 def test_a_merged_mix_saves_and_loads(name: str, tmp_path: Path) -> None:
     model = built(MIXES[name])
     x = pictures(model.config)

@@ -30,7 +30,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(3):
         (root / "unreadable" / f"{number}.png").write_bytes(b"no picture")
     write_pictures(root / "single", 1)
-    write_pictures(root / "many", 51)
+    write_pictures(root / "many", 27)
     places = [str(root / name) for folder in ("unreadable", "single", "many") for name in (folder, f"{folder}.json")]
     command = [sys.executable, "-m", "tests.report.worker"]
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}

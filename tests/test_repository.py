@@ -36,13 +36,25 @@ NOT_AT_IMPORT = {
 FORBIDDEN = ["/wo" + "rk/", "/ro" + "ot/", "extra-index" + "-url"]
 
 IMPORT_PROBE = """
-import json, sys
+import contextlib, io, json, runpy, sys
 import torch
+
+def loaded():
+    return sorted({name.partition(".")[0] for name in sys.modules})
+
 before = set(sys.modules)
 import vitrail
 added = sorted(set(sys.modules) - before)
-loaded = sorted({name.partition(".")[0] for name in sys.modules})
-print(json.dumps({"added": added, "loaded": loaded, "cuda": torch.cuda.is_initialized()}))
+found = {"added": added, "loaded": loaded(), "cuda": torch.cuda.is_initialized()}
+from vitrail.pictures import Preprocessing
+found["with preprocessing"] = loaded()
+sys.argv, said = ["vitrail", "--help"], io.StringIO()
+try:
+    with contextlib.redirect_stdout(said):
+        runpy.run_module("vitrail", run_name="__main__")
+except SystemExit as leave:
+    found["code"] = leave.code
+print(json.dumps({**found, "help": said.getvalue(), "with help": loaded()}))
 """
 
 
@@ -61,7 +73,7 @@ def code_blocks(page: str, language: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def fresh_import() -> dict[str, Any]:
-    """What `import vitrail` does to a new interpreter."""
+    """What `import vitrail` does to a new interpreter, then what preprocessing does, and what asking for help does."""
     run = subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(run.stdout)
     return result
@@ -90,6 +102,16 @@ def test_import_stays_fast(fresh_import: dict[str, Any]) -> None:
 
 def test_import_leaves_cuda_alone(fresh_import: dict[str, Any]) -> None:
     assert fresh_import["cuda"] is False
+
+
+def test_preprocessing_alone_does_not_load_pillow(fresh_import: dict[str, Any]) -> None:
+    assert "PIL" not in fresh_import["with preprocessing"]
+
+
+def test_module_runs_and_loads_nothing_heavy_for_its_help(fresh_import: dict[str, Any]) -> None:
+    assert not fresh_import["code"]
+    assert "Usage: vitrail " in fresh_import["help"]
+    assert {"PIL", "timm", "transformers", "torchvision"}.isdisjoint(fresh_import["with help"])
 
 
 @pytest.mark.parametrize("name", sorted(set(vitrail.__all__) - {"__version__"}))

@@ -29,18 +29,6 @@ def test_help_names_the_commands_and_gives_examples() -> None:
     assert "Example" in CliRunner().invoke(app, ["demo", "-h"]).stdout
 
 
-def test_module_runs_and_loads_nothing_heavy_for_its_help() -> None:
-    code = (
-        "import sys, runpy; sys.argv = ['vitrail', '--help']\n"
-        "try: runpy.run_module('vitrail', run_name='__main__')\n"
-        "except SystemExit as leave: assert not leave.code\n"
-        "print(sorted({'PIL', 'timm', 'transformers', 'torchvision'} & set(sys.modules)))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Usage: vitrail " in result.stdout
-    assert result.stdout.strip().endswith("[]")
-
-
 def test_notes_show_each_of_our_warnings_once_and_leave_others_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -19,8 +19,8 @@ from PIL import Image, ImageOps
 from rich.progress import track
 
 from experiments.common.data import box_around
-from experiments.common.machine import told
-from vitrail.errors import InvalidOption, PictureError, VitrailError
+from experiments.common.machine import ending_plainly
+from vitrail.errors import InvalidOption, PictureError
 from vitrail.models.saving import write_whole
 
 Row = dict[str, Any]
@@ -133,7 +133,7 @@ def main(
     to: Annotated[Path, typer.Option(help="Where to write the files.")],
 ) -> None:
     """Make the files that studies read, two for each data set."""
-    try:
+    with ending_plainly("--to"):
         found = [(folder, *set_in(folder)) for folder in folders]
         to.mkdir(parents=True, exist_ok=True)
         for folder, maker, files in found:
@@ -143,9 +143,6 @@ def main(
                     raise InvalidOption(f"{folder} has nothing for {name}. Unpack the data set again")
                 write_whole(to / f"{name}.parquet", parquet_of(rows))
                 typer.echo(f"{to / name}.parquet: {len(rows):,} rows")
-    except (VitrailError, OSError, ModuleNotFoundError) as error:
-        typer.echo(told(error, "--to"), err=True)
-        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

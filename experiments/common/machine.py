@@ -6,11 +6,14 @@ import gc
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import typer
 
 import vitrail
 from vitrail.errors import VitrailError
@@ -78,3 +81,13 @@ def told(error: VitrailError | OSError | ModuleNotFoundError, options: str) -> s
         return f"{error.name} is not installed, and studies need it: pip install -e '.[{EXTRAS}]', in the checkout"
     expected = f"Expected a place that can be written to; name another one with {options}"
     return f"{error.filename}: {error.strerror}. {expected}"
+
+
+@contextmanager
+def ending_plainly(options: str) -> Iterator[None]:
+    """End a command with what is wrong, as :func:`told` says it, and 2 instead of a traceback."""
+    try:
+        yield
+    except (VitrailError, OSError, ModuleNotFoundError) as error:
+        typer.echo(told(error, options), err=True)
+        raise typer.Exit(2) from error

@@ -22,7 +22,7 @@ import typer
 from torch import nn
 
 from experiments.common.data import VARIABLE
-from experiments.common.machine import commit, machine, told
+from experiments.common.machine import commit, ending_plainly, machine
 from experiments.common.plots import COLOURS, figure, lines
 from experiments.common.rows import add_row, read_rows
 from experiments.common.study import Rows, Study, plain
@@ -33,7 +33,7 @@ from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
 from vitrail.analysis.survey import survey
-from vitrail.errors import InvalidOption, VitrailError
+from vitrail.errors import InvalidOption
 from vitrail.models.saving import write_whole
 from vitrail.pictures.collection import Collection
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
@@ -223,14 +223,11 @@ def main(
     """Go on with the run of a large model; when it has ended, look at it."""
     if data is not None:
         os.environ[VARIABLE] = str(data)
-    try:
+    with ending_plainly("--rows or --out"):
         if plot:
             _show(rows)
         else:
             _go_on_and_look(Asked(recipe, registers, epochs, optimizer, patches), seconds, out, rows, device, of)
-    except (VitrailError, OSError, ModuleNotFoundError) as error:
-        typer.echo(told(error, "--rows or --out"), err=True)
-        raise typer.Exit(2) from error
 
 
 def _show(rows: Path) -> None:

@@ -1,6 +1,7 @@
 """Variants and forms: shared weights, equal outputs, real training steps, recorded graphs."""
 
 import contextlib
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.bench.models import quick, tiny
+from tests.extras import always
+from vitrail.bench import VARIANTS
 from vitrail.bench.forms import RecordedGraph, prepare, values_of
 from vitrail.bench.models import build, copy_model, random_batches
 from vitrail.bench.sliced import slice_tokens
@@ -74,10 +77,14 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         build(quick(size=(4, 4)), tiny())
 
 
-@pytest.mark.parametrize("form", ["eager", "compiled", "blocks"])
-@pytest.mark.parametrize("variant", ["unmerged", "sliced", "merged"])
+COMPARED = [*((variant, "eager") for variant in VARIANTS), ("merged", "compiled"), ("merged", "blocks")]
+"""What is compared here always; a measurement of all rows (test_measuring.py) compares the others, too."""
+
+
+@pytest.mark.parametrize("row", always(COMPARED, product(VARIANTS, ("eager", "compiled", "blocks"))), ids="-".join)
 @pytest.mark.usefixtures("no_inductor")
-def test_every_form_gives_the_same(variant: str, form: str) -> None:
+def test_every_form_gives_the_same(row: tuple[str, str]) -> None:
+    variant, form = row
     config = quick(forms=("eager", form) if form != "eager" else ("eager",))
     base = build(config, tiny())
     batches = random_batches(config, base.size, CPU)

@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 Interpreted = Callable[[str], list[Outcome]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let what takes longest come first: at the end, other workers would have nothing left to do beside it."""
+    items.sort(key=lambda item: "interpreted" not in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def interpreted() -> Interpreted:
     """Give the outcomes of a part. Each part is asked for by one test: a second one would run it again, or wait."""

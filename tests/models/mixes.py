@@ -68,7 +68,7 @@ def config(names: list[str], place: str, options: dict[str, Any]) -> ViTConfig:
 MIXES = mixes()
 FULLEST = tuple(f"classes+distillation+registers+tasks+{place}" for place in ("gathering", "mixed"))
 COMPILED = always(FULLEST, MIXES)
-"""All of them; compiling takes seconds each, and the two that have all roles at the most places do it always."""
+"""All of them; compiling takes seconds each: the two that have all roles at the most places, merged, do it always."""
 
 WHOLE = ("class", "distillation", "registers", "tasks", "classes+distillation+registers+tasks")
 SINGLE = always([name for name in MIXES if name.rpartition("+")[0] in ("", *WHOLE)], MIXES)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.mixes import COMPILED, MIXES, SINGLE, built, pictures
+from tests.extras import always
+from tests.models.mixes import FULLEST, MIXES, SINGLE, built, pictures
 from tests.models.oracle import features_of
 from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig
@@ -81,7 +82,7 @@ def test_saves_and_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", always(FULLEST[:1], MIXES))  # test_vit.py has a mixed one, too
 def test_compiles_as_one_graph(name: str) -> None:
     torch._dynamo.reset()
     model = built(MIXES[name])

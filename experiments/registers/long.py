@@ -50,7 +50,7 @@ SNAPSHOTS, DRAWN = 10, 6
 """Checkpoints that are looked at, and drawn, evenly spread over the run."""
 
 
-NARROW = "\N{NO-BREAK SPACE}"
+UNBROKEN = "\N{NO-BREAK SPACE}"
 LONGEST = "The longest thousandth of the patch tokens in the last layer, artifacts or not:"
 LR = {"adamw": 5e-4, "muon": 1e-3}
 HIDDEN = 0.3
@@ -72,17 +72,22 @@ class Asked:
     def name(self) -> str:
         """What the run is called."""
         by = WRITTEN.get(self.optimizer, self.optimizer)
-        learned = f"{self.recipe} + patches" if self.patches else self.recipe
-        return f"ViT-B, {learned}, {by}, {self.registers} registers"
+        return f"ViT-B, {' + '.join(self._learned)}, {by}, {self.registers} registers"
 
     @property
     def folder(self) -> str:
         """The folder that it is written to."""
-        learned = f"{self.recipe}-patches" if self.patches else self.recipe
-        return f"{learned}-{self.registers}-{self.epochs}-{self.optimizer}"
+        return f"{'-'.join(self._learned)}-{self.registers}-{self.epochs}-{self.optimizer}"
+
+    @property
+    def _learned(self) -> list[str]:
+        weight = "" if self.patches == 1 else f"{self.patches:g} "
+        return [self.recipe, *([f"{weight}patches"] if self.patches else [])]
 
     def fields(self, study: Study) -> dict[str, Any]:
         """Give the study's recipe, for a larger model and a longer time."""
+        if self.patches and self.recipe != "dino":
+            raise InvalidOption(f"--patches {self.patches:g} is for --recipe dino; got --recipe {self.recipe}")
         now_and_then = max(1, self.epochs // SNAPSHOTS)
         hiding = {"patches": self.patches, "hidden": HIDDEN} if self.patches else {}
         return {
@@ -143,6 +148,7 @@ def row_of(folder: Path, name: str, data: WithScenes, device: str | None) -> dic
         "seconds": log[-1]["seconds"],
         "accuracy": dict(found.accuracy),
         "learned": [(line["epoch"], line["score"]) for line in read_log(folder / "log.jsonl", "evaluation")],
+        "losses": [line["losses"] for line in log],
         **over_checkpoints(folder, data.scenes(), where),
         **examine(model.to(where), labels, data.scenes()),
     }
@@ -201,7 +207,7 @@ def draw(rows: Rows, folder: Path) -> None:
 def _title(row: Mapping[str, Any]) -> str:
     """Give a run's name in lines as wide as its plot, broken between its parts."""
     parts = [*row["arm"].split(", "), f"{row['epochs']} epochs"]
-    return fill(", ".join(part.replace(" ", NARROW) for part in parts), 30).replace(NARROW, " ")
+    return fill(", ".join(part.replace(" ", UNBROKEN) for part in parts), 30).replace(UNBROKEN, " ")
 
 
 def main(
@@ -211,7 +217,10 @@ def main(
     epochs: Annotated[int, typer.Option(min=1, help="In all; the learning rate falls over them.")] = 100,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     patches: Annotated[
-        float, typer.Option(min=0.0, help="With --recipe dino: weight of the loss on hidden patches.")
+        float,
+        typer.Option(
+            min=0.0, help=f"With --recipe dino: weight of the loss on patches, of which {HIDDEN:.0%} are hidden."
+        ),
     ] = 0.0,
     out: Annotated[Path, typer.Option(help="Where the runs are.")] = RUNS,
     rows: Annotated[Path, typer.Option(help="Where to note what came out.")] = ROWS,
@@ -220,7 +229,7 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
     of: Annotated[str | None, typer.Option("--commit", help="Of the code, where there is no checkout.")] = None,
 ) -> None:
-    """Go on with the run of a large model; when it has ended, look at it."""
+    """Go on with the run of a large model, which needs a GPU; when it has ended, look at it."""
     if data is not None:
         os.environ[VARIABLE] = str(data)
     with ending_plainly("--rows or --out"):

@@ -215,6 +215,9 @@ def test_the_long_run_stops_in_time_and_goes_on(recipe: str, patches: float, ans
     data, study = few_and_shapes(), STUDY.small()
     asked = long.Asked(recipe, registers=1, epochs=2, patches=patches)
     wanted = asked.fields(study)
+    others = [asked, replace(asked, patches=0.5), replace(asked, epochs=3), replace(asked, registers=2)]
+    assert len({one.folder for one in others}) == 4
+    assert replace(asked, patches=0.5).name != asked.name
     assert (wanted["model"], wanted["save_every"]) == ("vit_base_patch16", 1)
     assert long.go_on(tmp_path / "run", wanted, data, 1e-9, "cpu") is None
     assert not (tmp_path / "run" / "last").exists()
@@ -227,6 +230,7 @@ def test_the_long_run_stops_in_time_and_goes_on(recipe: str, patches: float, ans
     assert row["tail"]["tokens"][0]["over_median"] == pytest.approx(longest(row), rel=0.01)
     learned = read_log(tmp_path / "run" / "log.jsonl", "epoch")[-1]
     assert ("patches" in learned["losses"]) == bool(patches)
+    assert row["losses"][-1] == learned["losses"]
     page = long.section([{**row, "device": "a machine", "commit": "abc"}])
     name = f"ViT-B, {recipe}{' + patches' if patches else ''}, AdamW, 1 registers"
     line = next(line for line in page.splitlines() if line.startswith(f"| {name} | 2 |"))
@@ -242,6 +246,7 @@ def test_the_long_run_stops_in_time_and_goes_on(recipe: str, patches: float, ans
     [
         (["--recipe", "foo"], "expected one of labels, dino"),
         (["--optimizer", "sgd"], "expected one of adamw, muon"),
+        (["--patches", "1"], "--patches 1 is for --recipe dino; got --recipe labels"),
         (["--registers", "-1"], "Invalid value for '--registers'"),
         (["--epochs", "0"], "Invalid value for '--epochs'"),
         (["--data", "nowhere"], "Name the folder of the data sets"),

@@ -204,6 +204,8 @@ def test_tasks_have_tokens_or_share_one(tmp_path: Path) -> None:
 
 
 def test_learning_without_labels_and_going_on_with_them(photos: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match=r"'patchs' is none of prototypes, .*; did you mean 'patches'\?"):
+        run(photos, tmp_path / "dino", recipe="dino", recipe_options={"patchs": 1}, validation=0.25, epochs=1)
     alone = run(photos, tmp_path / "dino", recipe="dino", recipe_options={"prototypes": 16}, validation=0.25, epochs=1)
     assert alone.evaluation.accuracy.keys() == {"neighbours"}
     fields = {name: value for name, value in FIELDS.items() if name not in ("options", "tokens", "patch_size")}

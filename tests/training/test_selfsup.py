@@ -154,6 +154,8 @@ def test_what_is_said_about_hidden_patches_by_loop(monkeypatch: pytest.MonkeyPat
         for b, p in mask.nonzero().tolist()
     ]
     torch.testing.assert_close(terms.parts["patches"], torch.stack(each).mean().detach())
+    spread = -(targets * targets.clamp(min=1e-30).log()).sum(-1).mean().detach()
+    torch.testing.assert_close(terms.parts["patch_entropy"], spread, rtol=1e-4, atol=0)
     torch.testing.assert_close(terms.total.detach(), terms.parts["dino"] + 0.5 * terms.parts["patches"])
     terms.total.backward()
     assert all(value.grad is None for value in learner.teacher.parameters())

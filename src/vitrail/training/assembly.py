@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from vitrail.training.mixing import Mix
 from vitrail.training.objective import Objective
 from vitrail.training.optim import Ema, make_optimizer
 from vitrail.training.order import mix
+from vitrail.training.parsing import nearest
 from vitrail.training.parts import Parts
 from vitrail.training.questions import ask, heads_of
 from vitrail.training.run import CHECKPOINTS, LOG
@@ -112,10 +114,11 @@ def _lay_out(model: nn.Module, crew: Crew) -> None:
 
 
 def _without_labels(config: Config, model: nn.Module) -> nn.Module:
-    try:
-        return SelfLearner(model, **config.recipe_options)
-    except TypeError as error:
-        raise InvalidOption(f"recipe_options={config.recipe_options}: {error}") from error
+    known = [name for name in signature(SelfLearner).parameters if name != "model"]
+    for name in config.recipe_options:
+        if name not in known:
+            raise InvalidOption(f"recipe_options: {name!r} is none of {', '.join(known)}{nearest(name, known)}")
+    return SelfLearner(model, **config.recipe_options)
 
 
 def _teacher(config: Config, built: Built, classes: Mapping[str, tuple[str, ...]], crew: Crew) -> Teacher:

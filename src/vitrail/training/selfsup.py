@@ -4,8 +4,9 @@ A student sees small and large views of a picture, and says what its teacher say
 teacher is the student's own average over time. The loss is about the class token alone: what patch tokens hold is
 theirs to decide, as it is in supervised training, so that artifact tokens *can* appear and registers have something to
 cure. Two options hide patches from the student. With ``patches`` it says what the teacher, who sees all, says about
-them (iBOT, Zhou et al. 2021, and a part of DINOv2, in whose large models artifacts were found). With ``reconstruct`` it
-gives their pixels (masked autoencoding), which binds every patch token to its place: the control.
+them, after iBOT (Zhou et al. 2021) and DINOv2, in whose large models artifacts were found. It is simpler than theirs:
+patches are hidden one by one and not in blocks, in every large view, in the mean colour. With ``reconstruct`` it gives
+their pixels (masked autoencoding), which binds every patch token to its place: the control.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class SelfLearner(nn.Module):
       balanced over the batch (:func:`balanced`), so that not all pictures can get the same one. DINO's centring, a
       running mean that is taken away, collapsed within twenty steps when it was tried on 32 pictures.
     - ``parts`` of the loss are ``dino``; ``entropy``, of the teacher's answers in nats: near log(prototypes) they say
-      nothing; and ``patches`` and ``reconstruction`` where they are asked for.
+      nothing; and, where they are asked for, ``patches`` with ``patch_entropy``, and ``reconstruction``.
     - Parts of an accumulated batch are balanced each by itself.
     - Evaluation is by nearest neighbours, for there is no head: the model has ``num_classes=0``.
 
@@ -146,6 +147,7 @@ class SelfLearner(nn.Module):
             parts["patches"] = masked_answers(
                 self.projection(self._patches(features)) / STUDENT_TEMPERATURE, about_patches, mask
             )
+            parts["patch_entropy"] = torch.special.entr(about_patches).sum(-1).mean()
             total = total + self.patches * parts["patches"]
         if mask is not None and self.decoder is not None:
             height, width = self.model.config.patch

@@ -7,6 +7,10 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -32,9 +36,9 @@ app = typer.Typer(add_completion=False)
 console = Console(highlight=False)
 
 
-def say(text: str) -> None:
-    """Print a line as it is, at once, however long it is."""
-    console.print(text, soft_wrap=True, markup=False)
+def say(text: str, of: str = "") -> None:
+    """Print a line as it is, at once, however long it is; where there are several studies, with the name of its own."""
+    console.print(f"{of}  {text}" if of else text, soft_wrap=True, markup=False)
 
 
 def study_called(name: str) -> Study:
@@ -58,7 +62,7 @@ def main(
     names: Annotated[list[str], typer.Argument(help=f"Studies: {', '.join(WORDS)}, or all.")],
     tune: Annotated[bool, typer.Option(help="Only the search.")] = False,
     plot: Annotated[bool, typer.Option(help="Train nothing; write tables and plots from the rows.")] = False,
-    reduced: Annotated[bool, typer.Option(help="Seconds on a CPU, with drawn pictures: does it work?")] = False,
+    reduced: Annotated[bool, typer.Option(help="A minute or two on a CPU, with drawn pictures: does it work?")] = False,
     arms: Annotated[str, typer.Option(metavar="REGEX", help="Only arms that match.")] = "",
     seeds: Annotated[str, typer.Option(metavar="0,1", help="Only these seeds.")] = "",
     seconds: Annotated[
@@ -86,8 +90,7 @@ def main(
     chosen = [name for word in names for name in names_of(word)]
     studies = {name: study_called(name).small() if reduced else study_called(name) for name in chosen}
     shared = [name for name in studies if processes > 1 and not studies[name].timed]
-    errors, left, wrong, until = Counter[str](), 0, False, time.monotonic() + seconds
-    ended = 0
+    tally, ended, until = Tally(many=len(chosen) > 1), 0, time.monotonic() + seconds
     try:
         with Stop.listening() as stop:
             if shared:
@@ -95,31 +98,60 @@ def main(
             if ended == STOPPED:
                 raise Interrupted("Stopped. Give the same command again to go on.")
             for name in [name for name in studies if name not in shared]:
-                study = studies[name]
-                folder = HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
-                if out is not None:
-                    folder = out / name
-                try:
+                folder = _folder_of(name, out, reduced=reduced)
+                with tally.of(name):
                     if plot:
-                        show(study, folder, evidence=EVIDENCE if folder == HERE / name else None)
+                        show(studies[name], folder, evidence=EVIDENCE if folder == HERE / name else None)
                         continue
-                    runner = Runner(study, folder, until - time.monotonic(), device, commit, say, stop)
+                    tell = partial(say, of=name if tally.many else "")
+                    runner = Runner(studies[name], folder, until - time.monotonic(), device, commit, tell, stop)
                     runner.do(arms, wanted, only_tune=tune)
-                except Interrupted:
-                    raise
-                except (VitrailError, OSError, ModuleNotFoundError) as error:  # of one study; the others may be right
-                    wrong = True
-                    complain(("" if len(chosen) == 1 else f"{name}: ") + told(error, "--out"))
-                    continue
-                errors, left = errors + runner.errors, left + runner.left
-                conclude(name, runner)
+                    tally.add(runner)
+                    conclude(name, runner)
     except Interrupted as stopped:
         say(str(stopped))
         raise typer.Exit(STOPPED) from stopped
-    if errors:
-        kinds = "one error" if len(errors) == 1 else f"{len(errors)} different errors"
-        complain(f"{errors.total()} runs failed, with {kinds}; their rows say why.")
-    raise typer.Exit(gravest([ended, FAILED if errors else WRONG if wrong else LEFT if left else 0]))
+    raise typer.Exit(gravest([ended, tally.concluded()]))
+
+
+@dataclass
+class Tally:
+    """What went wrong in some studies, and what is left of them."""
+
+    many: bool
+    errors: Counter[str] = field(default_factory=Counter)
+    left: int = 0
+    wrong: bool = False
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Say what is wrong with one study; the others may be right."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except (VitrailError, OSError, ModuleNotFoundError) as error:
+            self.wrong = True
+            complain((f"{name}: " if self.many else "") + told(error, "--out"))
+
+    def add(self, runner: Runner) -> None:
+        """Count what a study's runs came to."""
+        self.errors += runner.errors
+        self.left += runner.left
+
+    def concluded(self) -> int:
+        """Say how many runs failed, and give the number that the command ends with."""
+        if self.errors:
+            kinds = "one error" if len(self.errors) == 1 else f"{len(self.errors)} different errors"
+            complain(f"{self.errors.total()} runs failed, with {kinds}; their rows say why.")
+        return FAILED if self.errors else WRONG if self.wrong else LEFT if self.left else 0
+
+
+def _folder_of(name: str, out: Path | None, *, reduced: bool) -> Path:
+    """Give the folder of a study's rows."""
+    if out is not None:
+        return out / name
+    return HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
 
 
 def _own_command(context: typer.Context, names: list[str]) -> list[str]:

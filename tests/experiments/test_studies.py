@@ -279,6 +279,9 @@ def test_one_error_of_several_runs_is_said_once(tmp_path: Path, monkeypatch: pyt
     ]
     assert lines[-1] == f"{jobs} runs failed, with one error; their rows say why."
     assert all("nothing goes" in row["error"] for row in read_rows(tmp_path / "class_tokens" / SEARCH))
+    both = CliRunner().invoke(app, ["class_tokens", "depth", "--reduced", "--device", "cpu", "--out", str(tmp_path)])
+    *runs, _ = both.output.splitlines()
+    assert {line.split()[0] for line in runs} == {"class_tokens", "depth"}  # whose run is whose
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ class Runner:
                     if key in self._done(file):
                         self.there += 1
                         continue
+                    self._check()
                     late = time.monotonic() - self._begun + self._longest > self.seconds
                     with self._claimed(kind, key):
                         if late:
@@ -186,7 +187,6 @@ class Runner:
         if key in self._done(file):
             self.there += 1
             return
-        self._check()
         fields = plain(self.study.fields(job.arm, job.point))
         row = {"key": key, "arm": job.arm.name, "seed": job.seed, "point": plain(job.point), "fields": fields}
         begun = time.monotonic()

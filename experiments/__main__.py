@@ -19,12 +19,12 @@ import typer
 from rich.console import Console
 
 from experiments.common.data import VARIABLE
-from experiments.common.machine import told
+from experiments.common.machine import PLAIN, told
 from experiments.common.pages import EVIDENCE, write_pages
 from experiments.common.running import Runner
 from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
 from experiments.common.study import Study
-from vitrail.errors import InvalidOption, VitrailError
+from vitrail.errors import InvalidOption
 from vitrail.training.stopping import Interrupted, Stop
 
 HERE = Path(__file__).resolve().parent
@@ -130,7 +130,7 @@ class Tally:
             yield
         except Interrupted:
             raise
-        except (VitrailError, OSError, ModuleNotFoundError) as error:
+        except PLAIN as error:
             self.wrong = True
             complain((f"{name}: " if self.many else "") + told(error, "--out"))
 

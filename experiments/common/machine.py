@@ -22,6 +22,8 @@ from vitrail.training import read_log
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = "train,plot,data,timm"
 """What studies need beside Vitrail itself."""
+PLAIN = (VitrailError, OSError, ModuleNotFoundError)
+"""What is wrong with what was asked for, or where; it is told without a traceback."""
 
 
 class Stopwatch:
@@ -88,6 +90,6 @@ def ending_plainly(options: str) -> Iterator[None]:
     """End a command with what is wrong, as :func:`told` says it, and 2 instead of a traceback."""
     try:
         yield
-    except (VitrailError, OSError, ModuleNotFoundError) as error:
+    except PLAIN as error:
         typer.echo(told(error, options), err=True)
         raise typer.Exit(2) from error

@@ -77,7 +77,7 @@ class Asked:
     @property
     def folder(self) -> str:
         """The folder that it is written to."""
-        return f"{'-'.join(self._learned)}-{self.registers}-{self.epochs}-{self.optimizer}"
+        return f"{'-'.join(self._learned).replace(' ', '-')}-{self.registers}-{self.epochs}-{self.optimizer}"
 
     @property
     def _learned(self) -> list[str]:

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from vitrail.bench import timing
+from tests.moments import only_moments
 
 
 @pytest.fixture
@@ -16,6 +16,5 @@ def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm nothing up, and let samples be as short as they are: where no time is asserted, it would only pass."""
-    for name, value in {"WARM_S": 0.0, "WARM_STEPS": 1, "SAMPLE_S": 0.0}.items():
-        monkeypatch.setattr(timing, name, value)
+    """Time models for moments only: where no time is asserted, more of it would only pass."""
+    only_moments(monkeypatch)

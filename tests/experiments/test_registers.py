@@ -218,6 +218,7 @@ def test_the_long_run_stops_in_time_and_goes_on(recipe: str, patches: float, ans
     others = [asked, replace(asked, patches=0.5), replace(asked, epochs=3), replace(asked, registers=2)]
     assert len({one.folder for one in others}) == 4
     assert replace(asked, patches=0.5).name != asked.name
+    assert not any(" " in one.folder for one in others)
     assert (wanted["model"], wanted["save_every"]) == ("vit_base_patch16", 1)
     assert long.go_on(tmp_path / "run", wanted, data, 1e-9, "cpu") is None
     assert not (tmp_path / "run" / "last").exists()

@@ -30,6 +30,7 @@ from vitrail.training.views import LARGE, take_apart
 
 STUDENT_TEMPERATURE = 0.1
 MAX_WEIGHT = 1e4
+"""Of a loss beside that on views, whose weight is one."""
 ROUNDS = 3
 """Of balancing; as in SwAV and DINOv2."""
 

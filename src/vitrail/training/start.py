@@ -85,7 +85,7 @@ def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell,
         stack.close()
 
 
-def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell, until: ExitStack) -> tuple[Loop, int]:
+def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell, stack: ExitStack) -> tuple[Loop, int]:
     """Check everything, then make the run's folder and all that the loop needs; give it with its first step.
 
     The folder is kept to this run until the stack is closed.
@@ -110,7 +110,7 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
     config = replace(config, side=config.side or config.image_size)
     parts = crew.together(lambda: make_parts(config, crew, examples, held, (built, teacher, learner, merging, r), tell))
     loop = Loop(parts)
-    crew.first_does(lambda: _take(folder, resume, overwrite, until))
+    crew.first_does(lambda: _take(folder, resume, overwrite, stack))
     start = go_on(loop, len(examples)) if resume else 0
     crew.first_does(lambda: write_text(folder / SETTINGS, config.to_yaml()))
     parts.log.trim(start)
@@ -122,8 +122,8 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
     return loop, start
 
 
-def _take(folder: Path, resume: bool, overwrite: bool, until: ExitStack) -> None:
-    keep_to_itself(folder, until)
+def _take(folder: Path, resume: bool, overwrite: bool, stack: ExitStack) -> None:
+    keep_to_itself(folder, stack)
     if not resume:
         claim(folder, overwrite=overwrite)
 

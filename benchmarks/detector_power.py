@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vitrail.analysis.norms import NormAccumulator
+from vitrail.analysis.norms.distribution import NormAccumulator
 
 Array = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Array]
@@ -86,10 +86,10 @@ def real_features(parquet: Path | None, number: int = 200) -> tuple[str, dict[st
     import timm
     from PIL import Image
 
-    from vitrail.pictures import Preprocessing, read_picture, samples, to_tensor
+    from vitrail.data import Preprocessing, read_image, samples, to_tensor
 
     if parquet is None:
-        whole = [read_picture(path) for path in samples().values()]
+        whole = [read_image(path) for path in samples().values()]
         pictures: list[Any] = [
             picture.crop((picture.width * x // 12, picture.height * y // 12, picture.width, picture.height))
             for picture in whole

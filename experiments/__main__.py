@@ -25,7 +25,7 @@ from experiments.common.running import Runner
 from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
 from experiments.common.study import Study
 from vitrail.errors import InvalidOption
-from vitrail.training.stopping import Interrupted, Stop
+from vitrail.training.interrupt import Interrupted, Stop
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = sorted(path.parent.relative_to(HERE) for path in HERE.glob("**/study.py"))

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from experiments.common.data import box_around
 from experiments.common.machine import ending_plainly
-from vitrail.errors import InvalidOption, PictureError
+from vitrail.errors import ImageError, InvalidOption
 from vitrail.models.saving import write_whole
 
 Row = dict[str, Any]
@@ -91,7 +91,7 @@ SETS: dict[str, tuple[str, Maker, dict[str, str]]] = {
 def opened(path: Path) -> Image.Image:
     """Read a picture, or say which one cannot be read.
 
-    Its values are those in the file, neither turned nor brought to other colours as `vitrail.pictures` would do: masks
+    Its values are those in the file, neither turned nor brought to other colours as `vitrail.data` would do: masks
     lie on the picture as it is stored, and of a mask's palette the numbers matter.
     """
     try:
@@ -99,7 +99,7 @@ def opened(path: Path) -> Image.Image:
             image.load()
             return image
     except (OSError, ValueError, SyntaxError) as error:
-        raise PictureError(f"{path}: cannot be read ({error}). Fetch the data set again") from error
+        raise ImageError(f"{path}: cannot be read ({error}). Fetch the data set again") from error
 
 
 def packed(image: Image.Image, name: str) -> Row:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import vitrail.adapters
 from vitrail.adapters.base import BlockAdapter, BlockCall, TrunkAdapter
-from vitrail.adapters.passes import open_pass
-from vitrail.pictures.preprocessing import Preprocessing
+from vitrail.adapters.forward_pass import open_pass
+from vitrail.data.spec import Preprocessing
 from vitrail.tokens import Role, TokenLayout
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.files import drafts, held
+from vitrail._atomic_files import drafts, held
 from vitrail.models.saving import write_whole
 
 
@@ -78,6 +78,6 @@ def test_where_nothing_can_be_locked_all_hold(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("fcntl.flock", refuse)
     with held(tmp_path), held(tmp_path):
         pass
-    monkeypatch.setattr("vitrail.files.fcntl", None)
+    monkeypatch.setattr("vitrail._atomic_files.fcntl", None)
     with held(tmp_path), held(tmp_path):
         pass

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from vitrail._distributed import joined, place
 from vitrail.errors import InvalidOption, TrainingError
-from vitrail.processes import joined, place
 
 
 def test_one_process_is_a_crew_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import vitrail
 from vitrail.adapters.saved import EMBEDDED
+from vitrail.data import to_tensor
+from vitrail.data.drawn_samples import drawings
 from vitrail.models import ViT
-from vitrail.pictures import to_tensor
-from vitrail.pictures.drawn import drawings
 from vitrail.training import evaluate, load_trained, open_examples
 
 FOLDER = EMBEDDED["tiny"]

@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 
 from experiments.common.shapes import COLOURS, GROUPS, MOTIONS, SHAPES, Drawn, film, render
 from experiments.common.sounds import read_digits
-from vitrail.errors import PictureError
+from vitrail.data.decoded import square
+from vitrail.errors import ImageError
 from vitrail.training import Arrays, Examples, open_examples
-from vitrail.training.samples import square
 
 VARIABLE = "VITRAIL_DATA"
 DEFAULT = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -64,7 +64,7 @@ def data_file(name: str) -> Path:
     """Find a file of the data, or say where it was looked for."""
     path = Path(os.environ.get(VARIABLE) or DEFAULT) / name
     if not path.is_file():
-        raise PictureError(f"{path} is missing. Name the folder of the data sets with --data or {VARIABLE}")
+        raise ImageError(f"{path} is missing. Name the folder of the data sets with --data or {VARIABLE}")
     return path
 
 

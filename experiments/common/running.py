@@ -23,12 +23,12 @@ from experiments.common.choosing import Unready, best_point, run_key
 from experiments.common.machine import Stopwatch, commit, machine
 from experiments.common.rows import RESULTS, SEARCH, add_row, failed, finished, pack
 from experiments.common.study import Arm, Row, RunOf, Study, Trained, plain
+from vitrail._atomic_files import held
+from vitrail._distributed import place
 from vitrail.errors import Diverged, InvalidOption
-from vitrail.files import held
-from vitrail.processes import place
 from vitrail.training import Evaluation, Run, evaluate, train
-from vitrail.training.checks import check_value
-from vitrail.training.stopping import Interrupted, Stop
+from vitrail.training.config.checks import check_value
+from vitrail.training.interrupt import Interrupted, Stop
 
 HELD = 0.1
 """The share of the training data that the search is evaluated on; the validation set has no part in it."""

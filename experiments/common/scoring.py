@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.dataset import LABEL
+from vitrail.data.loading.loader import make_feed
 from vitrail.training import Labels, open_examples
-from vitrail.training.examples import LABEL
-from vitrail.training.feeds import make_feed
-from vitrail.training.fitting import prepares
+from vitrail.training.input_size import prepares
 
 
 def batches(model: nn.Module, labels: Labels, data: Any, batch: int = 256) -> Iterator[tuple[Tensor, Tensor]]:

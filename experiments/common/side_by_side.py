@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event, Lock
 
-from vitrail.processes import cores
-from vitrail.training.stopping import Stop
+from vitrail._distributed import cores
+from vitrail.training.interrupt import Stop
 
 THREADS = "OMP_NUM_THREADS"
 STOPPED, FAILED, WRONG, LEFT = 130, 1, 2, 3

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.errors import PictureError
+from vitrail.errors import ImageError
 from vitrail.training import Arrays
 
 RATE = 8000
@@ -29,7 +29,7 @@ def read_digits(path: Path) -> Arrays:
         labels = {name: [str(value) for value in table[name].to_pylist()] for name in ("digit", "speaker")}
     except (OSError, EOFError, ValueError, KeyError, TypeError, wave.Error, ArrowException) as error:
         why = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
-        raise PictureError(
+        raise ImageError(
             f"{path}: no parquet file of sounds, or damaged ({why}). Expected the columns "
             "audio (WAV bytes), digit and speaker. Fetch or write it again."
         ) from error

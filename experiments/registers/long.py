@@ -33,12 +33,12 @@ from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
 from vitrail.analysis.survey import survey
+from vitrail.data.collection import Collection
 from vitrail.errors import InvalidOption
 from vitrail.models.saving import write_whole
-from vitrail.pictures.collection import Collection
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
-from vitrail.training.run import CHECKPOINTS, LAST
-from vitrail.training.stopping import Interrupted
+from vitrail.training.interrupt import Interrupted
+from vitrail.training.run_directory import CHECKPOINTS, LAST
 
 HERE = Path(__file__).resolve().parent
 ROWS = HERE / "long_run" / "results.jsonl"

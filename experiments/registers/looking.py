@@ -15,9 +15,9 @@ from experiments.registers.scenes import WithScenes
 from experiments.registers.seen import Seen
 from vitrail.analysis.discovery import corloc, suggest_biases, sweep_lost
 from vitrail.analysis.downstream import evaluate_segmentation
-from vitrail.analysis.resampling import split_pictures
-from vitrail.analysis.threshold import find_threshold
-from vitrail.pictures.collection import Collection
+from vitrail.analysis.norms.threshold import find_threshold
+from vitrail.analysis.statistics import split_pictures
+from vitrail.data.collection import Collection
 from vitrail.report.report import Report
 from vitrail.training import Labels, Run, read_log
 

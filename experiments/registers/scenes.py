@@ -11,8 +11,8 @@ from PIL import Image
 
 from experiments.common.data import Data, box_around, data_file, few, imagenette
 from experiments.common.shapes import SHAPES, Drawn, render
-from vitrail.pictures.collection import Collection, open_collection
-from vitrail.pictures.sample import Sample
+from vitrail.data.collection import Collection, open_collection
+from vitrail.data.sample import Sample
 
 MOST = 400
 """Pets that are looked at, spread evenly over their training set."""

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.redundancy import neighbour_similarity
-from vitrail.pictures.collection import Collection
-from vitrail.pictures.preprocessing import Preprocessing
-from vitrail.surgery.record import record
+from vitrail.data.collection import Collection
+from vitrail.data.spec import Preprocessing
+from vitrail.surgery.recording import record
 from vitrail.training import Labels
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experiments.registers.seen import Seen
-from vitrail.analysis.class_probe import probe_classes
+from vitrail.analysis.probes.classes import probe_classes
 from vitrail.analysis.redundancy import object_share, redundancy
 
 SHARE = 0.001

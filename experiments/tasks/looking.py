@@ -14,8 +14,8 @@ from torch import Tensor
 from experiments.common.scoring import inputs
 from experiments.common.study import Trained
 from vitrail.analysis.attention import overlap, spread, token_maps
-from vitrail.analysis.linear import fit_classifier
-from vitrail.surgery.record import Recording, record
+from vitrail.analysis.probes.linear import fit_classifier
+from vitrail.surgery.recording import Recording, record
 from vitrail.tokens import TokenLayout
 from vitrail.training import Examples, Run
 

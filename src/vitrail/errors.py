@@ -7,7 +7,7 @@
     ├── AlreadyMerged        the model carries a merging already
     ├── NotMerged            the model carries no merging (any more)
     ├── BrokenPass           tokens reached a block without the state of their forward pass
-    ├── PictureError         a file is not a picture that can be used
+    ├── ImageError         a file is not a picture that can be used
     ├── ModelLoadError       a model name could not be turned into a model
     ├── TrainingError        training cannot go on, or what it wrote cannot be read
     │   └── Diverged         the loss is no longer a finite number
@@ -52,7 +52,7 @@ class BrokenPass(VitrailError):
     """Tokens reached a merged block without the state of their forward pass."""
 
 
-class PictureError(VitrailError):
+class ImageError(VitrailError):
     """A file is missing, broken, or not a picture."""
 
 

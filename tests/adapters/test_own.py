@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import vitrail
 from tests.surgery.models import distance
 from vitrail.adapters import find
-from vitrail.adapters.own import TalkingHeadsBlock
+from vitrail.adapters.vitrail import TalkingHeadsBlock
 from vitrail.errors import ModelLoadError
 from vitrail.models import ViT, ViTConfig, create_model, from_timm
 from vitrail.tokens import Role, TokenSpec

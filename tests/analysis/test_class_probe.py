@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from vitrail.analysis.class_probe import OneEach, one_token_each, probe_classes
+from vitrail.analysis.probes.classes import OneEach, one_token_each, probe_classes
 from vitrail.errors import UnsupportedInput
 from vitrail.tokens.layout import Role, TokenLayout, TokenSpan
 

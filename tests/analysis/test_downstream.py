@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, one_hot
 
-from vitrail.analysis.dense import patch_labels, patch_means
+from vitrail.analysis.dense_maps import patch_labels, patch_means
 from vitrail.analysis.downstream import evaluate_classification, evaluate_depth, evaluate_segmentation
-from vitrail.analysis.linear import fit_classifier, fit_regressor
-from vitrail.analysis.resampling import Split, split_pictures
+from vitrail.analysis.probes.linear import fit_classifier, fit_regressor
+from vitrail.analysis.statistics import Split, split_pictures
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 HALVES = Split(range(20), range(20, 40))
@@ -166,7 +166,7 @@ class TestSegmentation:
     def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         features, masks = scene()
         whole = evaluate_segmentation(features, masks, (4, 6), HALVES)
-        monkeypatch.setattr("vitrail.analysis.dense.CHUNK", 3000)
+        monkeypatch.setattr("vitrail.analysis.dense_maps.CHUNK", 3000)
         assert torch.equal(whole.confusion, evaluate_segmentation(features, masks, (4, 6), HALVES).confusion)
 
     def test_most_patches(self) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.linear import LinearClassifier, Scaling, fit_classifier, fit_regressor
-from vitrail.analysis.solvers import logistic_loss
+from vitrail.analysis.probes.linear import LinearClassifier, Scaling, fit_classifier, fit_regressor
+from vitrail.analysis.probes.solvers import logistic_loss
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 
@@ -55,7 +55,7 @@ class TestClassifier:
     def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x, y = blobs(3)
         whole = fit_classifier(x.double(), y)
-        monkeypatch.setattr("vitrail.analysis.solvers.CHUNK", 50)
+        monkeypatch.setattr("vitrail.analysis.probes.solvers.CHUNK", 50)
         pieces = fit_classifier(x.double(), y)
         torch.testing.assert_close(whole.weight, pieces.weight, atol=1e-4, rtol=1e-4)
         assert (whole.predict(x) == pieces.predict(x)).all()
@@ -192,7 +192,7 @@ class TestRegressor:
         x = torch.randn(90, 5)
         y = x[:, :2] + torch.randn(90, 2)
         whole = fit_regressor(x, y)
-        monkeypatch.setattr("vitrail.analysis.solvers.CHUNK", 35)
+        monkeypatch.setattr("vitrail.analysis.probes.solvers.CHUNK", 35)
         pieces = fit_regressor(x, y)
         assert whole.penalty == pieces.penalty
         torch.testing.assert_close(whole.weight, pieces.weight)

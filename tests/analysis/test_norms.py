@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.analysis.exact import exact_sum
-from vitrail.analysis.norms import MOST_NAMED, NormAccumulator, analyse_norms
-from vitrail.analysis.threshold import find_threshold
+from vitrail.analysis.exact_sum import exact_sum
+from vitrail.analysis.norms.distribution import MOST_NAMED, NormAccumulator, analyse_norms
+from vitrail.analysis.norms.threshold import find_threshold
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import Role, TokenLayout
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from vitrail.analysis.probes import cut_patches, probe_pixels, probe_positions
+from vitrail.analysis.probes.local import cut_patches, probe_pixels, probe_positions
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 PICTURES, GRID, PATCHES = 40, (3, 4), 12

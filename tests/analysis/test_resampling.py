@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.analysis.resampling import Estimate, Split, bootstrap, hold_out, pick, ratio, split_pictures, wilson
+from vitrail.analysis.statistics import Estimate, Split, bootstrap, hold_out, pick, ratio, split_pictures, wilson
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.extras import always
-from vitrail.analysis import threshold, valleys
-from vitrail.analysis.threshold import NUM_BINS, bins_of, count_norms, find_threshold, quantile
+from vitrail.analysis.norms.distribution import modes as valleys
+from vitrail.analysis.norms.distribution import threshold
+from vitrail.analysis.norms.threshold import NUM_BINS, bins_of, count_norms, find_threshold, quantile
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 NUM_TOKENS = 50 * 196

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from vitrail.data import Collection, Preprocessing
 from vitrail.errors import VitrailError
-from vitrail.pictures import Collection, Preprocessing
 
 
 class Report:

@@ -16,9 +16,9 @@ from vitrail.cli import app
 from vitrail.cli.demo import STRENGTHS, run_demo
 from vitrail.cli.demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
 from vitrail.cli.summary import Guess, Summary
+from vitrail.data import read_image, to_tensor
+from vitrail.data.drawn_samples import drawings
 from vitrail.errors import InvalidOption, ModelLoadError
-from vitrail.pictures import read_picture, to_tensor
-from vitrail.pictures.drawn import drawings
 from vitrail.training import train
 
 SHAPES = {"wide": (60, 40), "tall": (30, 70)}
@@ -51,7 +51,7 @@ def shown(run: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def own_answer(model: torch.nn.Module, picture: Path) -> list[tuple[str, float]]:
     """The classes by probability, by plain calls."""
-    batch = to_tensor([read_picture(picture)], vitrail.adapters.preprocessing(model))
+    batch = to_tensor([read_image(picture)], vitrail.adapters.preprocessing(model))
     with torch.no_grad():
         likely = model(batch)[0].double().softmax(0)
     names = vitrail.class_names(model)["label"]

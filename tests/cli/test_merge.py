@@ -13,8 +13,9 @@ from typer.testing import CliRunner, Result
 import vitrail
 from tests.cli.words import one_line
 from vitrail.cli import app
+from vitrail.data import Preprocessing, read_image, to_tensor
+from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput
-from vitrail.pictures import Preprocessing, read_picture, stained_glass, to_tensor
 
 MODEL = "timm:vit_tiny_patch16_224"
 TINY = ("--size", "64", "--random-weights", "--device", "cpu")
@@ -49,7 +50,7 @@ def test_a_trained_model_names_its_classes(photos: Path, tmp_path: Path) -> None
     result = run("merge", f"vitrail:{tmp_path / 'model'}", photos / "a.png", "-r", "4", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["pictures"][0]
-    batch = to_tensor([read_picture(photos / "a.png")], vitrail.adapters.preprocessing(model))
+    batch = to_tensor([read_image(photos / "a.png")], vitrail.adapters.preprocessing(model))
     said = {}
     for when, r in (("before", 0), ("after", 4)):
         with vitrail.merge(model, r=r), torch.no_grad():
@@ -87,7 +88,7 @@ def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = vitrail.load_model(MODEL, pretrained=False, img_size=(64, 64))
     for entry in summary["pictures"]:
-        picture = read_picture(photos / entry["picture"])
+        picture = read_image(photos / entry["picture"])
         batch = to_tensor([picture], Preprocessing((64, 64)))
         with torch.inference_mode():
             before = model(batch)[0]
@@ -100,9 +101,9 @@ def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
         assert entry["panes"] == 4
         assert entry["seconds_before"] > 0
         assert entry["seconds_after"] > 0
-        glass = read_picture(out / entry["files"]["glass"])
+        glass = read_image(out / entry["files"]["glass"])
         assert glass == stained_glass(picture, trace.groups[0].reshape(4, 4))
-        beside = np.asarray(read_picture(out / entry["files"]["side-by-side"]))
+        beside = np.asarray(read_image(out / entry["files"]["side-by-side"]))
         assert (beside[4 : 4 + picture.height, 4 : 4 + picture.width] == np.asarray(picture)).all()
 
     text = (out / "summary.md").read_text(encoding="utf-8")
@@ -171,7 +172,7 @@ def test_pictures_of_one_name_and_pictures_in_the_output_folder_are_kept_apart(p
     assert {"photos-a-glass.png", "more-a-glass.png", "b-2-glass.png", "b-glass-glass.png"} <= names
     pictures = json.loads((photos / "summary.json").read_text(encoding="utf-8"))["pictures"]
     assert {str(photos / "a.png"), str(photos / "more" / "a.png"), "b.png"} <= {entry["picture"] for entry in pictures}
-    assert read_picture(photos / "b-glass.png").size == (9, 9)
+    assert read_image(photos / "b-glass.png").size == (9, 9)
 
 
 # ---------------------------------------------------------------- mistakes

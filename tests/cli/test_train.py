@@ -12,7 +12,7 @@ from tests.cli.words import one_line
 from tests.training.toys import make_photos
 from vitrail.cli import app
 from vitrail.training import Config, Event
-from vitrail.training import start as training
+from vitrail.training import trainer as training
 from vitrail.training.loop import Loop
 
 SMALL = ("--preset", "tiny", "--image-size", "32", "--device", "cpu", "--epochs", "2", "--batch-size", "8")
@@ -95,7 +95,7 @@ def test_a_file_gives_fields_and_options_win(photos: Path, tmp_path: Path) -> No
 
 
 def test_stopping_is_answered_with_a_sentence(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.training.stopping import Interrupted
+    from vitrail.training.interrupt import Interrupted
 
     def loop(*_: object) -> None:
         raise Interrupted("Stopped after step 3 of 4. Go on with --resume.")

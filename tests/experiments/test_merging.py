@@ -23,13 +23,13 @@ from experiments.merging import measuring
 from experiments.merging.measuring import KINDS, MERGED, UNMERGED, measure_merging, most, speed, steps, timed
 from experiments.merging.showing import at
 from experiments.merging.study import PLAIN, STUDY, WITH, R, look
+from vitrail.data.spec import MEAN, STD, Preprocessing
 from vitrail.errors import NotMerged
 from vitrail.merging import Room
 from vitrail.models import ViT, create_model
-from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.surgery import Merging, merge
 from vitrail.training import Labels
-from vitrail.training.parsing import read_tokens
+from vitrail.training.config.syntax import read_tokens
 
 pytestmark = pytest.mark.usefixtures("short_times")
 

@@ -26,9 +26,9 @@ from experiments.registers.showing import by_count, draw, left, longest, told
 from experiments.registers.study import STUDY
 from tests.report.models import plant
 from vitrail.analysis.downstream import evaluate_segmentation
-from vitrail.analysis.resampling import split_pictures
+from vitrail.analysis.statistics import split_pictures
+from vitrail.data.spec import MEAN, STD, Preprocessing
 from vitrail.models import ViT, ViTConfig
-from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training import Labels, read_log
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import experiments.__main__ as program
 from experiments.__main__ import app
 from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
-from vitrail.training.stopping import Interrupted, Stop
+from vitrail.training.interrupt import Interrupted, Stop
 
 
 def python(text: str) -> list[str]:

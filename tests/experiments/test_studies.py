@@ -24,10 +24,10 @@ from experiments.common.rows import RESULTS, SEARCH, add_row, read_rows, unpack
 from experiments.common.running import Runner
 from experiments.common.study import Arm, RunOf, Study
 from experiments.common.tables import difference, rows_of
-from vitrail.errors import InvalidOption, PictureError
-from vitrail.files import held
+from vitrail._atomic_files import held
+from vitrail.errors import ImageError, InvalidOption
 from vitrail.training import Event
-from vitrail.training.stopping import Interrupted, Stop
+from vitrail.training.interrupt import Interrupted, Stop
 
 FOLDERS = Path(running.__file__).resolve().parents[1]
 
@@ -478,7 +478,7 @@ def test_wrong_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path))
     study = study_called("class_tokens")
     study.data.cache_clear()  # type: ignore[attr-defined]
-    with pytest.raises(PictureError, match="VITRAIL_DATA"):
+    with pytest.raises(ImageError, match="VITRAIL_DATA"):
         study.data()
 
 

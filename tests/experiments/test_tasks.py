@@ -26,7 +26,7 @@ from experiments.tasks.shapes.study import STUDY as SHAPES
 from experiments.tasks.shapes.study import lighted
 from experiments.tasks.showing import SHARED, TOKENS, TWICE
 from experiments.tasks.sounds.study import STUDY as SOUNDS
-from vitrail.surgery.record import Recording
+from vitrail.surgery.recording import Recording
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 from vitrail.training import Arrays, open_examples
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.kernels.cases import Merging, Outcome
 from tests.kernels.checks import LIMITS, MATCHING_LIMIT, Draw, largest_error
 from tests.kernels.structure import check_lists, check_places, shortfall
-from vitrail.kernels import triton_attention, triton_attention_back, triton_matching, triton_merging
+from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import triton_attention_backward as triton_attention_back
 from vitrail.merging import Assignment, proportional_attention
 
 DTYPE = torch.float16

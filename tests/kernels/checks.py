@@ -19,7 +19,8 @@ from torch import Tensor
 from tests.kernels.cases import Attention, AttentionBackward, Backward, Case, Matching, Merging, Norm, Outcome, Sum
 from tests.kernels.guards import guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, shortfall
-from vitrail.kernels import triton_attention, triton_attention_back, triton_matching, triton_merging
+from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import triton_attention_backward as triton_attention_back
 from vitrail.merging import Assignment, match, proportional_attention
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitrail.merging.matching import protected_mask, similarity
+from vitrail.merging.bipartite import protected_mask, similarity
 
 
 def partners(target: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.extras import always
-from vitrail.kernels import launching, triton_attention, triton_attention_back, triton_matching, triton_merging
+from vitrail.kernels import launch as launching
+from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import triton_attention_backward as triton_attention_back
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED = 227 * 1024

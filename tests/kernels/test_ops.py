@@ -18,7 +18,7 @@ from vitrail.adapters.base import DenseBlock
 from vitrail.adapters.timm import TimmBlock
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import Assignment, MergeState, match, proportional_attention
-from vitrail.surgery.dense import dense_block, dense_forward, serves
+from vitrail.runtime.dense_forward import dense_block, dense_forward, serves
 
 OPERATORS = [
     *("attend", "attend_keep", "attend_back", "attend_packed", "attend_packed_back", "match", "merge"),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.merging.matching import front_edges, mask_edges, match, protected_mask, rank
+from vitrail.merging.bipartite import front_edges, mask_edges, match, protected_mask, rank
 
 
 def matched_by_loops(metric, r, mask, order):

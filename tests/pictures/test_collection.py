@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from tests.pictures.test_reading import png
-from vitrail.errors import InvalidOption, PictureError
-from vitrail.pictures import Collection, Preprocessing, open_collection, to_tensor
-from vitrail.pictures.parquet import ParquetPictures
+from vitrail.data import Collection, Preprocessing, open_collection, to_tensor
+from vitrail.data.sources.parquet import ParquetPictures
+from vitrail.errors import ImageError, InvalidOption
 
 PLAIN = Preprocessing((8, 16), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
@@ -178,13 +178,13 @@ def test_none_readable_is_an_error_but_not_of_a_part(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         (tmp_path / name).touch()
     collection = open_collection(tmp_path)
-    with pytest.raises(PictureError, match=r"None of the 2 pictures could be read.*The first: .*a\.png.*empty"):
+    with pytest.raises(ImageError, match=r"None of the 2 pictures could be read.*The first: .*a\.png.*empty"):
         list(collection.batches(PLAIN, 2))
     assert list(collection.part(0, 2).batches(PLAIN, 2)) == []
-    with pytest.raises(PictureError, match="no such file"):
+    with pytest.raises(ImageError, match="no such file"):
         open_collection(tmp_path / "missing.png")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(PictureError, match="No pictures found"):
+    with pytest.raises(ImageError, match="No pictures found"):
         open_collection(tmp_path / "empty")
 
 
@@ -216,7 +216,7 @@ def test_parquet_files_follow_each_other(tmp_path: Path) -> None:
     other = table(tmp_path / "other.parquet", [row(0, label=0, species=1)])
     assert len(open_collection([first, other])) == 3
     odd = table(tmp_path / "odd.parquet", [{"picture": encoded(picture(0)), "label": 1}])
-    with pytest.raises(PictureError, match=r"odd\.parquet: its columns are not those of .*data-0\.parquet"):
+    with pytest.raises(ImageError, match=r"odd\.parquet: its columns are not those of .*data-0\.parquet"):
         open_collection([first, odd])
     picture(3).save(tmp_path / "3.png")
     with pytest.raises(InvalidOption, match=r"is a parquet file, and .*3\.png is not"):
@@ -341,14 +341,14 @@ def test_broken_rows_are_skipped_and_named(tmp_path: Path, name: str) -> None:
 
 def test_no_pictures_in_a_parquet_file(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", [{"audio": {"bytes": b"RIFF", "path": "a.wav"}, "digit": 1}])
-    with pytest.raises(PictureError, match=r"no column holds pictures.*'audio', 'digit'"):
+    with pytest.raises(ImageError, match=r"no column holds pictures.*'audio', 'digit'"):
         open_collection(path)
-    with pytest.raises(PictureError, match="has no rows"):
+    with pytest.raises(ImageError, match="has no rows"):
         open_collection(table(tmp_path / "b.parquet", [row(0)], schema=None).parent / _empty(tmp_path))
     (tmp_path / "c.parquet").write_text("no table")
-    with pytest.raises(PictureError, match=r"c\.parquet: this is not a parquet file, or it is damaged"):
+    with pytest.raises(ImageError, match=r"c\.parquet: this is not a parquet file, or it is damaged"):
         open_collection(tmp_path / "c.parquet")
-    with pytest.raises(PictureError, match="no such file"):
+    with pytest.raises(ImageError, match="no such file"):
         open_collection(tmp_path / "missing.parquet")
 
 
@@ -374,7 +374,7 @@ def test_a_damaged_row_group_costs_its_own_rows_alone(tmp_path: Path) -> None:
 
 
 def test_pictures_are_streamed_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.pictures.parquet.PIECE_ROWS", 3)
+    monkeypatch.setattr("vitrail.data.sources.parquet.PIECE_ROWS", 3)
     path = table(tmp_path / "a.parquet", [row(number) for number in range(20)], group=10)
     source = ParquetPictures([path])
     seen = []
@@ -389,7 +389,7 @@ def test_pictures_are_streamed_some_rows_at_a_time(tmp_path: Path, monkeypatch: 
 def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(PictureError, match=r"pip install vitrail\[data\]"):
+    with pytest.raises(ImageError, match=r"pip install vitrail\[data\]"):
         open_collection(tmp_path / "a.parquet")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from vitrail.pictures import read_picture
+from vitrail.data import read_image
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 D50 = (0.9642, 1.0, 0.8249)
@@ -54,7 +54,7 @@ SWAPPED = rgb_profile("grb")
 
 def read(path: Path, image: Image.Image, **options: object) -> np.ndarray:
     image.save(path, **options)
-    picture = read_picture(path)
+    picture = read_image(path)
     assert picture.mode == "RGB"
     assert "icc_profile" not in picture.info
     return np.asarray(picture).astype(int)

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.data import Preprocessing, open_collection
+from vitrail.data.batches import Feed, open_feed
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.pictures import Preprocessing, open_collection
-from vitrail.pictures.feed import Feed, open_feed
 
 EXPECTS = Preprocessing((8, 8))
 COUNT = 7

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from vitrail.drawing import stained_glass
+from vitrail.drawing.glass import LEAD_COLOUR
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.pictures import stained_glass
-from vitrail.pictures.glass import LEAD_COLOUR
 
 
 def noise(height: int, width: int) -> np.ndarray:

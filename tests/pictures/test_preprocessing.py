@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
+from vitrail.data import Preprocessing, to_tensor
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.pictures import Preprocessing, to_tensor
 
 PLAIN = Preprocessing((8, 12), (0, 0, 0), (1, 1, 1))
 

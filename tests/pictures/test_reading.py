@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.errors import PictureError
-from vitrail.pictures import MAX_PIXELS, as_rgb, read_picture
+from vitrail.data import MAX_PIXELS, as_rgb, read_image
+from vitrail.errors import ImageError
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -23,7 +23,7 @@ def save(path: Path, image: Image.Image, **options: object) -> Path:
 
 
 def pixels(path: Path) -> list[tuple[int, ...]]:
-    picture = read_picture(path)
+    picture = read_image(path)
     assert picture.mode == "RGB"
     return [tuple(pixel) for row in np.asarray(picture) for pixel in row]
 
@@ -133,16 +133,16 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int, expected:
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = Image.fromarray(np.array([[1, 2, 3], [4, 5, 6]], dtype=np.uint8))
-    picture = read_picture(save(tmp_path / "a.png", image, exif=exif))
+    picture = read_image(save(tmp_path / "a.png", image, exif=exif))
     assert np.asarray(picture)[..., 0].tolist() == expected
 
 
 def test_orientation_is_applied_to_jpeg_and_not_twice(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    picture = read_picture(save(tmp_path / "a.jpg", Image.new("RGB", (8, 4)), exif=exif))
+    picture = read_image(save(tmp_path / "a.jpg", Image.new("RGB", (8, 4)), exif=exif))
     assert picture.size == (4, 8)
-    assert read_picture(save(tmp_path / "b.jpg", picture, exif=picture.getexif())).size == (4, 8)
+    assert read_image(save(tmp_path / "b.jpg", picture, exif=picture.getexif())).size == (4, 8)
 
 
 def test_broken_exif_does_not_cost_the_picture(tmp_path: Path) -> None:
@@ -161,12 +161,12 @@ def test_metadata_that_the_parser_chokes_on_does_not_cost_the_picture(
 
 
 def test_path_may_be_a_string(tmp_path: Path) -> None:
-    assert read_picture(str(save(tmp_path / "a.png", Image.new("RGB", (5, 4))))).size == (5, 4)
+    assert read_image(str(save(tmp_path / "a.png", Image.new("RGB", (5, 4))))).size == (5, 4)
 
 
 def test_the_file_is_closed_and_may_be_replaced(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", Image.new("RGB", (2, 1), RED))
-    picture = read_picture(path)
+    picture = read_image(path)
     path.write_bytes(b"")
     assert picture.getpixel((1, 0)) == RED
 
@@ -224,8 +224,8 @@ def test_bad_file_is_one_clear_error(tmp_path: Path, kind: str) -> None:
     make(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(PictureError, match=message) as caught:
-            read_picture(path)
+        with pytest.raises(ImageError, match=message) as caught:
+            read_image(path)
     text = str(caught.value)
     assert text.startswith(f"{path}: ")
     assert text.count(str(path)) == 1
@@ -237,14 +237,14 @@ def test_size_limit_is_checked_before_decoding(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "a.png"
     path.write_bytes(png(MAX_PIXELS // 1000, 1001))
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(PictureError, match=r"100000 × 1001 = 100 megapixels.*at most 100 megapixels"):
-        read_picture(path)
+    with pytest.raises(ImageError, match=r"100000 × 1001 = 100 megapixels.*at most 100 megapixels"):
+        read_image(path)
 
 
 def test_pictures_up_to_the_limit_are_read_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "a.png", Image.new("RGB", (4, 3)))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 8)  # Pillow warns from here on, and refuses from 16
-    assert read_picture(path).size == (4, 3)
+    assert read_image(path).size == (4, 3)
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,5 +254,5 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("PIL.Image.open", refuse)  # permissions do not stop the user that tests may run as
-    with pytest.raises(PictureError, match="permission denied"):
-        read_picture(path)
+    with pytest.raises(ImageError, match="permission denied"):
+        read_image(path)

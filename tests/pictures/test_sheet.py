@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vitrail.pictures
+import vitrail.data
+from vitrail.data import read_image, samples
+from vitrail.drawing import contact_sheet
+from vitrail.drawing.sheet import PAPER
 from vitrail.errors import InvalidOption
-from vitrail.pictures import contact_sheet, read_picture, samples
-from vitrail.pictures.sheet import PAPER
 
 
 def test_pictures_lie_beside_each_other_at_their_own_resolution() -> None:
@@ -60,7 +61,7 @@ def test_wrong_sheets_are_errors() -> None:
 
 def test_samples_are_shipped_with_their_sources() -> None:
     found = samples()
-    assert {name: read_picture(path).size for name, path in found.items()} == {
+    assert {name: read_image(path).size for name, path in found.items()} == {
         "astronaut": (512, 512),
         "chelsea": (451, 300),
         "coffee": (600, 400),
@@ -71,8 +72,8 @@ def test_samples_are_shipped_with_their_sources() -> None:
 
 
 def test_public_names_are_resolved_late() -> None:
-    for name in vitrail.pictures.__all__:
-        assert getattr(vitrail.pictures, name) is not None
-    assert set(vitrail.pictures.__all__) <= set(dir(vitrail.pictures))
+    for name in vitrail.data.__all__:
+        assert getattr(vitrail.data, name) is not None
+    assert set(vitrail.data.__all__) <= set(dir(vitrail.data))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = vitrail.pictures.nothing
+        _ = vitrail.data.nothing

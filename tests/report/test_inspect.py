@@ -14,7 +14,7 @@ from torch import nn
 
 import vitrail
 from tests.report.models import PLANTED, SINCE, look, pictures, plant, planted, small, write_pictures
-from vitrail.errors import InvalidOption, PictureError, UnsupportedInput, UnsupportedModel
+from vitrail.errors import ImageError, InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.report import Report
 from vitrail.report.looking import Packed, chosen
 
@@ -176,13 +176,13 @@ def test_folder_with_classes_and_a_broken_picture(tmp_path: Path) -> None:
 
 def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"no picture")
-    with pytest.raises(PictureError):
+    with pytest.raises(ImageError):
         vitrail.inspect(small(), tmp_path)
 
 
 @pytest.mark.parametrize("data", [[], iter(())])
 def test_no_pictures_is_an_error(data: Any) -> None:
-    with pytest.raises((UnsupportedInput, PictureError), match="no picture"):
+    with pytest.raises((UnsupportedInput, ImageError), match="no picture"):
         vitrail.inspect(small(), data)
 
 

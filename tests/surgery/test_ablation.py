@@ -11,8 +11,8 @@ from torch import Tensor
 
 import vitrail
 from tests.surgery.models import ALL, distance
+from vitrail.data import open_collection
 from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedInput
-from vitrail.pictures import open_collection
 from vitrail.surgery.ablation import How, ablate
 
 NAMES = ["timm-registers", "eva-dinov3", "hf-registers-head"]

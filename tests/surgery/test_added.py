@@ -15,7 +15,7 @@ from tests.parity.models import Case
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.errors import AlreadyMerged, InvalidOption, ModelLoadError, NotMerged, UnsupportedInput, UnsupportedModel
 from vitrail.models import create_model
-from vitrail.surgery.beside import receiving
+from vitrail.runtime.side_tokens import receiving
 from vitrail.tokens import Role, TokenSpec
 
 somewhere = pytest.mark.parametrize("name", FEW)

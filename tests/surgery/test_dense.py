@@ -14,8 +14,8 @@ from torch import nn
 from vitrail import kernels
 from vitrail.adapters.timm import TimmBlock
 from vitrail.merging import MergeState
-from vitrail.surgery import dense
-from vitrail.surgery.dense import dense_block
+from vitrail.runtime import dense_forward as dense
+from vitrail.runtime.dense_forward import dense_block
 
 
 @pytest.fixture

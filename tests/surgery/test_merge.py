@@ -462,7 +462,7 @@ def test_draw_refuses_what_is_not_a_picture(model, tmp_path):
             merging.draw(wrong)
     with pytest.raises(InvalidOption, match="at least one"):
         merging.draw([])
-    with pytest.raises(vitrail.errors.PictureError):
+    with pytest.raises(vitrail.errors.ImageError):
         merging.draw(tmp_path / "missing.png")
 
 

@@ -18,17 +18,17 @@ import vitrail
 from tests.fakes import ToyViT
 from tests.surgery.models import ALL, distance, leaving, run
 from vitrail.adapters import find
+from vitrail.data import open_collection, read_image, to_tensor
 from vitrail.errors import (
     BrokenPass,
+    ImageError,
     InvalidOption,
-    PictureError,
     UnsupportedInput,
     UnsupportedModel,
     VitrailWarning,
 )
 from vitrail.models import ViT, ViTConfig
-from vitrail.pictures import open_collection, read_picture, to_tensor
-from vitrail.surgery.record import stream
+from vitrail.surgery.recording import stream
 
 
 class Attended:
@@ -201,7 +201,7 @@ def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) ->
     for number in range(3):
         Image.effect_noise((20, 24), 40 + number).convert("RGB").save(tmp_path / f"{number}.png")
     expects = find(toy).adapter.preprocessing(toy)
-    prepared = to_tensor([read_picture(path) for path in sorted(tmp_path.iterdir())], expects)
+    prepared = to_tensor([read_image(path) for path in sorted(tmp_path.iterdir())], expects)
     expected = vitrail.record(toy, prepared, "norms").norms[2]
     for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_collection(tmp_path)):
         assert torch.allclose(vitrail.record(toy, given, "norms", batch_size=2).norms[2], expected)
@@ -278,9 +278,9 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(toy, torch.randn(1, 3, 2, 16, 16))
     with pytest.raises(UnsupportedInput, match="no pictures"):
         vitrail.record(toy, [])
-    with pytest.raises(PictureError, match=r"cat\.jpg: there is no such file"):
+    with pytest.raises(ImageError, match=r"cat\.jpg: there is no such file"):
         vitrail.record(toy, ["cat.jpg"])
-    with pytest.raises(PictureError, match="photos: there is no such file"):
+    with pytest.raises(ImageError, match="photos: there is no such file"):
         vitrail.record(toy, "photos")
     with pytest.raises(UnsupportedInput, match="got NoneType"):
         vitrail.record(toy, None)
@@ -293,7 +293,7 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
 
 
 def test_block_by_itself_is_refused(toy: ToyViT) -> None:
-    from vitrail.surgery.watch import watch
+    from vitrail.surgery.hooks import watch
 
     with watch(toy, ("tokens",)).hooked(), pytest.raises(BrokenPass, match="call the model"):
         toy.blocks[0](torch.randn(1, 17, 16, dtype=torch.float64))

@@ -10,7 +10,7 @@ import vitrail
 from tests.training.models import CLASS, DISTILLATION, Net, task, tiny
 from vitrail.errors import UnsupportedInput, UnsupportedModel
 from vitrail.tokens import TokenSpec
-from vitrail.training.answers import answer, answer_with_map, width_of
+from vitrail.training.evaluation.outputs import answer, answer_with_map, width_of
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 

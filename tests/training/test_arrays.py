@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from tests.training.toys import FIELDS, same, weights
+from vitrail.data.augment.arrays import ArrayAugment
+from vitrail.data.augment.images import Augment
+from vitrail.data.augment.mix import Mix
+from vitrail.data.augment.normalize import Normalising
+from vitrail.data.loading.loader import make_feed
+from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, open_examples, train
-from vitrail.training.augment import Augment
-from vitrail.training.feeds import make_feed
-from vitrail.training.mixing import Mix
-from vitrail.training.normalising import Normalising
-from vitrail.training.order import generator
-from vitrail.training.run import Labels
-from vitrail.training.shifting import ArrayAugment
+from vitrail.training.run_directory import Labels
 
 SMALL = {name: value for name, value in FIELDS.items() if name not in ("image_size", "patch_size", "tokens")}
 SOUND = {**SMALL, "patch_size": (8, 4), "tasks": "tone,voice", "epochs": 6, "batch_size": 16, "lr": 4e-3}
@@ -309,6 +309,8 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidOption, match="teachers are for pictures, and one of the two models is not"):
         train(data=pictures, out=str(tmp_path / "student"), **{**FIELDS, **student})
     labels = Labels({}, load_trained(run.last)[1].preprocessing)
-    monkeypatch.setattr("vitrail.training.measuring.load_trained", lambda path: (load_trained(run.last)[0], labels))
+    monkeypatch.setattr(
+        "vitrail.training.evaluation.evaluator.load_trained", lambda path: (load_trained(run.last)[0], labels)
+    )
     with pytest.raises(InvalidOption, match="ViT was trained on arrays; give Arrays, not pictures"):
         evaluate(run.last, pictures)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.extras import always
+from vitrail.data.augment import images as augment
+from vitrail.data.augment.images import WIDTHS, Augment, Draws, Strength
+from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption
-from vitrail.training import augment
-from vitrail.training.augment import WIDTHS, Augment, Draws, Strength
-from vitrail.training.order import generator
 
 STRENGTHS = ["none", "flip", "light", "medium", "strong"]
 AS_IT_IS: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from vitrail.training.colouring import blur, box, erase, grey, jitter, solarise
+from vitrail.data.augment.color import blur, box, erase, grey, jitter, solarise
 
 v2 = pytest.importorskip("torchvision.transforms.v2.functional", reason="the reference is torchvision's")
 

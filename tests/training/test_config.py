@@ -9,10 +9,10 @@ from vitrail.errors import InvalidOption, TrainingError
 from vitrail.models import ViT
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training import PRESETS, Config, train
-from vitrail.training.building import build
-from vitrail.training.config import read_yaml
-from vitrail.training.parsing import MergePlan, read_every, read_merge, read_tokens
-from vitrail.training.presets import batch_for, ema_for, lr_for
+from vitrail.training.config.config import read_yaml
+from vitrail.training.config.presets import batch_for, ema_for, lr_for
+from vitrail.training.config.syntax import MergePlan, read_every, read_merge, read_tokens
+from vitrail.training.model import build
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"data": None}, "data is missing"),

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from tests.training.toys import FIELDS, difference, finish, make_photos, start, weights
+from vitrail._distributed import Crew
 from vitrail.errors import TrainingError
 from vitrail.models import create_model
-from vitrail.processes import Crew
 from vitrail.training import Event, train
 from vitrail.training.distributed import broken_links, repeated
 

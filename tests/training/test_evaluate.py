@@ -17,14 +17,14 @@ from tests.extras import always
 from tests.leaving import leave
 from tests.training.data import table
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
-from vitrail.analysis import base
+from vitrail.analysis import result as base
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.tokens import TokenSpec
 from vitrail.training import Evaluation, train
 from vitrail.training import evaluate as measure
-from vitrail.training.evaluate import evaluate, merged_as
-from vitrail.training.selfsup import balanced
+from vitrail.training.evaluation.pass_ import evaluate, merged_as
+from vitrail.training.objective.self_distillation import balanced
 
 DRAW = torch.Generator().manual_seed(0)
 IMAGES, LABELS = torch.randn(20, 3, 16, 16, generator=DRAW), torch.randint(3, (20, 1), generator=DRAW)

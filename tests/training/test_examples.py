@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from tests.training.data import Pairs, class_folders, encoded, picture, shard, table
-from vitrail.errors import InvalidOption, PictureError
-from vitrail.training.examples import Examples, open_examples
-from vitrail.training.samples import square
+from vitrail.data.dataset import Examples, open_examples
+from vitrail.data.decoded import square
+from vitrail.errors import ImageError, InvalidOption
 
 
 def numbers(examples: Examples) -> list[int]:
@@ -37,7 +37,7 @@ def test_class_folders(tmp_path: Path) -> None:
 
 def test_folders_without_classes(tmp_path: Path) -> None:
     class_folders(tmp_path / "set" / "train", 4)
-    with pytest.raises(PictureError, match=r"None of the 4 pictures has a class.*name PATH/train"):
+    with pytest.raises(ImageError, match=r"None of the 4 pictures has a class.*name PATH/train"):
         open_examples(tmp_path / "set")
     with pytest.raises(InvalidOption, match="labels='breed' names a column, and these are picture files"):
         open_examples(tmp_path / "set" / "train", labels=["breed"])
@@ -73,7 +73,7 @@ def test_pictures_without_a_class_are_left_out_and_counted(tmp_path: Path) -> No
     both = open_examples(path, labels=("label", "other"))
     assert (numbers(both), both.unlabelled, both.labels.tolist()) == ([0, 4], 3, [[0, 0], [2, 0]])
     held = table(tmp_path / "test.parquet", 3, label=[-1, -1, -1])
-    with pytest.raises(PictureError, match="None of the 3 pictures has a class"):
+    with pytest.raises(ImageError, match="None of the 3 pictures has a class"):
         open_examples(held)
 
 
@@ -207,7 +207,7 @@ def test_listed_targets_are_taken_without_reading() -> None:
     pairs.targets = np.array([1, 0, 1])  # type: ignore[attr-defined]
     examples = open_examples(pairs)
     assert examples.labels[:, 0].tolist() == [1, 0, 1]
-    with pytest.raises(PictureError, match=r"Pairs, number 1: it could not be read .ValueError: pictures are"):
+    with pytest.raises(ImageError, match=r"Pairs, number 1: it could not be read .ValueError: pictures are"):
         examples.read(1, 8)
 
 
@@ -227,7 +227,7 @@ def test_whatever_is_a_picture(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [torch.randn(3, 8, 8), torch.rand(8, 8), "a.png", np.zeros((8, 8, 3)), None])
 def test_whatever_is_none(value: Any) -> None:
-    with pytest.raises(PictureError, match="Pairs, number 0: this is not a picture"):
+    with pytest.raises(ImageError, match="Pairs, number 0: this is not a picture"):
         open_examples(Pairs([(value, 0)])).read(0, 8)
 
 
@@ -243,7 +243,7 @@ def test_torchvision(tmp_path: Path) -> None:
     class_folders(tmp_path / "set", 4)
     examples = open_examples(f"torchvision:ImageFolder:{tmp_path / 'set'}")
     assert (examples.classes, numbers(examples)) == ({"label": ("a", "b")}, [0, 2, 1, 3])
-    with pytest.raises(PictureError, match=r"torchvision:CIFAR10:.*Download it first"):
+    with pytest.raises(ImageError, match=r"torchvision:CIFAR10:.*Download it first"):
         open_examples(f"torchvision:CIFAR10:{tmp_path}:test")
     for wrong in ("CIFAR11:x", "CIFAR10", "os:x"):
         with pytest.raises(InvalidOption, match="expected torchvision:NAME:ROOT"):
@@ -323,7 +323,7 @@ def test_hugging_face(hub: list[tuple[str, str]]) -> None:
     assert both.labels.tolist() == [[0, 0], [1, 1], [2, 0], [0, 1]]
     with pytest.raises(InvalidOption, match=r"labels='img': no such column of classes. Expected one of id, kind, word"):
         open_examples("hf:owner/name", labels=("img",))
-    with pytest.raises(PictureError, match=r"hf:no/set: the data set could not be opened .it is not there"):
+    with pytest.raises(ImageError, match=r"hf:no/set: the data set could not be opened .it is not there"):
         open_examples("hf:no/set")
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.training.data import class_folders, encoded, shard, table
-from vitrail.errors import InvalidOption, PictureError, TrainingError
-from vitrail.training import feeds
-from vitrail.training.examples import Examples, open_examples
-from vitrail.training.feeds import Batch, Feed, make_feed
-from vitrail.training.resident import ResidentFeed
-from vitrail.training.streaming import WorkerFeed
+from vitrail.data.dataset import Examples, open_examples
+from vitrail.data.loading import loader as feeds
+from vitrail.data.loading.loader import Batch, Feed, make_feed
+from vitrail.data.loading.memory import ResidentFeed
+from vitrail.data.loading.workers import WorkerFeed
+from vitrail.errors import ImageError, InvalidOption, TrainingError
 
 KINDS = ["device", "workers"]
 
@@ -140,10 +140,10 @@ def test_unreadable_pictures_are_replaced_named_and_left_out(damaged: Examples, 
 
 
 def test_too_many_unreadable_pictures(damaged: Examples) -> None:
-    with pytest.raises(PictureError, match=r"(?s)2 of 12 pictures cannot be read.*share of 0.1:\n.*004.png"):
+    with pytest.raises(ImageError, match=r"(?s)2 of 12 pictures cannot be read.*share of 0.1:\n.*004.png"):
         feed(damaged, "device", max_unreadable=0.1)
     streaming = feed(damaged, "workers", max_unreadable=0.1)
-    with pytest.raises(PictureError, match=r"max_unreadable allows a share of 0.1"):
+    with pytest.raises(ImageError, match=r"max_unreadable allows a share of 0.1"):
         all(streaming.batch(step) for step in range(3))
     with pytest.raises(InvalidOption, match="max_unreadable=2"):
         feed(damaged, "device", max_unreadable=2)
@@ -152,7 +152,7 @@ def test_too_many_unreadable_pictures(damaged: Examples) -> None:
 def test_nothing_readable_at_all(tmp_path: Path) -> None:
     examples = open_examples(class_folders(tmp_path / "set", 4, broken=(0, 1, 2, 3)))
     for keep in KINDS:
-        with pytest.raises(PictureError, match="cannot be read"):
+        with pytest.raises(ImageError, match="cannot be read"):
             feed(examples, keep, max_unreadable=1.0).batch(0)
 
 
@@ -167,7 +167,7 @@ def test_the_choice(examples: Examples, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_progress(examples: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.training.resident.AT_ONCE", 5)
+    monkeypatch.setattr("vitrail.data.loading.memory.AT_ONCE", 5)
     told: list[tuple[int, int]] = []
     made = feed(examples, "device", workers=2, progress=lambda *done: told.append(done))
     assert told == [(5, 12), (10, 12), (12, 12)]

@@ -9,23 +9,23 @@ import torch
 
 from tests.training.data import class_folders, table
 from tests.training.toys import FIELDS, make_photos, same, weights
-from vitrail.errors import InvalidOption, PictureError
+from vitrail.data.loading.loader import Feed, make_feed
+from vitrail.data.sources import labelled as module
+from vitrail.errors import ImageError, InvalidOption
 from vitrail.training import evaluate, open_examples, train
-from vitrail.training import sources as module
-from vitrail.training.feeds import Feed, make_feed
 
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that were decoded, one for each time."""
     found: list[str] = []
-    real = module.read_picture
+    real = module.read_image
 
-    def read_picture(path: Path) -> Any:
+    def read_image(path: Path) -> Any:
         found.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(module, "read_picture", read_picture)
+    monkeypatch.setattr(module, "read_image", read_image)
     return found
 
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_read_is_remembered_with_its_reason(tmp_path: Path, decod
     assert len(decoded) == 12
     assert first.skipped == second.skipped
     assert len(first.skipped) == 3
-    with pytest.raises(PictureError, match=r"004\.png"):
+    with pytest.raises(ImageError, match=r"004\.png"):
         examples.read(2, 12)
     assert torch.equal(next(first.sweep(12)).images, next(second.sweep(12)).images)
 

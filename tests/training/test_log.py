@@ -10,7 +10,7 @@ import torch
 
 from vitrail.errors import InvalidOption, VitrailWarning
 from vitrail.training.log import Log, Meter, board_writer, read_log
-from vitrail.training.objective import Terms
+from vitrail.training.objective.objective import Terms
 
 
 def terms(total: float, **parts: float) -> Terms:

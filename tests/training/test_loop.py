@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.training.toys import FIELDS, difference, make_photos, same, weights
+from vitrail.data.augment import images as augment
+from vitrail.data.augment import mix as mixing
 from vitrail.errors import Diverged, InvalidOption, ModelLoadError
 from vitrail.models import ViT
-from vitrail.training import Config, Event, Run, augment, evaluate, load_trained, mixing, open_examples, read_log, train
-from vitrail.training.learner import Learner
-from vitrail.training.objective import Terms
+from vitrail.training import Config, Event, Run, evaluate, load_trained, open_examples, read_log, train
+from vitrail.training.objective.learner import Learner
+from vitrail.training.objective.objective import Terms
 
 
 def run(photos: str, folder: Path, **fields: Any) -> Run:
@@ -77,8 +79,8 @@ def test_averaged_weights_are_those_that_are_evaluated_and_written(photos: str, 
 
 def load_first(photos: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The weights before the first step."""
-    from vitrail.processes import Crew
-    from vitrail.training.assembly import assemble
+    from vitrail._distributed import Crew
+    from vitrail.training.setup import assemble
 
     config = Config.from_dict({"data": photos, **FIELDS}).resolved(18)
     built = assemble(config, {"label": ("blue", "green", "red")}, Crew(0, 1, torch.device("cpu")))[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.training.losses import (
+from vitrail.training.objective.losses import (
     cross_entropy,
     feature_distillation,
     hard_distillation,

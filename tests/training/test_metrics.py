@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitrail.training.metrics import BINS, Tally, neighbour_logits, reduce
+from vitrail.training.evaluation.metrics import BINS, Tally, neighbour_logits, reduce
 
 
 def filled(classes: int = 7, batches: int = 3) -> tuple[Tally, torch.Tensor, torch.Tensor]:

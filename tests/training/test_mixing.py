@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitrail.data.augment.mix import Mix, beta
+from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption
-from vitrail.training.mixing import Mix, beta
-from vitrail.training.order import generator
 
 
 @pytest.fixture

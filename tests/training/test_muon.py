@@ -9,8 +9,8 @@ from torch import nn
 from vitrail.errors import InvalidOption
 from vitrail.models import create_model
 from vitrail.training import Config
-from vitrail.training.muon import Muon, hidden_weights, orthogonal
-from vitrail.training.optim import make_optimizer, optimizer_tensors
+from vitrail.training.optim.muon import Muon, hidden_weights, orthogonal
+from vitrail.training.optim.optimizer import make_optimizer, optimizer_tensors
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 5, 30), (2, 30, 5), (1, 1, 7)])

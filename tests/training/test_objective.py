@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenSpec
-from vitrail.training.answers import answer, answer_with_map
-from vitrail.training.learner import Learner, Taught
-from vitrail.training.objective import Objective
-from vitrail.training.teacher import Teacher
+from vitrail.training.evaluation.outputs import answer, answer_with_map
+from vitrail.training.objective.learner import Learner, Taught
+from vitrail.training.objective.objective import Objective
+from vitrail.training.objective.teacher import Teacher
 
 DRAW = torch.Generator().manual_seed(0)
 IMAGES, LABELS = torch.randn(4, 3, 16, 16, generator=DRAW), torch.tensor([[0], [2], [1], [1]])

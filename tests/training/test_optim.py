@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from vitrail.models import create_model
-from vitrail.models.decay import undecayed
+from vitrail.models.weight_decay import undecayed
 from vitrail.tokens import Role, TokenSpec
-from vitrail.training.optim import Ema, lr_at, make_optimizer, optimizer_tensors, parameter_groups
+from vitrail.training.optim.optimizer import Ema, lr_at, make_optimizer, optimizer_tensors, parameter_groups
 
 
 def small(*tokens: TokenSpec) -> nn.Module:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitrail.data.loading.order import Order, generator, mix
 from vitrail.errors import InvalidOption
-from vitrail.training.order import Order, generator, mix
 
 # ---------------------------------------------------------------- seeds
 

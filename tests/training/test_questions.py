@@ -8,7 +8,7 @@ import torch
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
 from vitrail.errors import InvalidOption
 from vitrail.tokens import TokenSpec
-from vitrail.training.questions import ask, heads_of
+from vitrail.training.objective.targets import ask, heads_of
 
 
 def test_class_and_distillation_answer_the_one_question() -> None:

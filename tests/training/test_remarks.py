@@ -8,7 +8,7 @@ import torch
 
 from tests.training.toys import FIELDS
 from vitrail.training import Arrays, Config, Event, evaluate, open_examples, read_log, train
-from vitrail.training.remarks import remarks
+from vitrail.training.data_warnings import remarks
 
 SMALL: dict[str, Any] = {
     **{name: value for name, value in FIELDS.items() if name not in ("image_size", "tokens")},

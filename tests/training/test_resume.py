@@ -19,8 +19,8 @@ from tests.training.toys import FIELDS, ROOT, make_photos, same, weights
 from vitrail.errors import InvalidOption, TrainingError, VitrailWarning
 from vitrail.training import Event, read_log, train
 from vitrail.training import checkpoint as checkpoints
-from vitrail.training.run import last_evaluation
-from vitrail.training.stopping import SIGNALS, Interrupted, OutOfTime, Stop
+from vitrail.training.interrupt import SIGNALS, Interrupted, OutOfTime, Stop
+from vitrail.training.run_directory import last_evaluation
 
 RANDOM = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "drop_path": 0.2, "ema": 0.9, "clip": 0.5}
 """All that is random in a step."""

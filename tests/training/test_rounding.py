@@ -15,10 +15,10 @@ from tests.training.toys import FIELDS, make_photos, same, weights
 from vitrail.errors import InvalidOption
 from vitrail.models import ViT
 from vitrail.training import Config, train
-from vitrail.training.learner import Learner
-from vitrail.training.objective import Objective
-from vitrail.training.rounding import rounded
-from vitrail.training.teacher import Teacher
+from vitrail.training.bf16_weights import rounded
+from vitrail.training.objective.learner import Learner
+from vitrail.training.objective.objective import Objective
+from vitrail.training.objective.teacher import Teacher
 
 DRAW = torch.Generator().manual_seed(0)
 IMAGES, LABELS = torch.randn(4, 3, 16, 16, generator=DRAW), torch.tensor([[0], [2], [1], [1]])
@@ -117,7 +117,7 @@ def test_a_run_learns_with_rounded_weights(tmp_path: Path) -> None:
     last = {name: weights(Path(run.folder) / "last") for name, run in runs.items()}
     assert all(weight.dtype == torch.float32 for weight in last["bf16-weights"].values())
     assert not same(last["bf16"], last["bf16-weights"])
-    losses = {name: vitrail.training.evaluate(run.folder, photos, seconds=0).loss for name, run in runs.items()}
+    losses = {name: vitrail.training.evaluation.pass_(run.folder, photos, seconds=0).loss for name, run in runs.items()}
     assert losses["bf16-weights"] == pytest.approx(losses["fp32"], abs=0.1)
     assert losses["bf16-weights"] < 0.5
 

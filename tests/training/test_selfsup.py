@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.training.models import ANIMALS, CLASS, Net, tiny
+from vitrail.data.augment.images import Augment
+from vitrail.data.augment.views import Views, take_apart
+from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.tokens import TokenSpec
-from vitrail.training.augment import Augment
-from vitrail.training.evaluate import evaluate
-from vitrail.training.order import generator
-from vitrail.training.selfsup import SelfLearner, balanced
-from vitrail.training.views import Views, take_apart
+from vitrail.training.evaluation.pass_ import evaluate
+from vitrail.training.objective.self_distillation import SelfLearner, balanced
 
 PICTURES = torch.randint(256, (4, 3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 VIEWS = Views(Augment("medium", 16, crop_min=0.4))

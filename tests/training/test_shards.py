@@ -7,9 +7,9 @@ import pytest
 
 from tests.training.data import encoded, shard
 from tests.training.test_examples import numbers
-from vitrail.errors import InvalidOption, PictureError
-from vitrail.training.examples import open_examples
-from vitrail.training.shards import find_shards
+from vitrail.data.dataset import open_examples
+from vitrail.data.sources.shards import find_shards
+from vitrail.errors import ImageError, InvalidOption
 
 
 def files(start: int, count: int) -> dict[str, dict[str, Any]]:
@@ -53,7 +53,7 @@ def test_columns(tmp_path: Path) -> None:
     assert open_examples(path, labels=("age",)).unlabelled == 1
     with pytest.raises(InvalidOption, match=r"labels='kind'.*Expected one of age, breed, colour"):
         open_examples(path, labels=("kind",))
-    with pytest.raises(PictureError, match="None of the 3 pictures has a class"):
+    with pytest.raises(ImageError, match="None of the 3 pictures has a class"):
         open_examples(path)
 
 
@@ -68,22 +68,22 @@ def test_broken_shards(tmp_path: Path, folder: Path) -> None:
     whole = (folder / "set-000.tar").read_bytes()
     cut = tmp_path / "cut.tar"
     cut.write_bytes(whole[:3000])
-    with pytest.raises(PictureError, match=r"cut.tar: this is not a tar file, or it is compressed or cut off"):
+    with pytest.raises(ImageError, match=r"cut.tar: this is not a tar file, or it is compressed or cut off"):
         open_examples(cut)
     damaged = tmp_path / "damaged.tar"
     second = whole.index(b"0001.png")
     damaged.write_bytes(whole[:second] + b"\x01" * 512 + whole[second + 512 :])
-    with pytest.raises(PictureError, match="damaged header"):
+    with pytest.raises(ImageError, match="damaged header"):
         open_examples(damaged)
     packed = tmp_path / "packed.tar"
     packed.write_bytes(b"\x1f\x8b" + whole)
-    with pytest.raises(PictureError, match="without compression"):
+    with pytest.raises(ImageError, match="without compression"):
         open_examples(packed)
     empty = shard(tmp_path / "empty.tar", {})
-    with pytest.raises(PictureError, match="no pictures found in 1 shards"):
+    with pytest.raises(ImageError, match="no pictures found in 1 shards"):
         open_examples(empty)
     wrong = shard(tmp_path / "wrong.tar", {"a": {"png": encoded(0), "json": b"{"}})
-    with pytest.raises(PictureError, match=r"wrong.tar, a.json: it cannot be read"):
+    with pytest.raises(ImageError, match=r"wrong.tar, a.json: it cannot be read"):
         open_examples(wrong)
 
 
@@ -91,15 +91,15 @@ def test_a_shard_that_changes_under_us(folder: Path) -> None:
     examples = open_examples(folder / "set-000.tar")
     whole = (folder / "set-000.tar").read_bytes()
     (folder / "set-000.tar").write_bytes(whole[:600])
-    with pytest.raises(PictureError, match=r"0002.png: the shard ends before the picture does"):
+    with pytest.raises(ImageError, match=r"0002.png: the shard ends before the picture does"):
         examples.read(2, 8)
     (folder / "set-000.tar").unlink()
-    with pytest.raises(PictureError, match="the shard cannot be read"):
+    with pytest.raises(ImageError, match="the shard cannot be read"):
         examples.read(2, 8)
 
 
 def test_shards_that_are_not_there(folder: Path) -> None:
-    with pytest.raises(PictureError, match=r"set-003.tar: there is no such shard"):
+    with pytest.raises(ImageError, match=r"set-003.tar: there is no such shard"):
         find_shards(f"{folder}/set-{{000..003}}.tar")
-    with pytest.raises(PictureError, match="there is no such shard"):
+    with pytest.raises(ImageError, match="there is no such shard"):
         open_examples(f"wds:{folder}/other-*.tar")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitrail.data.augment.arrays import DRAWS, REACH, ArrayAugment, hidden, shifted, spread_over
+from vitrail.data.augment.normalize import Normalising
+from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption
-from vitrail.training.normalising import Normalising
-from vitrail.training.order import generator
-from vitrail.training.shifting import DRAWS, REACH, ArrayAugment, hidden, shifted, spread_over
 
 SHAPES = {"spectrograms": (6, 2, 16, 24), "clips": (6, 3, 8, 9, 17)}
 NORMALISING = {2: Normalising((1.0, -2.0), (2.0, 0.5)), 3: Normalising((0.5,) * 3, (0.25,) * 3, 255)}

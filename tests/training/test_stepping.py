@@ -12,16 +12,16 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from tests.training.toys import FIELDS, difference, same, weights
+from vitrail.data.augment.normalize import Normalising
 from vitrail.errors import InvalidOption
 from vitrail.models import ViT, ViTConfig
-from vitrail.surgery import running
+from vitrail.runtime import block_forward as running
 from vitrail.training import Event, evaluate, train
 from vitrail.training import loop as loops
-from vitrail.training.building import Built
-from vitrail.training.config import Config
-from vitrail.training.normalising import Normalising
-from vitrail.training.objective import Terms
-from vitrail.training.stepping import GRAPHS, WARM_UP, Step, sound_attention
+from vitrail.training.config.config import Config
+from vitrail.training.model import Built
+from vitrail.training.objective.objective import Terms
+from vitrail.training.step import GRAPHS, WARM_UP, Step, sound_attention
 
 NO_CLASS = {"class_token": False, "global_pool": "avg"}
 

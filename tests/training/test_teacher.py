@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.training.models import Net, task, tiny
+from vitrail.data.spec import Preprocessing
 from vitrail.errors import InvalidOption, UnsupportedModel
-from vitrail.pictures.preprocessing import Preprocessing
-from vitrail.training.teacher import Teacher, expected_by
+from vitrail.training.objective.teacher import Teacher, expected_by
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 GIVEN = Preprocessing((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.5))

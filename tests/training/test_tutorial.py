@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vitrail.cli.app import app
 from vitrail.models import MODELS
-from vitrail.training.presets import PRESETS
+from vitrail.training.config.presets import PRESETS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 COMMANDS = [

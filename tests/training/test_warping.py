@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.training.warping import crop, cubic, random_boxes, turning, warp
+from vitrail.data.augment.geometry import crop, cubic, random_boxes, turning, warp
 
 v2 = pytest.importorskip("torchvision.transforms.v2.functional", reason="the reference is torchvision's")
 BICUBIC = pytest.importorskip("torchvision.transforms").InterpolationMode.BICUBIC

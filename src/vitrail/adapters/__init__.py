@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
+from vitrail.data.spec import Preprocessing
 from vitrail.errors import ModelLoadError, UnsupportedModel
-from vitrail.pictures.preprocessing import Preprocessing
 
 ADAPTERS = {"timm": "timm", "hf": "transformers", "vitrail": "own"}
 """Libraries by the prefix of their models' names; ``vitrail.adapters.LIBRARY`` is the adapter's module."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.spec import Preprocessing
 from vitrail.errors import UnsupportedModel
-from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.tokens import Role, TokenLayout
 
 

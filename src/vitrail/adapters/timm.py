@@ -20,11 +20,11 @@ from vitrail.adapters.base import (
     forward_class,
     is_plain,
 )
-from vitrail.adapters.passes import open_pass
+from vitrail.adapters.forward_pass import open_pass
 from vitrail.adapters.pre_norm import PreNormBlock
 from vitrail.adapters.timm_rotary import ROTARY
+from vitrail.data.spec import Preprocessing
 from vitrail.errors import ModelLoadError, UnsupportedModel
-from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.tokens import Role, TokenLayout
 
 

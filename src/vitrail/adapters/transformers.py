@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, TrunkAdapter, at_work, forward_class, is_plain
-from vitrail.adapters.passes import open_pass
+from vitrail.adapters.forward_pass import open_pass
+from vitrail.data.spec import MEAN, STD, Preprocessing
 from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
-from vitrail.pictures.preprocessing import MEAN, STD, Preprocessing
 from vitrail.tokens import Role, TokenLayout
 
 

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitrail.analysis.base import Result
 from vitrail.analysis.features import steps, working
-from vitrail.analysis.probe_inputs import check_finite
+from vitrail.analysis.probes.inputs import check_finite
+from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import Role, TokenLayout, span_names
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vitrail.analysis.base import Result
 from vitrail.analysis.features import check_patches, steps, working
-from vitrail.analysis.probe_inputs import Grid
-from vitrail.analysis.resampling import wilson
+from vitrail.analysis.probes.inputs import Grid
+from vitrail.analysis.result import Result
+from vitrail.analysis.statistics import wilson
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 Box = tuple[float, float, float, float]

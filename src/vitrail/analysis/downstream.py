@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vitrail.analysis.base import Result
-from vitrail.analysis.dense import check_maps, flat_grid, patch_labels, patch_means, score_maps
-from vitrail.analysis.linear import PENALTIES, RIDGE_PENALTIES, fit_classifier, fit_regressor
-from vitrail.analysis.probe_inputs import Array, as_features, as_labels, as_tensor, as_whole, check_count
-from vitrail.analysis.resampling import Interval, Split, bootstrap, pick, ratio, wilson
+from vitrail.analysis.dense_maps import check_maps, flat_grid, patch_labels, patch_means, score_maps
+from vitrail.analysis.probes.inputs import Array, as_features, as_labels, as_tensor, as_whole, check_count
+from vitrail.analysis.probes.linear import PENALTIES, RIDGE_PENALTIES, fit_classifier, fit_regressor
+from vitrail.analysis.result import Result
+from vitrail.analysis.statistics import Interval, Split, bootstrap, pick, ratio, wilson
 from vitrail.errors import UnsupportedInput
 
 MAX_PATCHES = 50_000

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.analysis.base import Result
-from vitrail.analysis.probe_inputs import Grid, check_finite, whole_grid
+from vitrail.analysis.probes.inputs import Grid, check_finite, whole_grid
+from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenLayout
 

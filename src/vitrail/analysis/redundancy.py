@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.analysis.base import Result
 from vitrail.analysis.features import check_patches, steps, working
-from vitrail.analysis.probe_inputs import Grid, check_finite, whole_grid
-from vitrail.analysis.resampling import bootstrap, ratio
+from vitrail.analysis.probes.inputs import Grid, check_finite, whole_grid
+from vitrail.analysis.result import Result
+from vitrail.analysis.statistics import bootstrap, ratio
+from vitrail.data.sample import UNKNOWN
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.pictures.sample import UNKNOWN
 
 BINS = 512
 """Values are sorted into so many bins of equal count for the intervals of the AUC; the AUC itself is exact."""

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from vitrail.adapters import Found, find
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import listen
-from vitrail.surgery.added import AddedTokens
-from vitrail.surgery.added_module import AddedModule
-from vitrail.surgery.appended import all_entered, layout_of
-from vitrail.surgery.asked import check_layers, listed
-from vitrail.surgery.beside import receiving
-from vitrail.surgery.checks import extended_trunk
-from vitrail.surgery.record import stream
+from vitrail.runtime.checks import extended_trunk
+from vitrail.runtime.layout import all_entered, layout_of
+from vitrail.runtime.side_tokens import receiving
+from vitrail.surgery.added_token_module import AddedModule
+from vitrail.surgery.added_tokens import AddedTokens
+from vitrail.surgery.recording import stream
+from vitrail.surgery.selection import check_layers, listed
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 Rows = dict[int, list[Tensor]]

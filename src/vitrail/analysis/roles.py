@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from vitrail.adapters import find
 from vitrail.analysis.attention import Overlap, Spread, overlap, spread, token_maps
-from vitrail.analysis.base import Result
-from vitrail.analysis.probe_inputs import check_finite
+from vitrail.analysis.probes.inputs import check_finite
+from vitrail.analysis.result import Result
 from vitrail.analysis.role_inputs import role_inputs
 from vitrail.errors import UnsupportedInput
-from vitrail.surgery.appended import token_values
+from vitrail.runtime.layout import token_values
 from vitrail.tokens import TokenLayout, TokenSpan, token_names
 
 

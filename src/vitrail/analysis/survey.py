@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.analysis.base import Result
-from vitrail.analysis.norms import NormAccumulator, Norms
+from vitrail.analysis.norms.distribution import NormAccumulator, Norms
+from vitrail.analysis.result import Result
+from vitrail.data.batches import Feed, open_feed
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
-from vitrail.pictures.feed import Feed, open_feed
-from vitrail.surgery.record import Pictures, stream
+from vitrail.surgery.recording import Pictures, stream
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def survey(
     Args:
         models: models by name, or functions that load them, called one after the other: checkpoints of a training run
             by step, or models by size.
-        data: pictures, as files or prepared; see :data:`~vitrail.surgery.record.Pictures`. They are walked over once
+        data: pictures, as files or prepared; see :data:`~vitrail.surgery.recording.Pictures`. They are walked over once
             for each model, one batch in memory at a time; files are prepared as each model expects them. An iterator,
             which can be walked over once, is held in memory as a whole.
         batch_size: pictures at once, where they do not come in batches.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
 from vitrail.errors import InvalidOption
-from vitrail.surgery.swap import swap
+from vitrail.runtime.class_swap import swap
 
 
 @dataclass(frozen=True)

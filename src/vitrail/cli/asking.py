@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import vitrail
 from vitrail.cli.model import Loaded
 from vitrail.cli.summary import Cost, Guess, Guesses, Result
+from vitrail.data import to_tensor
+from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
-from vitrail.pictures import stained_glass, to_tensor
 
 GUESSES = 3
 """Most likely classes that are named."""
@@ -74,7 +75,7 @@ def paint(
 def _call(loaded: Loaded, batch: Tensor) -> Any:
     if not loaded.questions:
         return loaded.model(batch)
-    from vitrail.training.answers import answer
+    from vitrail.training.evaluation.outputs import answer
 
     return answer(loaded.model, batch)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail._distributed import Crew
 from vitrail.cli import console, options
 from vitrail.cli.inspect import (
     Labels,
@@ -22,7 +23,6 @@ from vitrail.cli.inspect import (
     show,
     stoppable,
 )
-from vitrail.processes import Crew
 
 if TYPE_CHECKING:
     from vitrail.report import Report

@@ -25,9 +25,9 @@ from vitrail.cli.files import Names, make_folder, write_picture
 from vitrail.cli.merge import readable
 from vitrail.cli.model import Loaded, load
 from vitrail.cli.summary import Cost, Guesses, Result, Summary, as_data, markdown, markdown_row, write_summary
+from vitrail.data import find_images, read_image, samples, to_tensor
+from vitrail.data.drawn_samples import drawings
 from vitrail.errors import InvalidOption
-from vitrail.pictures import find_pictures, read_picture, samples, to_tensor
-from vitrail.pictures.drawn import drawings
 from vitrail.report.shown import MOST_TOKENS
 from vitrail.tokens import token_names
 
@@ -55,7 +55,7 @@ def run_demo(out: Path, model: str | None = None, pictures: Sequence[Path] = ())
         model: a folder of a run or of a trained model, or its name; by default the one that comes with the package.
         pictures: files and folders; by default the samples, and three drawings.
     """
-    given_paths = readable(find_pictures(pictures))[0] if pictures else []
+    given_paths = readable(find_images(pictures))[0] if pictures else []
     loaded = _load(model or MODEL)
     folder = make_folder(out)
     paths = given_paths[:MOST] or _default_pictures(folder)
@@ -73,7 +73,7 @@ def run_demo(out: Path, model: str | None = None, pictures: Sequence[Path] = ())
 
 def _load(name: str) -> Loaded:
     """Load a trained model; others are refused before anything is fetched for them."""
-    from vitrail.training.run import model_of
+    from vitrail.training.run_directory import model_of
 
     library, colon, _ = name.partition(":")
     if colon and library in ADAPTERS and not name.startswith(PREFIX):
@@ -107,7 +107,7 @@ def _show_pictures(loaded: Loaded, paths: Sequence[Path], folder: Path) -> dict[
     names = Names(folder, ("sheet",), paths)
     costs = _costs(loaded)
     results: dict[str, list[Result]] = {strength: [] for strength in costs}
-    ask(loaded, read_picture(paths[0]))  # the first pass of all takes longer
+    ask(loaded, read_image(paths[0]))  # the first pass of all takes longer
     with console.progress() as bar:
         task = bar.add_task("Merging", total=len(paths))
         for path in paths:
@@ -141,7 +141,7 @@ def _costs(loaded: Loaded) -> dict[str, tuple[Cost, dict[str, Any]]]:
 
 def _one_picture(loaded: Loaded, path: Path, costs: Mapping[str, Cost]) -> tuple[Image.Image, dict[str, Result]]:
     """Ask about one picture with every strength: the sheet, and what was found by strength."""
-    picture = read_picture(path)
+    picture = read_image(path)
     before = ask(loaded, picture)
     cost = next(iter(costs.values()))
     columns = [_column(loaded, picture, picture, UNMERGED, (cost.tokens_before[-1], cost.flops_before), before.guesses)]

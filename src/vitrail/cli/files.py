@@ -12,8 +12,8 @@ from typing import IO
 
 from PIL import Image
 
+from vitrail._atomic_files import drafts
 from vitrail.errors import VitrailError
-from vitrail.files import drafts
 
 
 class OutputError(VitrailError):

@@ -14,13 +14,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from vitrail._distributed import Crew, joined
 from vitrail.cli import console, options
 from vitrail.cli.together import one_speaks, said_once
 from vitrail.errors import UnsupportedInput
-from vitrail.processes import Crew, joined
 
 if TYPE_CHECKING:
-    from vitrail.pictures import Collection
+    from vitrail.data import Collection
     from vitrail.report import Report
 
 NAMED = 5
@@ -75,7 +75,7 @@ class Settings:
 
     def open(self) -> Collection:
         """Open the pictures, and make sure that one of them can be read before a model is loaded."""
-        from vitrail.pictures import Preprocessing, open_collection
+        from vitrail.data import Preprocessing, open_collection
 
         collection = open_collection(
             self.pictures or None, limit=self.limit or None, labels=self.labels, size=self.size

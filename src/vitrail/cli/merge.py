@@ -15,8 +15,9 @@ from vitrail.cli.asking import ask, cost_of, paint
 from vitrail.cli.files import Names, make_folder, write_picture
 from vitrail.cli.model import Loaded, load
 from vitrail.cli.summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
-from vitrail.errors import PictureError
-from vitrail.pictures import check_picture, contact_sheet, find_pictures, read_picture
+from vitrail.data import check_image, find_images, read_image
+from vitrail.drawing import contact_sheet
+from vitrail.errors import ImageError
 
 SIDE = 1600
 """Longest side of a picture in the side-by-side view; the stained glass itself keeps its resolution."""
@@ -39,7 +40,7 @@ def run_merge(
 
     A picture that cannot be read is reported and skipped if there are others.
     """
-    paths = find_pictures(pictures)
+    paths = find_images(pictures)
     good, skipped = readable(paths)  # before the model is loaded, which may take long
     with console.err.status(f"Loading {model}"):
         loaded = load(model, random=random, size=size, device=device)
@@ -56,8 +57,8 @@ def run_merge(
         task = bar.add_task("Merging", total=len(good))
         for path in good:
             try:
-                picture = read_picture(path)
-            except PictureError as error:
+                picture = read_image(path)
+            except ImageError as error:
                 skipped.append(_skip(path, error))
             else:
                 if not results:
@@ -81,10 +82,10 @@ def readable(paths: Sequence[Path]) -> tuple[list[Path], list[Skipped]]:
     moving: list[str] = []
     for path in paths:
         try:
-            frames = check_picture(path)
+            frames = check_image(path)
             if len(paths) == 1:
-                read_picture(path)  # a single one can be checked to its last pixel
-        except PictureError as error:
+                read_image(path)  # a single one can be checked to its last pixel
+        except ImageError as error:
             if len(paths) == 1:
                 raise
             skipped.append(_skip(path, error))
@@ -100,13 +101,13 @@ def readable(paths: Sequence[Path]) -> tuple[list[Path], list[Skipped]]:
     return good, skipped
 
 
-def _skip(path: Path, error: PictureError) -> Skipped:
+def _skip(path: Path, error: ImageError) -> Skipped:
     console.complain(f"Skipped {error}")
     return Skipped(str(path), str(error))
 
 
-def _none(paths: Sequence[Path]) -> PictureError:
-    return PictureError(f"None of the {len(paths)} pictures could be read, so there is nothing to show.")
+def _none(paths: Sequence[Path]) -> ImageError:
+    return ImageError(f"None of the {len(paths)} pictures could be read, so there is nothing to show.")
 
 
 def _one_picture(

@@ -22,12 +22,12 @@ from torch import nn
 import vitrail
 from vitrail.adapters import Found, find
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
+from vitrail.data import Preprocessing
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
 from vitrail.models import ViT
-from vitrail.pictures import Preprocessing
 
 if TYPE_CHECKING:
-    from vitrail.training.questions import Question
+    from vitrail.training.objective.targets import Question
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
         shape = (trunk.config.in_chans, *trunk.config.image)
     numbers = False
     if told:
-        from vitrail.training.normalising import Normalising, read_expects
+        from vitrail.data.augment.normalize import Normalising, read_expects
 
         expects = read_expects(told)
         shape = (len(expects.mean), *shape[1:])
@@ -104,7 +104,7 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
     looks = "vitrail.record" if len(shape) > 3 else "vitrail.record or vitrail.inspect"
     raise UnsupportedInput(
         f"{name} takes arrays{kind}, {' × '.join(map(str, shape))}, and this command is for models that take pictures. "
-        "From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, look inside with "
+        "From Python, measure it with vitrail.training.evaluation.pass_ on Arrays, merged or not, look inside with "
         f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
         "labels.preprocessing normalises arrays for it."
     )
@@ -115,7 +115,7 @@ def _questions(model: nn.Module) -> tuple[Question, ...]:
     names = vitrail.class_names(model)
     if not names:
         return ()
-    from vitrail.training.questions import ask as ask_for
+    from vitrail.training.objective.targets import ask as ask_for
 
     return ask_for(model, names)
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
+from vitrail._distributed import LinkLost, SaidElsewhere, told
 from vitrail.cli import console
-from vitrail.processes import LinkLost, SaidElsewhere, told
 
 PAUSE = 2.0
 """Seconds that the others wait before they end with an error: torchrun then ends the first one, too."""

@@ -122,7 +122,7 @@ def train(
 
 def _run(fields: dict[str, Any], resume: bool, overwrite: bool, seconds: float | None) -> Run:
     from vitrail import training
-    from vitrail.training.stopping import Interrupted, OutOfTime
+    from vitrail.training.interrupt import Interrupted, OutOfTime
 
     try:
         with _shown() as tell, said_once():
@@ -209,7 +209,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _file(path: Path | None) -> dict[str, Any]:
-    from vitrail.training.config import read_yaml
+    from vitrail.training.config.config import read_yaml
 
     return {} if path is None else read_yaml(path)
 
@@ -218,7 +218,7 @@ def _set(pairs: list[str]) -> dict[str, Any]:
     """Read ``name=value`` as YAML reads a value."""
     if not pairs:
         return {}
-    from vitrail.training.config import read_value
+    from vitrail.training.config.config import read_value
 
     values = {}
     for pair in pairs:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vitrail._atomic_files import move
 from vitrail.errors import ExportError
-from vitrail.files import move
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from vitrail.export.base import first_line
 from vitrail.heads import Output
 
 if TYPE_CHECKING:
-    from vitrail.training.questions import Question
+    from vitrail.training.objective.targets import Question
 
 
 class Plain(nn.Module):
@@ -48,7 +48,7 @@ def _questions(model: nn.Module) -> tuple[Question, ...]:
     names = class_names(model)
     if len(names) < 2:
         return ()
-    from vitrail.training.questions import ask
+    from vitrail.training.objective.targets import ask
 
     return ask(model, names)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vitrail.kernels import ops
 from vitrail.merging import METHODS, Assignment, proportional_attention
-from vitrail.merging.matching import Order, Protected
+from vitrail.merging.bipartite import Order, Protected
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None

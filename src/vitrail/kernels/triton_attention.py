@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels import launching
+from vitrail.kernels import launch as launching
 
 LOG2E = 1.4426950408889634
 WHOLE = 256

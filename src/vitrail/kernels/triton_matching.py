@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels import launching
+from vitrail.kernels import launch as launching
 
 WHOLE = 256
 """Longest sequence that one program matches by itself."""

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.kernels import launching
+from vitrail.kernels import launch as launching
 
 WARPS = 2
 PROGRAMS = 1056

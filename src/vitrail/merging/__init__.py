@@ -2,7 +2,7 @@
 
 from vitrail.merging.assignment import Assignment
 from vitrail.merging.attention import proportional_attention
-from vitrail.merging.matching import match
+from vitrail.merging.bipartite import match
 from vitrail.merging.methods import METHODS
 from vitrail.merging.schedule import Room, Schedule, Solution
 from vitrail.merging.state import MergeState

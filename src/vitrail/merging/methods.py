@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.matching import Order, Protected, match
+from vitrail.merging.bipartite import Order, Protected, match
 
 Matcher = Callable[[Tensor, int, Protected, Order], Assignment]
 """Says which tokens with features (B, N, D) go where: (features, how many, which must stay, order)."""

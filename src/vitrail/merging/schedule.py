@@ -14,7 +14,7 @@ from numbers import Real
 from typing import TypeGuard
 
 from vitrail.errors import InvalidOption
-from vitrail.merging.matching import front_edges
+from vitrail.merging.bipartite import front_edges
 
 INFLECTIONS = {"constant": 0.0, "decreasing": -1.0, "increasing": 1.0}
 """Names of the shapes of a schedule, each with its inflection in Token Merging's sense."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail.errors import UnsupportedInput
 from vitrail.merging.assignment import Assignment, insert
-from vitrail.merging.matching import Order, Protected, mask_edges
+from vitrail.merging.bipartite import Order, Protected, mask_edges
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.registry import MODELS, create_model, list_models
-from vitrail.models.timm_models import from_timm, to_timm
-from vitrail.models.timm_weights import load_timm_state_dict, timm_state_dict
+from vitrail.models.timm.convert import from_timm, to_timm
+from vitrail.models.timm.weights import load_timm_state_dict, timm_state_dict
 from vitrail.models.vit import ViT
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from vitrail._atomic_files import drafts
 from vitrail.errors import ModelLoadError
-from vitrail.files import drafts
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LABELS = "labels.json"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.data.batches import Feed
+from vitrail.data.spec import Preprocessing
 from vitrail.errors import UnsupportedInput
-from vitrail.pictures.feed import Feed
-from vitrail.pictures.preprocessing import Preprocessing
 from vitrail.report.looking import Picture, pixels
 from vitrail.report.study import features_of
 

@@ -18,9 +18,9 @@ from vitrail.analysis.attention import Rollout, token_maps
 from vitrail.errors import BrokenPass
 from vitrail.report.again import Again
 from vitrail.report.study import Study, spread
-from vitrail.surgery.checks import merged_trunk
-from vitrail.surgery.record import evaluating, to_model
-from vitrail.surgery.watch import watch
+from vitrail.runtime.checks import merged_trunk
+from vitrail.surgery.hooks import watch
+from vitrail.surgery.recording import evaluating, to_model
 from vitrail.tokens import TokenLayout
 
 PICTURES = 3

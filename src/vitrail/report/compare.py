@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vitrail.analysis.base import Result
+from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption
 from vitrail.report.page import Page
 from vitrail.report.report import Report

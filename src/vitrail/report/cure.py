@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 from vitrail.adapters import find
 from vitrail.analysis.attention import token_maps
-from vitrail.analysis.norms import NormAccumulator
+from vitrail.analysis.norms.distribution import NormAccumulator
 from vitrail.errors import UnsupportedInput, VitrailError
 from vitrail.report.again import Again
 from vitrail.report.looking import Picture
 from vitrail.report.sections import Section
 from vitrail.report.study import Study, features_of, spread
-from vitrail.surgery.record import evaluating, to_model
+from vitrail.surgery.hooks import watch
+from vitrail.surgery.recording import evaluating, to_model
 from vitrail.surgery.register_neurons import find_register_neurons
 from vitrail.surgery.registers import test_time_registers
-from vitrail.surgery.watch import watch
 
 PICTURES = 200
 """Most pictures that the cure is tried on, beside those that are shown."""

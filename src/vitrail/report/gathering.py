@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vitrail.errors import PictureError, UnsupportedInput, VitrailError
-from vitrail.processes import gathered, ranks
+from vitrail._distributed import gathered, ranks
+from vitrail.errors import ImageError, UnsupportedInput, VitrailError
 from vitrail.report.looking import Evidence
 
 NOTHING = "there was no picture to inspect: give one picture or more that can be read"
@@ -29,7 +29,7 @@ def gather(evidence: Evidence, error: Exception | None) -> Evidence | None:
         if error is not None:
             raise error
         return _not_empty(evidence)
-    empty = isinstance(error, PictureError) and evidence.seen == 0
+    empty = isinstance(error, ImageError) and evidence.seen == 0
     mine = None if error is None or empty else f"{type(error).__name__}: {error}"
     states = gathered((mine, evidence.seen))
     failed = [(other, what) for other, (what, _) in enumerate(states) if what is not None]
@@ -57,4 +57,4 @@ def _not_empty(evidence: Evidence) -> Evidence:
 
 
 def _nothing(evidence: Evidence) -> VitrailError:
-    return PictureError(NOTHING) if evidence.skipped else UnsupportedInput(NOTHING)
+    return ImageError(NOTHING) if evidence.skipped else UnsupportedInput(NOTHING)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail._distributed import ranks
 from vitrail.adapters import Found, find
-from vitrail.analysis.base import plain
 from vitrail.analysis.discovery import Discovery
+from vitrail.analysis.result import plain
 from vitrail.bench.machine import describe_machine
+from vitrail.data.batches import Feed, open_feed
+from vitrail.data.sample_images import samples
 from vitrail.errors import InvalidOption
-from vitrail.pictures.feed import Feed, open_feed
-from vitrail.pictures.shipped import samples
-from vitrail.processes import ranks
 from vitrail.report.again import Again
 from vitrail.report.closer import Closer, look_closer
 from vitrail.report.cure import Trial, try_cure
@@ -78,7 +78,7 @@ def inspect(
             for the shipped samples.
         batch_size: pictures to run at once, where the data are not batches already.
         limit: most pictures to look at.
-        labels: for files, what :func:`~vitrail.pictures.collection.open_collection` takes; for a tensor, one whole
+        labels: for files, what :func:`~vitrail.data.collection.open_collection` takes; for a tensor, one whole
             number for each picture.
         probes: whether to fit probes, which takes the longest.
         discovery: whether to look for objects with LOST and TokenCut.

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from vitrail.adapters import find
 from vitrail.analysis.features import patch_features
-from vitrail.analysis.norms import NormAccumulator
+from vitrail.analysis.norms.distribution import NormAccumulator
 from vitrail.analysis.redundancy import neighbour_similarity, object_share
+from vitrail.data.spec import Preprocessing
 from vitrail.errors import BrokenPass, VitrailError
-from vitrail.pictures.preprocessing import Preprocessing
-from vitrail.surgery.appended import layout_of
-from vitrail.surgery.record import evaluating, to_model
-from vitrail.surgery.watch import watch
+from vitrail.runtime.layout import layout_of
+from vitrail.surgery.hooks import watch
+from vitrail.surgery.recording import evaluating, to_model
 from vitrail.tokens import TokenLayout
 
 PLACES, FEATURES, OBJECTS = 4096, 600, 200

@@ -6,9 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from vitrail.analysis.base import Result
+from vitrail._atomic_files import drafts
+from vitrail.analysis.result import Result
 from vitrail.errors import ReportError
-from vitrail.files import drafts
 
 
 class Page(Result):

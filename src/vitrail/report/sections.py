@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 
 from vitrail.analysis.attention import overlap, role_mass, spread, token_maps
-from vitrail.analysis.base import plain
-from vitrail.analysis.class_probe import ClassProbe, one_token_each, probe_classes
 from vitrail.analysis.discovery import Discovery, corloc, lost_batch, suggest_biases, sweep_lost, tokencut_batch
 from vitrail.analysis.features import Pca, fit_pca
-from vitrail.analysis.probes import cut_patches, probe_pixels, probe_positions
+from vitrail.analysis.probes.classes import ClassProbe, one_token_each, probe_classes
+from vitrail.analysis.probes.local import cut_patches, probe_pixels, probe_positions
 from vitrail.analysis.redundancy import redundancy
+from vitrail.analysis.result import plain
 from vitrail.errors import VitrailError
 from vitrail.report.looking import OBJECT_FEATURES
 from vitrail.report.study import Study, features_of

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from vitrail.analysis.attention import token_maps
-from vitrail.analysis.base import Result
 from vitrail.analysis.discovery import Discovery
 from vitrail.analysis.features import Pca, pca_maps
+from vitrail.analysis.result import Result
 from vitrail.errors import VitrailError
 from vitrail.report.closer import Closer
 from vitrail.report.cure import Trial

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from vitrail.analysis.class_probe import one_token_each
-from vitrail.analysis.norms import Norms
+from vitrail.analysis.norms.distribution import Norms
+from vitrail.analysis.probes.classes import one_token_each
 from vitrail.errors import UnsupportedInput
 from vitrail.report.looking import Evidence, Features, Packed, Picture
 from vitrail.tokens import Role, TokenLayout

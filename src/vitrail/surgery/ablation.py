@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.surgery.appended import layout_of
-from vitrail.surgery.asked import check_layers, describe, find_queries, is_whole
-from vitrail.surgery.checks import refuse_extended, refuse_merged
-from vitrail.surgery.record import Pictures, stream
+from vitrail.runtime.checks import refuse_extended, refuse_merged
+from vitrail.runtime.layout import layout_of
+from vitrail.surgery.recording import Pictures, stream
+from vitrail.surgery.selection import check_layers, describe, find_queries, is_whole
 from vitrail.tokens import Role
 
 How = Literal["zero", "mean", "noise", "shuffle"]
@@ -95,7 +95,7 @@ def ablate(
         model: any supported model, not merged.
         how: ``zero``; ``mean`` over the pictures of ``data``; ``noise`` with their mean and spread in each channel;
             ``shuffle``, the tokens of another picture of the batch.
-        data: pictures for ``mean`` and ``noise``, as files or prepared (see :data:`~vitrail.surgery.record.Pictures`);
+        data: pictures for ``mean`` and ``noise``, as files or prepared (see ``vitrail.record``);
             walked over once, one batch in memory at a time.
         tokens: roles or positions of the tokens; registers by default.
         layers: blocks after which tokens are replaced; all by default.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find
+from vitrail.data.batches import Feed, open_feed
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.pictures.feed import Feed, open_feed
-from vitrail.surgery.asked import check_layers, is_whole
-from vitrail.surgery.record import Pictures, Recording, stream
+from vitrail.surgery.recording import Pictures, Recording, stream
+from vitrail.surgery.selection import check_layers, is_whole
 
 LEAST_FACTOR = 2.0
 """How many times as long as usual artifacts are, at least."""
@@ -76,7 +76,7 @@ def find_register_neurons(
 
     Args:
         model: any supported model, not merged.
-        data: pictures, as files or prepared; see :data:`~vitrail.surgery.record.Pictures`.
+        data: pictures, as files or prepared; see :data:`~vitrail.surgery.recording.Pictures`.
         count: how many neurons to take, over all layers looked at.
         layers: blocks to look at; by default those up to the one where artifacts appear.
         threshold: norm of an artifact in the last layer; by default the mean plus three standard deviations, where

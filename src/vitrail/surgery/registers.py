@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from vitrail.adapters import Found, find
 from vitrail.errors import AlreadyMerged, InvalidOption
-from vitrail.surgery.appended import MARK
-from vitrail.surgery.asked import is_whole
-from vitrail.surgery.checks import refuse_extended, refuse_merged
-from vitrail.surgery.record import Pictures
+from vitrail.runtime.checks import refuse_extended, refuse_merged
+from vitrail.runtime.layout import MARK
+from vitrail.surgery.recording import Pictures
 from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
+from vitrail.surgery.selection import is_whole
 
 
 class TestTimeRegisters:
@@ -119,7 +119,7 @@ def test_time_registers(
     Args:
         model: any supported model, not merged.
         data: pictures to find register neurons with, as files or prepared (see
-            :data:`~vitrail.surgery.record.Pictures`); not needed where neurons are given.
+            :data:`~vitrail.surgery.recording.Pictures`); not needed where neurons are given.
         neurons: how many to find, or those that were found before, or their numbers by layer.
         registers: how many tokens to append; neurons take them in turn.
         layers: see :func:`find_register_neurons`.

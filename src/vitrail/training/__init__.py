@@ -8,15 +8,15 @@ Arrays                          labelled tensors: sounds, videos, anything
 Event, read_log                 what a run says while it goes on, and what it said
 """
 
-from vitrail.training.arrays import Arrays
-from vitrail.training.config import Config
-from vitrail.training.evaluation import Evaluation
-from vitrail.training.examples import Examples, open_examples
+from vitrail.data.dataset import Examples, open_examples
+from vitrail.data.sources.arrays import Arrays
+from vitrail.training.config.config import Config
+from vitrail.training.config.presets import PRESETS
+from vitrail.training.evaluation.evaluator import evaluate
+from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import Event, read_log
-from vitrail.training.measuring import evaluate
-from vitrail.training.presets import PRESETS
-from vitrail.training.run import Labels, Run, load_trained
-from vitrail.training.start import train
+from vitrail.training.run_directory import Labels, Run, load_trained
+from vitrail.training.trainer import train
 
 __all__ = [
     "PRESETS",

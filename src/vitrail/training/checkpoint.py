@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from vitrail._distributed import Crew
 from vitrail.errors import TrainingError, VitrailWarning
 from vitrail.models.saving import CONFIG
-from vitrail.processes import Crew
-from vitrail.training.run import LAST, SHARDS
+from vitrail.training.run_directory import LAST, SHARDS
 
 META, STATE, COMPLETE = "meta.json", "state.pt", "complete.json"
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail._distributed import Crew, LinkLost
 from vitrail.errors import TrainingError
-from vitrail.processes import Crew, LinkLost
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.errors import InvalidOption, VitrailWarning
 from vitrail.models.saving import write_whole
-from vitrail.training.objective import Terms
+from vitrail.training.objective.objective import Terms
 
 Kind = Literal["start", "note", "reading", "train", "epoch", "evaluating", "evaluation", "saved"]
 

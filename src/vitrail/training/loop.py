@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.data.loading.order import generator, mix
 from vitrail.errors import Diverged
+from vitrail.training.config.syntax import read_every
 from vitrail.training.distributed import broken_links
-from vitrail.training.evaluate import evaluate
-from vitrail.training.evaluation import Evaluation
+from vitrail.training.evaluation.metrics import reduce
+from vitrail.training.evaluation.pass_ import evaluate
+from vitrail.training.evaluation.result import Evaluation
+from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
 from vitrail.training.log import Event, Meter
-from vitrail.training.metrics import reduce
-from vitrail.training.optim import lr_at, optimizer_tensors
-from vitrail.training.order import generator, mix
-from vitrail.training.parsing import read_every
+from vitrail.training.optim.optimizer import lr_at, optimizer_tensors
 from vitrail.training.parts import Parts
-from vitrail.training.run import BEST, LAST, Labels, Run, full, last_evaluation, write_model
-from vitrail.training.stepping import Step, recorder_for, room_for_graphs, sound_attention
-from vitrail.training.stopping import Interrupted, OutOfTime, Stop
+from vitrail.training.run_directory import BEST, LAST, Labels, Run, full, last_evaluation, write_model
+from vitrail.training.step import Step, recorder_for, room_for_graphs, sound_attention
 
 AUGMENT, MIX, MODEL = 1, 2, 3
 """Streams of random numbers, so that what is drawn for one thing does not shift another."""

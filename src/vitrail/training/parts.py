@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.processes import Crew
+from vitrail._distributed import Crew
+from vitrail.data.augment.arrays import ArrayAugment
+from vitrail.data.augment.images import Augment
+from vitrail.data.augment.mix import Mix
+from vitrail.data.augment.views import Views
+from vitrail.data.loading.loader import Feed
 from vitrail.surgery import Merging
-from vitrail.training.augment import Augment
-from vitrail.training.building import Built
 from vitrail.training.checkpoint import Checkpoints
-from vitrail.training.config import Config
-from vitrail.training.feeds import Feed
+from vitrail.training.config.config import Config
 from vitrail.training.log import Log, Tell
-from vitrail.training.mixing import Mix
-from vitrail.training.optim import Ema
-from vitrail.training.shifting import ArrayAugment
-from vitrail.training.teacher import Teacher
-from vitrail.training.views import Views
+from vitrail.training.model import Built
+from vitrail.training.objective.teacher import Teacher
+from vitrail.training.optim.optimizer import Ema
 
 
 @dataclass(frozen=True)

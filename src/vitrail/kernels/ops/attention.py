@@ -44,7 +44,7 @@ def attend_back(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, out: Tensor, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give the gradients of queries, keys and values."""
-    from vitrail.kernels import triton_attention_back
+    from vitrail.kernels import triton_attention_backward as triton_attention_back
 
     into = (_heads_like(q), _heads_like(k), _heads_like(v))
     triton_attention_back.launch(grad, (q, k, v), log2_size, out, sums, scale, into)
@@ -99,7 +99,7 @@ def attend_packed_back(
     grad: Tensor, qkv: Tensor, log2_size: Tensor, out: Tensor, sums: Tensor, heads: int, scale: float
 ) -> Tensor:
     """Give the gradient of queries, keys and values in one tensor."""
-    from vitrail.kernels import triton_attention_back
+    from vitrail.kernels import triton_attention_backward as triton_attention_back
 
     into = torch.empty_like(qkv)
     triton_attention_back.launch(grad, unpack(qkv, heads), log2_size, out, sums, scale, unpack(into, heads))

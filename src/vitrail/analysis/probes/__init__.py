@@ -1,0 +1,1 @@
+"""Linear probes: what single tokens hold."""

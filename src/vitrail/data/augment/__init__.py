@@ -1,0 +1,1 @@
+"""Augmentation of whole batches on the device."""

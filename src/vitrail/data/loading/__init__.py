@@ -1,0 +1,1 @@
+"""Data loaders: in memory on the device, or streamed by workers."""

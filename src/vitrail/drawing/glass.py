@@ -1,0 +1,162 @@
+"""The stained-glass picture: each group of patches one piece of glass, held by leads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.data.decode import as_rgb
+from vitrail.errors import InvalidOption, UnsupportedInput
+
+LEAD_COLOUR = (22, 20, 24)
+"""Almost black, a little cold, as leads look against the light."""
+
+_STRIP = 256  # rows painted at a time: large pictures then need little memory beyond themselves
+
+
+def stained_glass(picture: Image.Image, groups: Any, *, lead: float | None = None) -> Image.Image:
+    """Paint the stained-glass picture at the picture's own resolution.
+
+    Each group is painted in the mean colour of the picture's pixels under it, wherever its cells lie, and a
+    dark lead runs between neighbouring cells of different groups (never along the picture's border).
+
+    The mean is the plain mean of the sRGB values. They are spaced as the eye sees, so a pane of lights and
+    darks comes out as the tone between them. A mean of physical light lets each highlight wash out its pane:
+    darks turn grey and colours pale.
+
+    Args:
+        picture: any PIL picture.
+        groups: (h, w) integers over the patch grid, which is stretched over the whole picture: cells with the
+            same number belong together, whatever the numbers are.
+        lead: width of the leads in pixels, 0 for none, at most that of a cell. By default it grows with the
+            picture and stays thin beside the cells.
+
+    Example:
+        >>> import numpy as np
+        >>> stained_glass(Image.new("RGB", (300, 200), "red"), np.arange(6).reshape(2, 3)).size
+        (300, 200)
+    """
+    cells = _check_groups(groups)
+    pixels = np.asarray(as_rgb(picture))
+    height, width = pixels.shape[:2]
+    if height * width == 0:
+        raise UnsupportedInput(f"The picture has no pixels ({width} × {height}). Expected one with at least one pixel.")
+    row, column = _Axis(height, cells.shape[0]), _Axis(width, cells.shape[1])
+    lead = _lead_width(row, column) if lead is None else min(_check_lead(lead), row.step, column.step)
+
+    palette = _mean_colours(pixels, cells, row, column)
+    cell_colours = palette[cells][:, column.cell]  # (h, W, 3): rows of cells, already as wide as the picture
+    painted = cell_colours[row.cell]
+    if lead > 0:
+        leads = _Leads(cells, row, column, lead)
+        for top in range(0, height, _STRIP):
+            leads.draw(painted, slice(top, min(top + _STRIP, height)))
+    return Image.fromarray(painted)
+
+
+class _Axis:
+    """One side of the picture, of ``pixels`` pixels under ``cells`` cells of the grid.
+
+    Attributes:
+        cell: the cell that holds each pixel's centre.
+        vertex: the nearest line of the grid, 0 to ``cells``.
+        distance: how far each pixel's centre is from it, in pixels.
+        step: the size of a cell in pixels, not always a whole number.
+    """
+
+    def __init__(self, pixels: int, cells: int) -> None:
+        index = np.arange(pixels)
+        self.step = pixels / cells
+        self.cell = (2 * index + 1) * cells // (2 * pixels)
+        centre = index + 0.5
+        self.vertex = np.rint(centre / self.step).astype(np.intp)
+        self.distance = np.abs(centre - self.vertex * self.step).astype(np.float32)
+
+    def starts(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Give the cells that hold a pixel at all, and the first pixel of each."""
+        return np.unique(self.cell, return_index=True)
+
+
+def _mean_colours(pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis) -> NDArray[np.uint8]:
+    """Give each group's mean colour (G, 3): pixels summed over each cell, exactly, then cells over groups."""
+    rows, row_starts = row.starts()
+    columns, column_starts = column.starts()
+    seen = cells[np.ix_(rows, columns)].ravel()
+    heights = np.diff(row_starts, append=row.cell.size)
+    widths = np.diff(column_starts, append=column.cell.size)
+    strips = np.add.reduceat(pixels, row_starts, axis=0, dtype=np.uint32)
+    sums = np.add.reduceat(strips, column_starts, axis=1, dtype=np.uint64).reshape(-1, 3)
+    total = int(cells.max()) + 1
+    area = np.bincount(seen, weights=np.outer(heights, widths).ravel(), minlength=total)
+    colours = np.stack([np.bincount(seen, weights=channel, minlength=total) for channel in sums.T], axis=-1)
+    return np.rint(colours / np.maximum(area, 1)[:, None]).astype(np.uint8)
+
+
+class _Leads:
+    """Leads along the grid lines between cells of different groups, smooth at any resolution.
+
+    A pixel sees the four grid lines that meet in its nearest vertex. In its own quarter of that vertex, it is
+    near the lead that runs across, the one that runs down, both (a corner of the pane, rounded like solder),
+    or none (the outside of a bend, closed by a round cap).
+    """
+
+    def __init__(self, cells: NDArray[np.intp], row: _Axis, column: _Axis, lead: float) -> None:
+        height, width = cells.shape
+        across = np.zeros((height + 1, width), dtype=bool)  # a lead above cell (y, x), for y in 0 … height
+        down = np.zeros((height, width + 1), dtype=bool)  # a lead left of cell (y, x), for x in 0 … width
+        across[1:-1] = cells[1:] != cells[:-1]
+        down[:, 1:-1] = cells[:, 1:] != cells[:, :-1]
+        bend = np.zeros((height + 1, width + 1), dtype=bool)
+        bend[:, 1:] |= across
+        bend[:, :-1] |= across
+        bend[1:] |= down
+        bend[:-1] |= down
+        self.across, self.down, self.bend = across, down, bend
+        self.row, self.column = row, column
+        self.half = lead / 2
+        self.round = min(1.6 * lead, 0.25 * min(row.step, column.step))
+
+    def draw(self, painted: NDArray[np.uint8], strip: slice) -> None:
+        """Lay the leads over some rows of the painted picture, in place."""
+        row, column = self.row, self.column
+        y = row.distance[strip, None] - self.half  # distance from the edge of the lead that runs across here
+        x = column.distance[None, :] - self.half
+        across = self.across[row.vertex[strip]][:, column.cell]
+        down = self.down[row.cell[strip]][:, column.vertex]
+        bend = self.bend[row.vertex[strip]][:, column.vertex]
+        gap = np.minimum(np.where(across, y, np.inf), np.where(down, x, np.inf))
+        corner = across & down & (y < self.round) & (x < self.round)
+        rounded = self.round - np.hypot(self.round - y, self.round - x)
+        gap = np.where(corner, np.minimum(gap, rounded), gap)
+        cap = np.hypot(y + self.half, x + self.half) - self.half
+        gap = np.where(bend, np.minimum(gap, cap), gap)
+        cover = np.clip(0.5 - gap, 0, 1).astype(np.float32)[..., None]
+        part = painted[strip]
+        colour = np.array(LEAD_COLOUR, dtype=np.float32)
+        part[...] = np.rint(part + (colour - part) * cover).astype(np.uint8)
+
+
+def _lead_width(row: _Axis, column: _Axis) -> float:
+    """Give a width that looks alike at any resolution: a share of a cell, and at most one of the picture."""
+    cell, picture = min(row.step, column.step), min(row.cell.size, column.cell.size)
+    return max(min(0.1 * cell, 0.005 * picture), min(1.0, 0.2 * cell))
+
+
+def _check_lead(lead: float) -> float:
+    if not (np.isreal(lead) and np.isfinite(lead) and lead >= 0):
+        raise InvalidOption(f"lead={lead!r}: expected a width in pixels, 0 or more. Leave it out for a fitting one.")
+    return float(lead)
+
+
+def _check_groups(groups: Any) -> NDArray[np.intp]:
+    """Give the groups as numbers from 0 without gaps."""
+    array = np.asarray(groups)
+    if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise UnsupportedInput(
+            f"groups has shape {array.shape} and kind {array.dtype}. Expected integers of shape (h, w), one "
+            "for each cell of the patch grid. Reshape a row of trace.groups to the grid of its layout."
+        )
+    return np.unique(array, return_inverse=True)[1].reshape(array.shape)

@@ -1,0 +1,60 @@
+"""Several pictures on one sheet, with captions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw, ImageFont
+
+from vitrail.data.decode import as_rgb
+from vitrail.errors import InvalidOption
+
+PAPER = (18, 17, 20)
+INK = (214, 210, 204)
+
+
+def contact_sheet(
+    pictures: Sequence[Image.Image],
+    captions: Sequence[str] = (),
+    *,
+    columns: int | None = None,
+    title: str | None = None,
+) -> Image.Image:
+    """Lay pictures out on a dark sheet, in rows of ``columns`` (all in one row by default).
+
+    Each picture keeps its own resolution; the widths of margins and the size of captions grow with
+    the pictures.
+
+    Args:
+        pictures: one or more pictures.
+        captions: one below each picture, or none at all.
+        columns: pictures in a row.
+        title: one line above all of them.
+    """
+    if not pictures or (captions and len(captions) != len(pictures)):
+        raise InvalidOption(
+            f"{len(pictures)} pictures and {len(captions)} captions: expected at least one picture, and one "
+            "caption for each or none at all."
+        )
+    if columns is not None and columns < 1:
+        raise InvalidOption(f"columns={columns}: expected 1 or more, or None for all pictures in one row.")
+    images = [as_rgb(picture) for picture in pictures]
+    columns = min(columns or len(images), len(images))
+    wide, high = max(image.width for image in images), max(image.height for image in images)
+    unit = max(round(min(wide, high) * 0.04), 4)
+    font = ImageFont.load_default(max(round(unit * 1.1), 8))
+    line = round(unit * 1.6) if captions else 0
+    head = round(unit * 2.2) if title else 0
+    rows = -(-len(images) // columns)
+    size = (unit + columns * (wide + unit), head + unit + rows * (high + line + unit))
+    sheet = Image.new("RGB", size, PAPER)
+    draw = ImageDraw.Draw(sheet)
+    if title:
+        draw.text((unit, unit / 2 + head / 2), title, fill=INK, font=font, anchor="lm")
+    for index, image in enumerate(images):
+        x = unit + index % columns * (wide + unit)
+        y = head + unit + index // columns * (high + line + unit)
+        sheet.paste(image, (x + (wide - image.width) // 2, y + (high - image.height) // 2))
+        if captions:
+            draw.text((x + wide / 2, y + high + line / 2), captions[index], fill=INK, font=font, anchor="mm")
+    return sheet

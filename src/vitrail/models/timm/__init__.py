@@ -1,0 +1,1 @@
+"""Conversion between timm's models and ours."""

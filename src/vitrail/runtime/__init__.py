@@ -1,0 +1,1 @@
+"""How a changed model runs: plan, state, block forward."""

@@ -1,0 +1,174 @@
+"""How a pass goes from block to block.
+
+The state of a pass is carried by the tokens themselves: a block reads it off the tensor it is given, hands it to its
+own forward as an argument, and sets it on the tensor that it returns. Hooks, gradient checkpointing, FSDP and threads
+may come between; a block that is given tokens without their state says so instead of guessing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.adapters.base import BlockAdapter
+from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
+from vitrail.errors import BrokenPass, UnsupportedInput
+from vitrail.merging import MergeState
+from vitrail.runtime.block_forward import Carried, merged_forward
+from vitrail.runtime.plan import BlockPlan, Plan
+from vitrail.runtime.side_tokens import deliver
+from vitrail.runtime.trace import TracedPass, is_tracking, record
+
+
+class Passed(NamedTuple):
+    """What a block's forward leaves for after its hooks: tokens, those beside, what hooks were shown, the state."""
+
+    tokens: Tensor
+    beside: Tensor | None
+    shown: Tensor
+    state: MergeState
+
+
+class Slot:
+    """Where a block's forward leaves what it did: an object of its own, which wrappers that rebuild arguments keep."""
+
+    passed: Passed
+
+
+class MergedBlock:
+    """Mixin in front of a library's block: the same parameters, attending, merging and feeding."""
+
+    _vitrail: BlockPlan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mine = self._vitrail
+        x, args, kwargs = _split_tokens(mine.parts, args, kwargs)
+        carried = _receive(mine, x)
+        if carried.tokens is not None:
+            x = carried.tokens
+        if mine.plan.added is not None:
+            carried = replace(carried, beside=mine.plan.added.enter(mine.index, carried.beside, x))
+        slot = Slot()
+        out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
+        return _send(mine, carried, out, slot.passed)
+
+    def forward(
+        self,
+        x: Tensor,
+        *args: Any,
+        vitrail_carried: Carried,
+        vitrail_slot: Slot,
+        **kwargs: Any,
+    ) -> Tensor:
+        parts = self._vitrail.parts
+        call = parts.read_call(args, kwargs)
+        x, beside, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
+        shown = state.unmerge(x) if _shows_full_length(self._vitrail, vitrail_carried) else x
+        vitrail_slot.passed = Passed(x, beside, shown, state)
+        return shown
+
+
+def _split_tokens(
+    parts: BlockAdapter, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return args[0], args[1:], kwargs
+    rest = dict(kwargs)
+    return rest.pop(parts.input_name), args, rest
+
+
+def _receive(mine: BlockPlan, x: Tensor) -> Carried:
+    """Take the state off the incoming tokens, or begin a pass at the first block."""
+    carried: Carried | None = getattr(x, CARRIER, None)
+    if mine.index == 0:
+        # tokens that come twice are a new pass, unless a checkpoint repeats the old one for its gradients
+        if carried is None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            carried = _begin(mine.plan, x)
+            setattr(x, CARRIER, carried)
+        return carried
+    if carried is None:
+        raise BrokenPass(
+            f"block {mine.index} of a merged model was given tokens without the state of their pass. Something between "
+            "the blocks replaced the tensor (a custom forward, or reentrant gradient checkpointing: use "
+            "use_reentrant=False), or the block was called by itself"
+        )
+    if carried.plan is not mine.plan or carried.state.layer != mine.index:
+        raise BrokenPass(
+            f"block {mine.index} of a merged model was given tokens that come from block {carried.state.layer - 1}"
+            f"{' of another model' if carried.plan is not mine.plan else ''}; merged blocks run once each, in order"
+        )
+    return carried
+
+
+def _begin(plan: Plan, x: Tensor) -> Carried:
+    """Begin a pass: with what the way into the model left, or, where blocks are called by themselves, without."""
+    entered = current_pass()
+    if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
+        entered = Pass(None, plan.layout)
+    else:
+        _refuse_changes(plan, entered)
+    layout = entered.layout
+    patches = x.shape[1] - layout.num_special
+    if patches < 1:
+        raise BrokenPass(
+            f"{x.shape[1]} tokens cannot hold this model's {layout.num_special} special tokens and a patch"
+        )
+    if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
+        layout = layout.with_grid((1, 1, patches))
+    solution = plan.solve(patches)
+    plan.report(solution, patches)
+    per_layer = solution.wanted if plan.pictures_decide else solution.per_layer
+    state = MergeState(
+        per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order, method=plan.method
+    )
+    return Carried(plan, layout, state, state.r, entered.rotary, entered.expose, entered.unmasked)
+
+
+def _refuse_changes(plan: Plan, entered: Pass) -> None:
+    """Refuse what could only come out wrong: other blocks than those merged, or merged tokens as a grid."""
+    trunk: Any = entered.trunk
+    count = len(trunk._vitrail_adapter.blocks(trunk))
+    if count != plan.depth:
+        raise BrokenPass(
+            f"{plan.depth} blocks were merged and the model now has {count}; remove the merging before blocks are "
+            "added or dropped, and merge again"
+        )
+    if entered.gridded and not plan.unmerge and any(plan.solve(entered.layout.num_patches).per_layer):
+        raise UnsupportedInput(
+            "feature maps need every patch at its place, and with unmerge=False merged tokens come out; merge with "
+            "unmerge=True, or ask for token sequences (timm: output_fmt='NLC')"
+        )
+
+
+def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
+    return mine.plan.unmerge and (carried.expose or mine.is_last)
+
+
+def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:
+    """Set the state on the outgoing tokens; the last block's are ordinary tokens again."""
+    if mine.is_last:
+        if passed.beside is not None:
+            deliver(passed.beside)
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            _finish(mine.plan, carried, out, passed)
+        return out
+    tokens = None
+    if passed.shown is not passed.tokens:
+        # a hook may have put another tensor in its place; a reentrant checkpoint gives gradients to `out` alone
+        same = out is passed.shown and out.requires_grad == passed.tokens.requires_grad
+        tokens = passed.tokens if same else passed.state.remerge(out)
+    state = passed.state
+    setattr(out, CARRIER, replace(carried, state=state, r=state.r, beside=passed.beside, tokens=tokens))
+    return out
+
+
+def _finish(plan: Plan, carried: Carried, out: Tensor, passed: Passed) -> None:
+    """Tell whoever asked how a pass went."""
+    if is_tracking():
+        record(plan, TracedPass(carried.layout, passed.state, out.shape[0], out.device))
+    if plan.pictures_decide:
+        done = carried.layout.num_tokens - passed.tokens.shape[1]
+        plan.report_done(sum(passed.state.per_layer), done, carried.layout.num_patches)

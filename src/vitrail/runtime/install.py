@@ -1,0 +1,51 @@
+"""Putting a plan into a model and taking it out: everything that can fail has been checked before."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vitrail.adapters import Found
+from vitrail.errors import NotMerged
+from vitrail.runtime.carry import MergedBlock
+from vitrail.runtime.checks import embedding
+from vitrail.runtime.class_swap import original_class, swap
+from vitrail.runtime.patch_matmul import PatchProduct, patch_convolutions
+from vitrail.runtime.plan import BlockPlan, Plan
+
+
+def install(found: Found, plan: Plan) -> None:
+    """Have a model run by a plan, in place of the one that it may run by."""
+    is_new = not hasattr(found.trunk, "_vitrail_plan")
+    found.trunk._vitrail_plan = plan  # type: ignore[assignment]
+    for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
+        block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
+    if is_new:
+        found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
+        swap(found.trunk, found.adapter.entry_points())
+        for conv in patch_convolutions(embedding(found)):
+            swap(conv, PatchProduct)
+        for block in found.blocks:
+            swap(block, MergedBlock)
+
+
+def uninstall(found: Found) -> None:
+    """Give a model back exactly as it was."""
+    parts = _swapped(found)
+    for part in parts:
+        part.__class__ = original_class(part)  # type: ignore[assignment]
+    del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
+    for block in found.blocks:
+        del block._vitrail
+
+
+def _swapped(found: Found) -> list[nn.Module]:
+    """Give all modules whose class was changed, if each can have its own again."""
+    convolutions = [part for part in embedding(found) if isinstance(part, PatchProduct)]
+    parts = [found.trunk, *found.blocks, *convolutions]
+    foreign = [part for part in parts if original_class(part) is None]
+    if foreign:
+        raise NotMerged(
+            f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
+            "FSDP for example), so they cannot be given back; undo that first, or merge after it"
+        )
+    return parts

@@ -1,0 +1,200 @@
+"""Tokens that go through a model beside its own: they read, and are read only as far as a gate lets them.
+
+They are a sequence of their own, so that the model's tokens attend, merge and feed exactly as they would without them.
+In every block they are projected by the block's own layers and read the model's keys and values. Everybody else reads
+them with the bias of the block's gate, so that an open gate of bias b makes each of them count as exp b tokens; closed,
+as none. Each reads itself in any case.
+
+Shapes: B batch, H heads, N tokens of the model, E tokens beside them, d channels of a head, D channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.adapters.base import BlockAdapter, repeat_heads
+from vitrail.adapters.forward_pass import Place
+from vitrail.tokens import TokenSpec
+
+CLOSED = -torch.inf
+
+
+class Beside(nn.Module):
+    """The values of such tokens, and the gate of each block.
+
+    Attributes:
+        values: by name, (1, count, D).
+        gates: bias of their keys in each block, where they are open.
+        opened: whether they are; a buffer, so that it is saved, beside the flag that is asked while running.
+    """
+
+    gates: Tensor
+    opened: Tensor
+
+    def __init__(self, specs: Sequence[TokenSpec], width: int, depth: int) -> None:
+        super().__init__()
+        self.specs = tuple(specs)
+        self.values = nn.ParameterDict(
+            {spec.name: nn.Parameter(torch.randn(1, spec.count, width) * spec.std) for spec in specs}
+        )
+        self.gates = nn.Parameter(torch.zeros(depth), requires_grad=False)
+        self.register_buffer("opened", torch.zeros((), dtype=torch.uint8))
+        self.is_open = False
+        self.register_load_state_dict_post_hook(_look_again)
+
+    def turn(self, is_open: bool) -> None:
+        """Open or close the gates; they learn while they are open."""
+        self.opened.fill_(int(is_open))
+        self.is_open = is_open
+        self.gates.requires_grad_(is_open)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or convert everything, but never the gates to half precision: their steps would be lost in rounding."""
+        super()._apply(fn, recurse)
+        if self.gates.dtype in (torch.float16, torch.bfloat16):
+            self.gates.data = self.gates.data.float()
+        return self
+
+    def enter(self, layer: int, beside: Tensor | None, like: Tensor) -> Tensor | None:
+        """Put the tokens that enter before a layer in their places among those that are there (B, E, D)."""
+        if not any(spec.enters == layer for spec in self.specs):
+            return beside
+        pieces, start = [], 0
+        for spec in self.specs:
+            if spec.enters == layer:
+                pieces.append(self.values[spec.name].to(like.dtype).expand(like.shape[0], -1, -1))
+            elif spec.enters < layer:
+                assert beside is not None
+                pieces.append(beside[:, start : start + spec.count])
+                start += spec.count
+        return torch.cat(pieces, 1)
+
+    def counts(self) -> list[int]:
+        """Say how many there are in each layer."""
+        return [sum(spec.count for spec in self.specs if spec.enters <= layer) for layer in range(len(self.gates))]
+
+    def gate(self, layer: int) -> Tensor | None:
+        """Give the bias of these tokens' keys in a layer; None while they are closed."""
+        return self.gates[layer] if self.is_open else None
+
+
+def _look_again(module: nn.Module, _: object) -> None:
+    assert isinstance(module, Beside)
+    module.turn(bool(module.opened))
+
+
+class Reading(NamedTuple):
+    """Tokens beside a block's own, prepared to attend: normed (B, E, D), and projected (B, H, E, d)."""
+
+    h: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def prepare(parts: BlockAdapter, block: nn.Module, beside: Tensor) -> Reading:
+    """Project tokens by a block's own layers."""
+    h = parts.attend_norm(block, beside)
+    q, k, v = parts.qkv(block, h)
+    return Reading(h, q, *repeat_heads(q, k, v))
+
+
+def with_beside(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: Tensor) -> Tensor:
+    """Give the bias on scores (B, H, Q, N + E) whose last keys are such tokens.
+
+    Args:
+        bias: on the others (B or 1, 1, Q or 1, N); None for none.
+        itself: (Q, E), where a query is the token that it would read: there is no gate before oneself.
+        gate: of the layer; None while it is closed.
+        scores: what the bias is for.
+    """
+    rows, extra = itself.shape
+    front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias.to(scores.dtype)
+    front = front.expand(-1, -1, rows, scores.shape[-1] - extra)
+    own = torch.where(itself, 0.0, scores.new_full((), CLOSED) if gate is None else gate.to(scores.dtype))
+    return torch.cat([front, own.expand(front.shape[0], 1, -1, -1)], -1)
+
+
+def read(
+    parts: BlockAdapter,
+    block: nn.Module,
+    reading: Reading,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+) -> Tensor:
+    """Let the tokens beside read the block's keys and values (B, H, N, d), with a bias (B or 1, 1, 1, N).
+
+    Gives (B, E, H·d). Their scores are few, and are written out: so every kind of attention is served, and gates get
+    gradients.
+    """
+    scale = parts.attention_scale(block) or reading.q.shape[-1] ** -0.5
+    work = torch.promote_types(reading.q.dtype, torch.float32)
+    q = reading.q * scale
+    scores = torch.cat([q @ k.transpose(-2, -1), q @ reading.k.transpose(-2, -1)], -1).to(work)
+    others = k.shape[2]
+    itself = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
+    weights = parts.weigh(block, scores, with_beside(bias, itself, gate, scores)).to(v.dtype)
+    weights = F.dropout(weights, parts.attention_dropout(block))
+    attended = weights[..., :others] @ v + weights[..., others:] @ reading.v
+    return attended.transpose(1, 2).flatten(2)
+
+
+def finish(parts: BlockAdapter, block: nn.Module, beside: Tensor, reading: Reading, attended: Tensor) -> Tensor:
+    """Add what was read, and feed."""
+    beside = beside + parts.attend_branch(block, parts.attend_output(block, attended, reading.h))
+    return beside + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, beside)))
+
+
+def widen(
+    k: Tensor, v: Tensor, size: Tensor | None, log2_size: Tensor | None, reading: Reading, gate: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Put the tokens beside behind a block's keys and values, with sizes (B, N + E) that say how much they count."""
+    batch, _, extra, _ = reading.k.shape
+    if size is None:
+        size = torch.ones(batch, k.shape[2], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+        log2_size = torch.zeros_like(size)
+    elif log2_size is None:
+        log2_size = size.log2()
+    gate = gate.to(size.dtype).expand(batch, extra)
+    return (
+        torch.cat([k, reading.k], 2),
+        torch.cat([v, reading.v], 2),
+        torch.cat([size, gate.exp()], 1),
+        torch.cat([log2_size, gate / math.log(2)], 1),
+    )
+
+
+_waiting = Place()
+"""Who waits for tokens: a list to put them into, or None."""
+
+
+@contextmanager
+def receiving() -> Iterator[list[Tensor]]:
+    """Take what tokens beside a model have become (B, E, D), once for each forward run of this thread inside."""
+    found: list[Tensor] = []
+    # A model that is compiled by itself looks in the other place, whoever calls it.
+    places: list[Any] = [_waiting.traced] if torch.compiler.is_compiling() else [_waiting.local, _waiting.traced]
+    outer = [place.current for place in places]
+    for place in places:
+        place.current = found
+    try:
+        yield found
+    finally:
+        for place, before in zip(places, outer, strict=True):
+            place.current = before
+
+
+def deliver(beside: Tensor) -> None:
+    """Hand tokens that have left the last block to whoever waits for them."""
+    waiting = _waiting.here().current
+    if waiting is not None:
+        waiting.append(beside)

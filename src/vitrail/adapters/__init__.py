@@ -17,10 +17,10 @@ from vitrail.adapters.base import BlockAdapter, TrunkAdapter
 from vitrail.data.spec import Preprocessing
 from vitrail.errors import ModelLoadError, UnsupportedModel
 
-ADAPTERS = {"timm": "timm", "hf": "transformers", "vitrail": "own"}
+ADAPTERS = {"timm": "timm", "hf": "transformers", "vitrail": "vitrail"}
 """Libraries by the prefix of their models' names; ``vitrail.adapters.LIBRARY`` is the adapter's module."""
 
-_LIBRARIES = {"own": "vitrail.models"}
+_LIBRARIES = {"vitrail": "vitrail.models"}
 """What is loaded where a library's models are, if it is not called as its adapter is."""
 
 

@@ -252,10 +252,10 @@ class TrunkAdapter(ABC):
         """Give the adapter of a block; raises ``UnsupportedModel`` for one that is not known."""
 
     @abstractmethod
-    def layout(self, trunk: nn.Module, size: tuple[int, int] | None = None) -> TokenLayout:
+    def layout(self, trunk: nn.Module, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Give the token layout before the first block, for inputs of a size in pixels or of the model's own."""
 
-    def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, int] | None = None) -> TokenLayout:
+    def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Give the token layout as a block sees it, where tokens enter between blocks; −1 is the last block.
 
         Layers of a class-attention stage count on from the blocks.

@@ -204,7 +204,7 @@ class TimmVisionTransformer(TrunkAdapter):
         known: dict[type, BlockAdapter] = {Block: TimmBlock(), ResPostBlock: TimmPostNormBlock()}
         return _known_block(block, known, (Attention,))
 
-    def layout(self, trunk: Any, size: tuple[int, int] | None = None) -> TokenLayout:
+    def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         special: list[tuple[Role, int]] = [(Role.CLASS, int(trunk.cls_token is not None))]
         special.append((Role.DISTILLATION, int(getattr(trunk, "dist_token", None) is not None)))
         special.append((Role.REGISTER, trunk.num_prefix_tokens - sum(count for _, count in special)))

@@ -207,7 +207,7 @@ class TransformersTrunk(TrunkAdapter):
         nested = isinstance(adapter, Dinov2Block) and not hasattr(block.attention, "q_proj")
         return NestedDinov2Block() if nested else adapter
 
-    def layout(self, trunk: Any, size: tuple[int, int] | None = None) -> TokenLayout:
+    def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         patch = trunk.embeddings.patch_embeddings.patch_size
         height, width = self.preprocessing(trunk).size if size is None else size
         return TokenLayout.of(*self.special(trunk), grid=(1, height // patch[0], width // patch[1]))

@@ -59,7 +59,7 @@ class BenchConfig:
     batch: int = 64
     dtype: str = "fp32"
     device: str | None = None
-    size: tuple[int, int] | None = None
+    size: tuple[int, ...] | None = None
     train: bool = False
     autocast: bool = False
     forms: tuple[str, ...] = ("eager",)

@@ -33,7 +33,7 @@ class Base:
     """
 
     module: nn.Module
-    size: tuple[int, int]
+    size: tuple[int, ...]
     merging: dict[str, Any]
     tokens: tuple[int, ...]
     tokens_before: int
@@ -78,7 +78,7 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Base:
     return Base(module, size, options, tokens, layout.num_tokens, before, after)
 
 
-def random_batches(config: BenchConfig, size: tuple[int, int], place: torch.device) -> list[Tensor]:
+def random_batches(config: BenchConfig, size: tuple[int, ...], place: torch.device) -> list[Tensor]:
     """Draw the inputs that take turns: normally distributed, as prepared pictures are, and never twice the same."""
     shape = (config.batch, 3, *size)
     _check_room(config, math.prod(shape), place)
@@ -137,7 +137,7 @@ def _memory(place: torch.device) -> int | None:
         return None
 
 
-def _wrong_size(name: str, size: tuple[int, int]) -> InvalidOption:
+def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
     return InvalidOption(
         f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
         "(often 16 or 14) in each direction, or leave the size out"

@@ -84,7 +84,7 @@ class BenchResult:
     config: BenchConfig
     rows: tuple[Row, ...]
     failed: tuple[Failure, ...]
-    size: tuple[int, int]
+    size: tuple[int, ...]
     tokens_before: int
     tokens_per_layer: tuple[int, ...]
     flops_before: int

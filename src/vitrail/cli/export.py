@@ -89,7 +89,7 @@ def run_export(
     format: str | None,
     options: dict[str, Any],
     *,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
     batch: Any = "dynamic",
     dtype: str | None = None,
     opset: int | None = None,

@@ -65,7 +65,7 @@ class Settings:
     pictures: Sequence[Path]
     limit: int = 200
     batch: int = 16
-    size: tuple[int, int] | None = None
+    size: tuple[int, ...] | None = None
     labels: str | None = None
     probes: bool = True
     random: bool = False
@@ -134,7 +134,7 @@ def run_inspect(name: str, collection: Collection, settings: Settings, crew: Cre
     def ready() -> Any:
         loaded = load(name, random=settings.random, size=settings.size, device=settings.device, seed=settings.seed)
         if settings.size is not None:
-            ask(loaded, Image.new("RGB", settings.size[::-1]))  # not every model takes another size
+            ask(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
         return loaded
 
     with console.err.status(f"Loading {name}"):

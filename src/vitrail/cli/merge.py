@@ -32,7 +32,7 @@ def run_merge(
     options: dict[str, Any],
     out: Path,
     *,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
     random: bool = False,
     device: str | None = None,
 ) -> Summary:

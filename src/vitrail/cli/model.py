@@ -52,7 +52,7 @@ def load(
     name: str,
     *,
     random: bool,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
     device: str | None = None,
     seed: int = 0,
     shown: bool = True,
@@ -249,7 +249,7 @@ def _quiet_bars(name: str) -> Iterator[None]:
         log.enable_progress_bar()
 
 
-def _wrong_size(name: str, size: tuple[int, int]) -> InvalidOption:
+def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
     return InvalidOption(
         f"--size {size[0]}x{size[1]} is not a whole number of patches of {name}. Expected a multiple of "
         "its patch size (often 16 or 14) in each direction. Choose such a size, or leave --size out."

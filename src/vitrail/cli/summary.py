@@ -88,7 +88,7 @@ class Summary:
     model: str
     weights: str
     device: str
-    input_size: tuple[int, int]
+    input_size: tuple[int, ...]
     merging: dict[str, Any]
     cost: Cost
     pictures: list[Result]

@@ -41,7 +41,7 @@ class Collection:
         label_names: what to call the classes, if that is known.
     """
 
-    def __init__(self, source: Source, rows: Sequence[int] | None = None, size: tuple[int, int] | None = None) -> None:
+    def __init__(self, source: Source, rows: Sequence[int] | None = None, size: tuple[int, ...] | None = None) -> None:
         self._source = source
         self._size = size
         self._rows = range(len(source.names)) if rows is None else rows
@@ -194,7 +194,7 @@ def open_collection(
     *,
     limit: int | None = None,
     labels: str | None = None,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, ...] | None = None,
 ) -> Collection:
     """Open pictures, without reading them yet.
 

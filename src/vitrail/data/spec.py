@@ -40,32 +40,44 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Preprocessing:
-    """What a model expects of a picture: its size in pixels, and the mean and spread of each colour.
+class InputSpec:
+    """Input specification of a model: modality, shape, and statistics of each channel.
 
     Attributes:
-        size: height and width in pixels.
-        mean: what is subtracted from red, green and blue, on a scale of 0 to 1.
-        std: what they are divided by afterwards.
+        size: height and width in pixels; frames, height and width for video; frequency bins and frames for audio.
+        mean: value subtracted from each channel, on a scale of 0 to 1 for images.
+        std: value that each channel is divided by afterwards.
+        modality: ``"image"``, ``"video"`` or ``"audio"``.
+        argument: name of the model's argument that takes the input.
     """
 
-    size: tuple[int, int]
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    size: tuple[int, ...]
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    modality: str = "image"
+    argument: str = "x"
 
     def __post_init__(self) -> None:
-        if len(self.size) != 2 or any(isinstance(n, bool) or int(n) != n or n < 1 for n in self.size):
-            raise InvalidOption(f"size={self.size!r}: expected the height and width in pixels, like (224, 224).")
-        if len(self.mean) != 3 or not all(math.isfinite(value) for value in self.mean):
-            raise InvalidOption(f"mean={self.mean!r}: expected three numbers, for red, green and blue.")
-        if len(self.std) != 3 or not all(math.isfinite(value) and value > 0 for value in self.std):
-            raise InvalidOption(f"std={self.std!r}: expected three numbers above zero, for red, green and blue.")
-        for name, kind in (
-            ("size", int),
-            ("mean", float),
-            ("std", float),
-        ):  # lists and numpy numbers are welcome
+        axes = 3 if self.modality == "video" else 2
+        if len(self.size) != axes or any(isinstance(n, bool) or int(n) != n or n < 1 for n in self.size):
+            raise InvalidOption(
+                f"size={self.size!r}: expected {axes} whole numbers above 0, like (224, 224) for images"
+            )
+        channels = 3 if self.modality == "image" else len(self.mean)
+        if len(self.mean) != channels or not all(math.isfinite(value) for value in self.mean):
+            raise InvalidOption(f"mean={self.mean!r}: expected one finite number for each of {channels} channels")
+        if len(self.std) != channels or not all(math.isfinite(value) and value > 0 for value in self.std):
+            raise InvalidOption(f"std={self.std!r}: expected one number above zero for each of {channels} channels")
+        for name, kind in (("size", int), ("mean", float), ("std", float)):  # lists and numpy numbers are accepted
             object.__setattr__(self, name, tuple(kind(value) for value in getattr(self, name)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one input without the batch axis: (channels, *size)."""
+        return (len(self.mean), *self.size)
+
+
+Preprocessing = InputSpec
 
 
 def to_tensor(pictures: Sequence[Image.Image], preprocessing: Preprocessing) -> Tensor:

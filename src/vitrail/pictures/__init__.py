@@ -1,21 +1,15 @@
-"""Deprecated alias of ``vitrail.data`` and ``vitrail.drawing``; removed in 0.4."""
+"""Deprecated: ``vitrail.data`` and ``vitrail.drawing`` hold what was here."""
 
-from __future__ import annotations
+from vitrail._deprecation import renamed_attributes
 
-import importlib
-import warnings
-from typing import Any
+_DATA = ("Batch", "Collection", "MAX_PIXELS", "Preprocessing", "Sample", "as_rgb", "open_collection", "samples")
+_IMAGES = {"read_picture": "read_image", "check_picture": "check_image", "find_pictures": "find_images"}
 
-_RENAMED = {"read_picture": "read_image", "check_picture": "check_image", "find_pictures": "find_images"}
-_DRAWING = ("contact_sheet", "stained_glass")
-
-
-def __getattr__(name: str) -> Any:
-    module = "vitrail.drawing" if name in _DRAWING else "vitrail.data"
-    new = _RENAMED.get(name, name)
-    try:
-        value = getattr(importlib.import_module(module), new)
-    except AttributeError as error:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from error
-    warnings.warn(f"vitrail.pictures.{name} is now {module}.{new}", DeprecationWarning, stacklevel=2)
-    return value
+__getattr__ = renamed_attributes(
+    __name__,
+    {
+        **{name: f"vitrail.data:{name}" for name in (*_DATA, "to_tensor")},
+        **{old: f"vitrail.data:{new}" for old, new in _IMAGES.items()},
+        **{name: f"vitrail.drawing:{name}" for name in ("contact_sheet", "stained_glass")},
+    },
+)

@@ -46,7 +46,7 @@ class Shown(Result):
     name: str
     label: str | None
     grid: tuple[int, int]
-    size: tuple[int, int]
+    size: tuple[int, ...]
     norms: list[float]
     outliers: list[int]
     boxes: dict[str, tuple[float, float, float, float]]

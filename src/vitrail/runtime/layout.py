@@ -17,7 +17,7 @@ NAME = "test-time"
 """Name of the appended tokens in a layout."""
 
 
-def layout_of(found: Found, size: tuple[int, int] | None = None) -> TokenLayout:
+def layout_of(found: Found, size: tuple[int, ...] | None = None) -> TokenLayout:
     """Give a model's tokens as its last block sees them: with those that were appended or added to it."""
     layout = found.adapter.layout_in(found.trunk, -1, size)
     handle = getattr(found.trunk, MARK, None)

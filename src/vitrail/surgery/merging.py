@@ -33,7 +33,7 @@ from vitrail.tokens import TokenLayout
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Size = int | tuple[int, int]
+Size = int | tuple[int, ...]
 
 
 def merge(

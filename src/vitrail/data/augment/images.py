@@ -91,8 +91,8 @@ class Augment:
 
     strength: Strength
     size: int
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
     crop_min: float = 0.08
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     jitter: float = JITTER

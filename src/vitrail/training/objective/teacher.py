@@ -62,7 +62,7 @@ class Teacher:
         weight = next((value for value in model.parameters() if value.is_floating_point()), torch.zeros(()))
         self._dtype, self._device = weight.dtype, weight.device
         self._outputs = None if outputs is None else torch.tensor(list(outputs), device=weight.device)
-        self._size: tuple[int, int] | None = None
+        self._size: tuple[int, ...] | None = None
         self._scale: Tensor | None = None
         if given is not None:
             expects = expects or expected_by(model) or given

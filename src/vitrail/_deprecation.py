@@ -1,0 +1,33 @@
+"""Old names that still work: they resolve to the new ones with a ``DeprecationWarning``."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def renamed_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module-level ``__getattr__`` that resolves renamed attributes.
+
+    Args:
+        module: name of the module whose attributes were renamed.
+        renamed: old names, each with its new home as ``"package.module:name"``.
+
+    >>> __getattr__ = renamed_attributes(__name__, {"PictureError": "vitrail.errors:ImageError"})
+    """
+
+    def resolve(name: str) -> Any:
+        if name not in renamed:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, _, new = renamed[name].partition(":")
+        value = getattr(importlib.import_module(home), new)
+        warnings.warn(
+            f"{module}.{name} is deprecated and will be removed in 0.4; use {home}.{new}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return value
+
+    return resolve

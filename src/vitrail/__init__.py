@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vitrail import errors
-from vitrail.adapters import load_model
+from vitrail.adapters import load_model, register_adapter
 from vitrail.merging import Assignment
 from vitrail.surgery import (
     Ablation,
@@ -70,6 +70,7 @@ __all__ = [
     "load_model",
     "merge",
     "record",
+    "register_adapter",
     "test_time_registers",
     "to_timm",
 ]

@@ -11,7 +11,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitrail.adapters.timm_rotary import ROTARY
+from vitrail.adapters.timm import ROTARY
 
 KINDS = {
     "patches": {"in_pixels": False},

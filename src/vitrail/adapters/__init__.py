@@ -5,6 +5,7 @@ One file per library names its models' parts; `register_adapter` adds a model cl
 
 from vitrail.adapters.base import BlockAdapter, BlockCall, Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.outputs import head_outputs
 from vitrail.adapters.position import Position, Rotary
 from vitrail.adapters.registry import (
     ADAPTERS,
@@ -36,6 +37,7 @@ __all__ = [
     "Rotary",
     "TrunkAdapter",
     "find",
+    "head_outputs",
     "input_spec",
     "load_model",
     "register_adapter",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -324,18 +324,23 @@ class ModelRequest:
     """A model to train: what `Library.build` is asked for.
 
     Attributes:
-        classes: names of the outputs, in order.
+        classes: names of the classes by label column; the model has an output for each, column after column.
         pretrained: whether to start from trained weights; None for the library's default.
         image_size: size of the inputs in pixels; None for the model's own.
         drop_path: stochastic depth rate; None for the model's own.
         options: for the library's constructor.
     """
 
-    classes: tuple[str, ...]
+    classes: Mapping[str, tuple[str, ...]]
     pretrained: bool | None = None
     image_size: int | tuple[int, ...] | None = None
     drop_path: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Return the name of each output."""
+        return tuple(name for column in self.classes.values() for name in column)
 
 
 class Library(ABC):
@@ -375,9 +380,9 @@ class Library(ABC):
         """Return the options with which `load` builds a model for inputs of another size."""
         return {}
 
-    def may_download(self, name: str, pretrained: bool) -> bool:
-        """Whether loading a model may use the network."""
-        return pretrained
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
+        """Whether loading a model may ask the Hugging Face Hub."""
+        return False
 
     def quiet(self) -> AbstractContextManager[None]:
         """Silence progress bars inside, where the library prints them while it loads."""
@@ -395,8 +400,48 @@ class Library(ABC):
         return False
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
-        """Build a model to train; return it and the ``config.json`` from which `restore` builds it again."""
+        """Build a model to train, with heads for its classes; return it and its ``config.json``."""
         raise ModelLoadError(f"models of {self.package} cannot be trained")
+
+    def rebuild(
+        self, model: nn.Module, folder: Path, config: Mapping[str, Any], request: ModelRequest, *, keep_heads: bool
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Build a saved model again with heads for other classes, and copy all weights that fit.
+
+        Args:
+            model: the saved model.
+            folder: the directory that it was read from.
+            config: what `describe` returned for it.
+            request: the model to build.
+            keep_heads: whether the classes are the same, so that the weights of the heads are copied, too.
+        """
+        name = str(config["architecture"]).removeprefix(f"{self.prefix}:")
+        options = {**config.get("options", {}), **request.options}
+        made, architecture = self.build(name, replace(request, pretrained=False, options=options))
+        copy_weights(made, model.state_dict())
+        if not keep_heads:
+            self.reset_heads(made)
+        return made, architecture
+
+    def reset_heads(self, model: nn.Module) -> None:  # noqa: B027  (only those that `build` makes)
+        """Initialize the heads of a model again."""
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of a saved model's ``config.json`` that training keeps and `save` is given."""
+        return dict(config)
+
+    def save(
+        self,
+        folder: Path,
+        model: nn.Module,
+        states: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+    ) -> None:
+        """Write a model with the weights ``states``, so that `restore` reads it back."""
+        from vitrail.models.saving import write_folder
+
+        write_folder(folder, dict(config), states, labels)
 
     def restores(self, config: Mapping[str, Any]) -> bool:
         """Whether a ``config.json`` describes a model of this library."""
@@ -415,3 +460,16 @@ class Library(ABC):
         """Return the error for a library that is not installed."""
         command = f"pip install vitrail[{self.extra}]" if self.extra else f"pip install {self.package}"
         return ModelLoadError(f"{self.prefix}:{name} needs {self.package}; install it with `{command}`")
+
+
+def copy_weights(model: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """Load those weights into a model that fit by name and shape.
+
+    Raises:
+        ModelLoadError: no weight fits.
+    """
+    own = model.state_dict()
+    fits = {name: value for name, value in states.items() if name in own and own[name].shape == value.shape}
+    if not fits:
+        raise ModelLoadError(f"no weight fits this {type(model).__name__} by name and shape")
+    model.load_state_dict(fits, strict=False)

@@ -6,6 +6,7 @@ Libraries are found, never imported early: a model of a library exists only wher
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -71,6 +72,12 @@ def split_name(name: str) -> tuple[Library | None, str]:
     """Split ``PREFIX:NAME`` into its library and the rest; the library is None where there is no known prefix."""
     prefix, colon, rest = name.partition(":")
     return (library(prefix), rest) if colon and prefix in LIBRARIES else (None, name)
+
+
+def library_of(config: Mapping[str, Any]) -> Library:
+    """Return the library of a trained model by the ``architecture`` in its ``config.json``; ours where it has none."""
+    prefix = str(config.get("architecture", "")).partition(":")[0]
+    return library(prefix if prefix in LIBRARIES else "vitrail")
 
 
 def find(model: nn.Module) -> Found:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.adapters.base import Library
 from vitrail.errors import ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, TOLD, WEIGHTS
 
@@ -79,7 +80,7 @@ def load_saved(path: str | Path) -> nn.Module:
     Weights saved in half precision to save space are converted to float32.
     """
     folder = model_folder(Path(path).expanduser())
-    model = _load(folder)
+    model = saved_library(folder).restore(folder, read_config(folder))
     if any(value.dtype in (torch.float16, torch.bfloat16) for value in model.parameters()):
         model = model.float()
     setattr(model, TOLD, read_labels(folder))
@@ -101,12 +102,12 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {question: tuple(classes) for question, classes in told.get("classes", {}).items()}
 
 
-def _load(folder: Path) -> nn.Module:
+def saved_library(folder: Path) -> Library:
+    """Return the library of a saved model, as its ``config.json`` tells."""
     from vitrail.adapters.registry import LIBRARIES, library
 
     config = read_config(folder)
-    found = next((one for one in map(library, LIBRARIES) if one.restores(config)), library("vitrail"))
-    return found.restore(folder, config)
+    return next((one for one in map(library, LIBRARIES) if one.restores(config)), library("vitrail"))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -287,7 +287,7 @@ class Timm(Library):
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"img_size": size}
 
-    def may_download(self, name: str, pretrained: bool) -> bool:
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
         return not name.startswith(_LOCAL) if pretrained else name.startswith(_REMOTE)
 
     def looks_like(self, name: str) -> bool:
@@ -295,7 +295,7 @@ class Timm(Library):
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
         """Build a model to train; input size and drop path are given only to models that take them."""
-        options = {"num_classes": len(request.classes), **request.options}
+        options = {"num_classes": len(request.outputs), **request.options}
         if request.drop_path:
             options["drop_path_rate"] = request.drop_path
         if request.image_size is not None:
@@ -306,6 +306,9 @@ class Timm(Library):
         model = self.load(name, bool(request.pretrained), **options)
         config = {"architecture": f"timm:{name}", "options": options}
         return model, config if request.image_size is None else {**config, "image_size": request.image_size}
+
+    def reset_heads(self, model: Any) -> None:
+        model.reset_classifier(model.num_classes)
 
     def _accepted(self, name: str, options: set[str]) -> set[str]:
         """Return those options that the constructor of a model's class takes; the model is built without memory."""

@@ -97,9 +97,12 @@ class Torchvision(Library):
             options["image_size"] = request.image_size
         model: Any = self.load(name, bool(request.pretrained), **options)
         head = model.heads.head
-        model.heads.head = nn.Linear(head.in_features, len(request.classes))
-        model.num_classes = len(request.classes)
+        model.heads.head = nn.Linear(head.in_features, len(request.outputs))
+        model.num_classes = len(request.outputs)
         return model, {"architecture": f"torchvision:{name}", "options": {**options, "num_classes": model.num_classes}}
+
+    def reset_heads(self, model: Any) -> None:
+        model.heads.head.reset_parameters()
 
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"image_size": size[0]}

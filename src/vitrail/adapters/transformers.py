@@ -253,7 +253,7 @@ class Transformers(Library):
             _fetch_preprocessor_config(name)
         return model.eval()
 
-    def may_download(self, name: str, pretrained: bool) -> bool:
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
         return not Path(name).is_dir()
 
     def is_missing_directory(self, name: str) -> bool:
@@ -286,8 +286,8 @@ class Transformers(Library):
         except ImportError as error:
             raise self.missing(name) from error
         options = {
-            "id2label": dict(enumerate(request.classes)),
-            "label2id": {label: number for number, label in enumerate(request.classes)},
+            "id2label": dict(enumerate(request.outputs)),
+            "label2id": {label: number for number, label in enumerate(request.outputs)},
             **request.options,
         }
         if request.image_size is not None:
@@ -305,6 +305,29 @@ class Transformers(Library):
         except Exception as error:
             raise ModelLoadError(f"transformers could not build {name!r}: {str(error).rstrip('.')}") from error
         return model, {"architecture": "hf"}
+
+    def rebuild(
+        self, model: nn.Module, folder: Path, config: Mapping[str, Any], request: ModelRequest, *, keep_heads: bool
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        return self.build(str(folder), request)
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"architecture": "hf"}
+
+    def save(
+        self,
+        folder: Path,
+        model: Any,
+        states: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+    ) -> None:
+        from vitrail.models.saving import LABELS, labels_text, write_whole
+
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
+        model.save_pretrained(folder, state_dict=kept)
+        write_whole(folder / LABELS, labels_text(labels).encode())
 
     def restores(self, config: Mapping[str, Any]) -> bool:
         return "model_type" in config

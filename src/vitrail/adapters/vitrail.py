@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, Library, TrunkAdapter, known_block
+from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, copy_weights, known_block
 from vitrail.adapters.forward_pass import hand_over, open_pass
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary
@@ -24,7 +24,8 @@ from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, TalkingHeadsAttention
-from vitrail.models.position import coordinates, rotary_frequencies
+from vitrail.models.position import coordinates, resample, rotary_frequencies
+from vitrail.models.saving import write_folder
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
 _BLOCK = BlockNames(
@@ -179,14 +180,59 @@ class Vitrail(Library):
         except InvalidOption as error:
             raise ModelLoadError(str(error)) from error
 
-    def may_download(self, name: str, pretrained: bool) -> bool:
-        return False
+    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
+        raise ModelLoadError(f"there is no directory {name!r} to start training from; expected a run directory")
+
+    def rebuild(
+        self, model: Any, folder: Path, config: Mapping[str, Any], request: ModelRequest, *, keep_heads: bool
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        classes, own = request.classes, model.config
+        changes = dict(request.options)
+        if request.drop_path is not None:
+            changes.setdefault("drop_path", request.drop_path)
+        if request.image_size is not None:
+            changes["image_size"] = request.image_size
+        if changes.get("in_chans", own.in_chans) != own.in_chans:
+            raise InvalidOption(f"in_chans={changes['in_chans']}: the model in {folder} has {own.in_chans} channels")
+        tasks = [spec.name for spec in own.tokens if spec.role is Role.TASK]
+        changes["num_classes"] = sum(len(names) for column, names in classes.items() if column not in tasks)
+        changes["tokens"] = tuple(
+            replace(spec, classes=len(classes[spec.name])) if spec.name in tasks and spec.name in classes else spec
+            for spec in own.tokens
+        )
+        made = ViT(replace(own, **changes))
+        states = model.state_dict()
+        copy_weights(made, {k: v for k, v in states.items() if keep_heads or not k.startswith("heads.")})
+        if model.pos_embed is not None and made.pos_embed is not None:
+            _copy_positions(model, made)
+        return made, {}
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def save(
+        self,
+        folder: Path,
+        model: Any,
+        states: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+    ) -> None:
+        write_folder(folder, model.config.to_dict(), states, labels)
 
     def restores(self, config: Mapping[str, Any]) -> bool:
         return "width" in config  # of a ViTConfig
 
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
         return ViT.from_pretrained(folder)
+
+
+@torch.no_grad()
+def _copy_positions(old: Any, new: Any) -> None:
+    """Copy learned positions to another grid, resampled as the model does for inputs of another size."""
+    front = old._num_positioned
+    patches = resample(old.pos_embed[:, front:], old.config.grid, new.config.grid)
+    new.pos_embed.copy_(torch.cat([old.pos_embed[:, :front], patches], 1))
 
 
 LIBRARY = Vitrail()

@@ -235,9 +235,9 @@ def measure_roles(
 ) -> Roles:
     """Run any supported model on pictures and measure how far its special tokens differ.
 
-    Heads are compared where several answer for the same classes (see :func:`vitrail.heads.listen`), those of tokens
-    that were added among them. Tokens are compared in the layers that have all of them; layers of a class-attention
-    stage count on from the blocks.
+    Heads are compared where several answer for the same classes (see :func:`vitrail.adapters.head_outputs`), those of
+    tokens that were added among them. Tokens are compared in the layers that have all of them; layers of a
+    class-attention stage count on from the blocks.
 
     Args:
         model: the model; it may be merged, or have tokens added to it, and is not changed.

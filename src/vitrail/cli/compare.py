@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail._distributed import Crew
+from vitrail.adapters.registry import split_name
 from vitrail.cli import console, options
 from vitrail.cli.inspect import (
     Labels,
@@ -96,7 +97,7 @@ def run_compare(names: tuple[str, str], settings: Settings, crew: Crew) -> tuple
 
 def is_report(name: str) -> bool:
     """Whether a name is a file's, and not a model's."""
-    return Path(name).suffix.lower() in (".json", ".html", ".htm") and not name.startswith(("timm:", "hf:"))
+    return Path(name).suffix.lower() in (".json", ".html", ".htm") and split_name(name)[0] is None
 
 
 def _beside(files: list[Path]) -> list[Path]:

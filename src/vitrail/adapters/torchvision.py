@@ -84,7 +84,9 @@ class Torchvision(Library):
         except ImportError as error:
             raise self.missing(name) from error
         if name not in list_models():
-            raise ModelLoadError(f"torchvision has no model named {name!r}; expected {', '.join(list_models('vit*'))}")
+            raise ModelLoadError(
+                f"torchvision has no model named {name!r}; expected {', '.join(list_models(include='vit*'))}"
+            )
         try:
             return get_model(name, weights="DEFAULT" if pretrained else None, **options).eval()
         except Exception as error:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.adapters import ADAPTERS, BlockAdapter, BlockNames, NamedBlock, TrunkAdapter
-from vitrail.adapters.base import known_block
-from vitrail.data.spec import InputSpec
+from vitrail.adapters import ADAPTERS, BlockAdapter, BlockNames, InputSpec, NamedBlock, TrunkAdapter, known_block
 from vitrail.tokens import Role, TokenLayout
 
 

@@ -3,7 +3,7 @@
 One file per library names its models' parts; `register_adapter` adds a model class from outside (``docs/adapters.md``).
 """
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, Library, ModelRequest, TrunkAdapter
+from vitrail.adapters.base import BlockAdapter, BlockCall, Library, ModelRequest, TrunkAdapter, known_block
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.adapters.outputs import head_outputs
 from vitrail.adapters.position import Position, Rotary
@@ -18,6 +18,7 @@ from vitrail.adapters.registry import (
     size_options,
     supported,
 )
+from vitrail.data.spec import InputSpec
 
 preprocessing = input_spec
 """`input_spec`, under its old name."""
@@ -29,6 +30,7 @@ __all__ = [
     "BlockCall",
     "BlockNames",
     "Found",
+    "InputSpec",
     "Library",
     "MlpNames",
     "ModelRequest",
@@ -39,6 +41,7 @@ __all__ = [
     "find",
     "head_outputs",
     "input_spec",
+    "known_block",
     "load_model",
     "register_adapter",
     "size_options",

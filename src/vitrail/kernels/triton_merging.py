@@ -55,7 +55,7 @@ def _merge(
     first = tl.load(start_ptr + at)
     last = tl.load(start_ptr + at + 1)
     total = 1.0
-    source = batch * length + tl.load(member_ptr + batch * length + first)
+    source = batch * length + tl.load(member_ptr + batch * length + tl.minimum(first, length - 1))
     if HAS_SIZE:
         total = tl.load(size_ptr + source)
     token = _summed(x_ptr, y_ptr, gamma_ptr, source, channel, inside, HAS_Y, HAS_GAMMA, D)
@@ -69,6 +69,8 @@ def _merge(
             token += share * _summed(x_ptr, y_ptr, gamma_ptr, source, channel, inside, HAS_Y, HAS_GAMMA, D)
             total += share
         token = token / total
+    total = tl.where(last > first, total, 0.0)
+    token = tl.where(total > 0, token, 0.0)  # padding: no member, or members of size 0 alone
     tl.store(out_size_ptr + row, total)
     tl.store(out_log_ptr + row, tl.log2(total))
     token = token.to(out_ptr.dtype.element_ty)
@@ -172,7 +174,7 @@ def _backward(
                 share = 1.0
                 if HAS_SIZE:
                     share = tl.load(size_ptr + source)
-                given = grad * (share / total)
+                given = grad * tl.where(total > 0, share / total, 0.0)
                 for_gamma += _give(given, y_ptr, gamma, dx_ptr, dy_ptr, source, channel, inside, HAS_GAMMA, D)
         else:
             for_gamma += _give(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA, D)

@@ -158,7 +158,7 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute proportional attention (B, H, N, d) with sizes (B, N), which may require gradients; return (B, N, H·d)."""
+    """Compute proportional attention (B, H, N, d) with sizes (B, N), differentiable in both; return (B, N, H·d)."""
     plain = mask is None and not causal and dropout == 0.0
     if size is not None and plain and q.shape[-1] <= WIDEST and not size.requires_grad and usable(q):
         scale = q.shape[-1] ** -0.5 if scale is None else scale

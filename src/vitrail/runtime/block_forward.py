@@ -142,8 +142,8 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
         return x, state
     if method.static and reduction.soft is None and reduction.assignment.length != x.shape[1] - planned:
         raise InvalidOption(
-            f"{type(method).__name__} returned {reduction.assignment.length} of {x.shape[1]} tokens where {planned} were "
-            "planned to merge; a method whose numbers vary declares `static = False`"
+            f"{type(method).__name__} returned {reduction.assignment.length} of {x.shape[1]} tokens, where {planned} "
+            "tokens were planned to merge; a method whose numbers vary declares `static = False`"
         )
     return state.apply(x, reduction, method)
 

@@ -206,7 +206,7 @@ def launch(
     norm: Norm | None = None,
     add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Merge contiguous tokens ``x + γ·y`` (B, N, D); return tokens (+ ``add``), sizes, their log₂, normalized tokens."""
+    """Merge contiguous tokens ``x + γ·y`` (B, N, D); return them (+ ``add``), sizes, their log₂, normalized tokens."""
     batch, length, channels = x.shape
     kept = groups.start.shape[1] - 1
     out = torch.empty(batch, kept, channels, dtype=x.dtype, device=x.device)

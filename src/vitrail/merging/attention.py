@@ -26,7 +26,7 @@ def proportional_attention(
 
     Args:
         q: queries (B, H, N, d), and ``k``, ``v`` likewise.
-        size: size of each key's token (B, N); None where all are 1, or for plain attention. Keys of size 0 get no weight.
+        size: sizes of the keys (B, N); None where all are 1, or for plain attention. Keys of size 0 get no weight.
         mask: boolean or additive mask.
         causal: whether each token sees only those before it; only while all sizes are 1.
         scale: factor of the scores, 1/√d by default.
@@ -83,7 +83,7 @@ vars(beside_cudnn)["_dynamo_marked_constant"] = True
 
 
 def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return sizes (B, N) and a mask, boolean or additive, as one bias on scores (B, H, Q, N), in the dtype of ``like``."""
+    """Return sizes (B, N) and a mask, boolean or additive, as one bias on scores (B, H, Q, N) of ``like``'s dtype."""
     if size is None and mask is None:
         return None
     bias = like.new_zeros(1, 1, 1, 1) if size is None else size.log().to(like.dtype)[:, None, None]

@@ -52,8 +52,8 @@ def refuse_registers(found: Found) -> None:
     """Raise if a model has test-time registers: they would be taken for patches."""
     if hasattr(found.trunk, MARK):
         raise AlreadyMerged(
-            "this model has test-time registers, which do not combine with merging or added tokens; remove them first with "
-            "`TestTimeRegisters.of(model).remove()`"
+            "this model has test-time registers, which do not combine with merging or added tokens; remove them "
+            "first with `TestTimeRegisters.of(model).remove()`"
         )
 
 

@@ -42,7 +42,7 @@ def _back_head(
     heads, length, scale, factor,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one head, with transposed scores (keys by queries), as the products for keys need them."""
+    """Compute the gradients of one head, with transposed scores (keys by queries) for the products of keys."""
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     channel = tl.arange(0, D_PAD)

@@ -376,6 +376,10 @@ class Library(ABC):
             ModelLoadError: the name is unknown, or its weights cannot be read.
         """
 
+    def declared_spec(self, model: nn.Module) -> InputSpec | None:
+        """Return the input specification that any model of the library declares, with a supported trunk or without."""
+        return None
+
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         """Return the options with which `load` builds a model for inputs of another size."""
         return {}

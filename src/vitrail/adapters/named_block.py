@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.functional as F
@@ -117,15 +118,20 @@ class NamedBlock(BlockAdapter):
         return x if self.names.post_norm else find_part(block, self.names.norm1)(x)
 
     def qkv(self, block: nn.Module, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        width = self.head_shape(block)[1]
-        q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part in self.project(block, h))
-        return _apply(block, self.names.q_norm, q), _apply(block, self.names.k_norm, k), v
+        names, (batch, length, _) = self.names, h.shape
+        width = self.head_shape(block)[1] if names.head_dim is None else find_part(block, names.head_dim)
+        projected = self.project(block, h)
+        if isinstance(projected, Tensor):
+            q, k, v = projected.reshape(batch, length, 3, -1, width).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = (part.reshape(batch, length, -1, width).transpose(1, 2) for part in projected)
+        return _apply(block, names.q_norm, q), _apply(block, names.k_norm, k), v
 
-    def project(self, block: nn.Module, h: Tensor) -> Sequence[Tensor]:
-        """Project tokens (B, N, D) to queries, keys and values (B, N, H·d)."""
+    def project(self, block: nn.Module, h: Tensor) -> Tensor | Sequence[Tensor]:
+        """Project tokens (B, N, D) to queries, keys and values: packed (B, N, 3·H·d), or three of (B, N, H·d)."""
         paths = self.names.qkv
         if isinstance(paths, str):
-            return linear_at(block, paths)(h).chunk(3, -1)
+            return linear_at(block, paths)(h)
         return [linear_at(block, path)(h) for path in paths]
 
     def rotate(self, block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
@@ -245,10 +251,7 @@ class NamedBlock(BlockAdapter):
 
 def find_part(block: nn.Module, path: str) -> Any:
     """Return what a dotted path leads to. It is looked up at each call: LoRA or quantization may replace a part."""
-    part: Any = block
-    for name in path.split("."):
-        part = getattr(part, name)
-    return part
+    return attrgetter(path)(block)
 
 
 def linear_at(block: nn.Module, path: str) -> Callable[[Tensor], Tensor]:
@@ -270,7 +273,7 @@ def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
     part = None if path is None else find_part(block, path)
     if part is None:
         return y
-    return part * y if isinstance(part, Tensor) else part(y)
+    return part(y) if callable(part) else part * y
 
 
 _UNKNOWN = nn.Identity()

@@ -153,6 +153,15 @@ def input_spec(model: nn.Module) -> InputSpec:
     return found.adapter.input_spec(found.trunk)
 
 
+def declared_spec(model: nn.Module) -> InputSpec | None:
+    """Return the input specification of any model, supported or not, as its library declares it; None if unknown."""
+    try:
+        return input_spec(model)
+    except UnsupportedModel:
+        declared = (one.declared_spec(model) for one in _imported())
+        return next((spec for spec in declared if spec is not None), None)
+
+
 def head_names() -> dict[str, str]:
     """Return the attribute names of the linear heads of all imported libraries, each with the role that it reads."""
     return {name: role for one in _imported() for name, role in one.heads.items()}

@@ -58,15 +58,16 @@ _EVA_POST_NORM = replace(_EVA, post_norm=True, after_attend=("drop_path1",), aft
 class EvaNamedBlock(NamedBlock):
     """A block of ``Eva``, whose projections may be packed or apart, with biases kept beside them."""
 
-    def project(self, block: Any, h: Tensor) -> Sequence[Tensor]:
+    def project(self, block: Any, h: Tensor) -> Tensor | Sequence[Tensor]:
         attention = block.attn
         if attention.qkv is None:
             return attention.q_proj(h), attention.k_proj(h), attention.v_proj(h)
         if getattr(attention, "q_bias", None) is None:
-            return attention.qkv(h).chunk(3, -1)
+            return attention.qkv(h)
         bias = torch.cat((attention.q_bias, attention.k_bias, attention.v_bias))
-        packed = attention.qkv(h) + bias if attention.qkv_bias_separate else F.linear(h, attention.qkv.weight, bias)
-        return packed.chunk(3, -1)
+        if attention.qkv_bias_separate:
+            return attention.qkv(h) + bias
+        return F.linear(h, attention.qkv.weight, bias)
 
 
 BLOCK = NamedBlock(_VIT)
@@ -283,6 +284,13 @@ class Timm(Library):
                 else ""
             )
             raise ModelLoadError(f"timm could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
+
+    def declared_spec(self, model: nn.Module) -> InputSpec | None:
+        declared: Any = getattr(model, "pretrained_cfg", None) or {}
+        if not declared.get("mean") or not declared.get("std") or len(declared["mean"]) != 3:
+            return None
+        height, width = declared.get("input_size", (3, 224, 224))[-2:]
+        return InputSpec((height, width), tuple(declared["mean"]), tuple(declared["std"]))
 
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"img_size": size}

@@ -10,8 +10,7 @@ from scipy import linalg, ndimage, stats
 
 from vitrail import Role, TokenLayout
 from vitrail.analysis import discovery
-from vitrail.analysis import features as module
-from vitrail.analysis.discovery import connected, corloc, iou, lost, lost_batch, sweep_lost, tokencut, tokencut_batch
+from vitrail.analysis.discovery import _component, corloc, iou, lost, lost_batch, sweep_lost, tokencut, tokencut_batch
 from vitrail.analysis.features import patch_features
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -160,7 +159,7 @@ def test_other_dtypes_and_devices_find_the_same(dtype, device):
 
 def test_batches_are_pictures_one_by_one(monkeypatch):
     x = torch.stack([seeded(30, 5, seed=seed) + 0.3 for seed in range(7)])
-    monkeypatch.setattr(module, "WORK", 9000)
+    monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 9000)
     for whole, single in ((lost_batch, lost), (tokencut_batch, tokencut)):
         for found, picture in zip(whole(x, (5, 6)), x, strict=True):
             alone = single(picture, (5, 6))
@@ -182,14 +181,14 @@ def test_connected_parts_are_those_of_scipy():
     random = np.random.default_rng(0)
     masks = random.random((60, 9, 11)) < 0.6
     seeds = random.integers(0, 99, 60)
-    found = connected(torch.from_numpy(masks), torch.from_numpy(seeds)).numpy()
+    found = _component(torch.from_numpy(masks), torch.from_numpy(seeds)).numpy()
     for part, mask, seed in zip(found, masks, seeds, strict=True):
         mask.flat[seed] = True
         labels = ndimage.label(mask)[0]
         assert np.array_equal(part, labels == labels.flat[seed])
     snake = torch.ones(1, 9, 9, dtype=torch.bool)
     snake[0, 1::4, :-1] = snake[0, 3::4, 1:] = False
-    assert torch.equal(connected(snake, torch.tensor([0])), snake)
+    assert torch.equal(_component(snake, torch.tensor([0])), snake)
 
 
 def test_boxes_in_pixels_are_clipped_to_the_picture():
@@ -251,7 +250,7 @@ def test_a_sweep_of_no_use_keeps_the_fixed_bias_and_needs_truth():
     assert (found.best_bias, found.best_of_sweep) == (0, found.fixed_setting)
     none = sweep_lost([x], [(8, 10)], [None], biases=[])
     assert (none.fixed_setting.share, none.held_out.share, none.fixed_setting.without_truth) == (None, None, 1)
-    with pytest.raises(UnsupportedInput, match="its grid"):
+    with pytest.raises(UnsupportedInput, match="a grid"):
         sweep_lost([x], [(8, 10)], [None, None], biases=[])
 
 
@@ -280,7 +279,7 @@ def test_nonsense_is_refused(method):
     x = seeded(30, 5)
     with pytest.raises(UnsupportedInput, match="special tokens"):
         method(seeded(31, 5), (5, 6))
-    with pytest.raises(UnsupportedInput, match="single frames"):
+    with pytest.raises(UnsupportedInput, match="single frame"):
         method(x, (2, 3, 5))
     for bad in (torch.nan, torch.inf):
         spoilt = x.clone()
@@ -291,13 +290,13 @@ def test_nonsense_is_refused(method):
 
 
 def test_options_out_of_range_are_refused():
-    with pytest.raises(InvalidOption, match="k, the number"):
+    with pytest.raises(InvalidOption, match="k must be"):
         lost(seeded(6, 2), (2, 3), k=0)
     with pytest.raises(InvalidOption, match="eps"):
         tokencut(seeded(6, 2), (2, 3), eps=0)
     with pytest.raises(InvalidOption, match="2 patches"):
         discovery.suggest_biases(seeded(2, 1, 3))
-    with pytest.raises(InvalidOption, match="threshold of the IoU"):
+    with pytest.raises(InvalidOption, match="IoU threshold"):
         discovery.corloc([(0, 0, 1, 1)], [torch.ones(1, 4)], threshold=5)
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, one_hot
 
-from vitrail.analysis.dense_maps import patch_labels, patch_means
+from vitrail.analysis._pooling import patch_labels, patch_means
 from vitrail.analysis.downstream import evaluate_classification, evaluate_depth, evaluate_segmentation
 from vitrail.analysis.probes.linear import fit_classifier, fit_regressor
-from vitrail.analysis.statistics import Split, split_pictures
+from vitrail.analysis.statistics import Split, split_images
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 HALVES = Split(range(20), range(20, 40))
@@ -28,7 +28,7 @@ class TestClassification:
     def test_planted_label(self) -> None:
         labels = torch.arange(5).repeat(20)
         features = one_hot(labels, 8).float() * 3 + 0.1 * torch.randn(100, 8)
-        result = evaluate_classification(features.half(), labels, split_pictures(100, labels=labels))
+        result = evaluate_classification(features.half(), labels, split_images(100, labels=labels))
         assert result.accuracy == result.balanced_accuracy == 1.0
         assert result.interval == pytest.approx((0.8865, 1.0), abs=1e-4)
         assert result.majority == pytest.approx(0.2)
@@ -38,14 +38,14 @@ class TestClassification:
 
     def test_noise_is_chance(self) -> None:
         labels = torch.arange(4).repeat(100)
-        result = evaluate_classification(torch.randn(400, 16), labels, split_pictures(400, labels=labels))
+        result = evaluate_classification(torch.randn(400, 16), labels, split_images(400, labels=labels))
         assert result.interval is not None
         assert result.interval[0] < 0.25 < result.interval[1]
 
     def test_imbalance_is_seen(self) -> None:
         """Where nothing can be learnt, accuracy is that of the commonest class, and balanced accuracy says so."""
         labels = (torch.arange(400) % 10 == 0).long()
-        result = evaluate_classification(torch.randn(400, 4), labels, split_pictures(400, labels=labels))
+        result = evaluate_classification(torch.randn(400, 4), labels, split_images(400, labels=labels))
         assert result.accuracy == pytest.approx(0.9, abs=0.03)
         assert result.majority == pytest.approx(0.9)
         assert result.balanced_accuracy == pytest.approx(0.5, abs=0.06)
@@ -68,9 +68,9 @@ class TestClassification:
             evaluate_classification(features.index_fill(0, torch.arange(3), math.nan), labels, HALVES)
         with pytest.raises(UnsupportedInput, match="40 of 40 labels are negative"):
             evaluate_classification(features, labels - 2, HALVES)
-        with pytest.raises(UnsupportedInput, match="labels are 39, the pictures 40"):
+        with pytest.raises(UnsupportedInput, match="39 labels for 40 images"):
             evaluate_classification(features, labels[:-1], HALVES)
-        with pytest.raises(InvalidOption, match="names picture 99"):
+        with pytest.raises(InvalidOption, match="index 99"):
             evaluate_classification(features, labels, Split([0, 1], [99]))
 
 
@@ -166,7 +166,7 @@ class TestSegmentation:
     def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         features, masks = scene()
         whole = evaluate_segmentation(features, masks, (4, 6), HALVES)
-        monkeypatch.setattr("vitrail.analysis.dense_maps.CHUNK", 3000)
+        monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 3000)
         assert torch.equal(whole.confusion, evaluate_segmentation(features, masks, (4, 6), HALVES).confusion)
 
     def test_most_patches(self) -> None:
@@ -188,15 +188,15 @@ class TestSegmentation:
             evaluate_segmentation(features, torch.full_like(masks, 255), (4, 6), HALVES)
         with pytest.raises(UnsupportedInput, match="labels are 0; a classifier needs two"):
             evaluate_segmentation(features, masks.clamp_max(0), (4, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="test pictures have no pixel"):
+        with pytest.raises(UnsupportedInput, match="test images have no pixel"):
             evaluate_segmentation(features, masks.index_fill(0, torch.arange(20, 40), 255), (4, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="does not hold 24 patches"):
+        with pytest.raises(UnsupportedInput, match="got 24 tokens"):
             evaluate_segmentation(features, masks, (5, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="2 time steps"):
+        with pytest.raises(UnsupportedInput, match="2 frames"):
             evaluate_segmentation(features, masks, (2, 4, 3), HALVES)
-        with pytest.raises(UnsupportedInput, match="do not belong"):
+        with pytest.raises(UnsupportedInput, match="do not match"):
             evaluate_segmentation(features, masks[:, :3], (4, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="do not belong"):
+        with pytest.raises(UnsupportedInput, match="do not match"):
             evaluate_segmentation(features, masks[1:], (4, 6), HALVES)
         with pytest.raises(UnsupportedInput, match="24 of 960 vectors"):
             evaluate_segmentation(features.index_fill(0, torch.tensor([1]), math.inf), masks, (4, 6), HALVES)
@@ -279,7 +279,7 @@ class TestDepth:
 
     def test_refuses(self) -> None:
         features, depth = self.planted()
-        with pytest.raises(UnsupportedInput, match="no patch of the training pictures"):
+        with pytest.raises(UnsupportedInput, match="no patch of the training images"):
             evaluate_depth(features, torch.zeros_like(depth), (4, 6), HALVES)
         with pytest.raises(UnsupportedInput, match="no valid depth"):
             evaluate_depth(features, depth.index_fill(0, torch.arange(20, 40), math.nan), (4, 6), HALVES)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vitrail import Role, TokenLayout
-from vitrail.analysis import features as module
+from vitrail.analysis._inputs import chunks
 from vitrail.analysis.features import fit_pca, patch_features, pca_maps
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -39,7 +39,7 @@ def test_patch_features_leave_out_every_special_token_and_join_heads():
 
 
 def test_patch_features_of_another_length_are_refused():
-    with pytest.raises(UnsupportedInput, match=r"7 tokens.*unmerged"):
+    with pytest.raises(UnsupportedInput, match=r"7 tokens.*Unmerge"):
         patch_features(seeded(1, 2, 6, 4), TokenLayout.of(Role.CLASS, grid=(1, 2, 3)))
 
 
@@ -83,8 +83,8 @@ def test_outliers_left_out_do_not_move_the_basis():
 def test_memory_is_bounded_by_steps_and_the_result_is_not_changed_by_them(monkeypatch):
     x = shaped(pictures=7)
     whole = fit_pca(x), pca_maps(x, (4, 5))
-    monkeypatch.setattr(module, "WORK", 250)
-    assert [part.stop - part.start for part in module.steps(7, 120)] == [2, 2, 2, 1]
+    monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 250)
+    assert [part.stop - part.start for part in chunks(7, 120)] == [2, 2, 2, 1]
     assert torch.allclose(fit_pca(x).directions, whole[0].directions, atol=1e-12)
     assert torch.allclose(pca_maps(x, (4, 5)), whole[1], atol=1e-12)
 
@@ -127,13 +127,13 @@ def test_nonsense_is_refused():
         pca_maps(x, (4, 5), percentiles=(99, 1))
     with pytest.raises(UnsupportedInput, match="0 of 60"):
         fit_pca(x, leave_out=torch.ones(3, 20, dtype=torch.bool))
-    with pytest.raises(UnsupportedInput, match="booleans"):
+    with pytest.raises(UnsupportedInput, match="expected bool"):
         fit_pca(x, leave_out=torch.ones(3, 20))
-    x[1, 3, 2] = torch.nan
-    with pytest.raises(UnsupportedInput, match=r"not finite, in 1 of 3 pictures \(number 1\)"):
-        pca_maps(x, (4, 5))
     with pytest.raises(InvalidOption, match="grid"):
         pca_maps(x, (0, 5))
+    x[1, 3, 2] = torch.nan
+    with pytest.raises(UnsupportedInput, match=r"not finite, in 1 of 3 images \(number 1\)"):
+        pca_maps(x, (4, 5))
     with pytest.raises(UnsupportedInput, match="floating"):
         pca_maps(torch.ones(1, 20, 3, dtype=torch.long), (4, 5))
 

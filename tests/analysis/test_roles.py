@@ -14,19 +14,18 @@ from tests.surgery.models import ALL
 from vitrail.analysis.roles import (
     Collapse,
     Thresholds,
-    collapsed,
     cosine_matrix,
     disagreement,
-    looks,
+    find_collapsed,
     measure_roles,
+    token_attention,
     token_cosines,
-    token_names,
     token_parameters,
 )
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads import Heads, listen
 from vitrail.models import ViT, ViTConfig
-from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
+from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec, token_names
 
 GRID = (1, 2, 2)
 LAYOUT = TokenLayout.of((Role.CLASS, 2), Role.DISTILLATION, (Role.REGISTER, 2), grid=GRID)
@@ -155,12 +154,12 @@ def test_heads_that_cannot_be_compared():
             disagreement(logits)
 
 
-def test_looks():
+def test_attention_of_tokens():
     layout = TokenLayout.of((Role.REGISTER, 3), grid=GRID)
     rows = torch.zeros(2, 1, 3, 7)
     rows[:, :, 0, 3] = rows[:, :, 1, 3] = 1.0
     rows[:, :, 2, 5:] = 0.5
-    found = looks(rows, layout)
+    found = token_attention(rows, layout)
     assert found.overlap.cosine[0].tolist() == pytest.approx([1, 1, 0])
     assert found.overlap.divergence[0].tolist() == pytest.approx([0, 0, 1])
     assert found.spread.effective.tolist() == pytest.approx([1, 1, 2])
@@ -168,15 +167,15 @@ def test_looks():
 
 def test_collapse_is_named_with_its_threshold():
     tokens = planted()[:1]
-    found = collapsed(token_cosines(tokens, LAYOUT))
+    found = find_collapsed(token_cosines(tokens, LAYOUT))
     assert {(one.first, one.second) for one in found} == {
         ("class 1", "class 2"),
         ("class 1", "distillation"),
         ("class 2", "distillation"),
     }
     assert found[0] == Collapse("tokens", "class 1", "class 2", pytest.approx(1), 0.99)
-    assert collapsed(token_cosines(planted(), LAYOUT)) == ()  # the last layer counts
-    assert collapsed(token_cosines(planted(), LAYOUT), thresholds=Thresholds(tokens=0.7))[0].value < 0.71
+    assert find_collapsed(token_cosines(planted(), LAYOUT)) == ()  # the last layer counts
+    assert find_collapsed(token_cosines(planted(), LAYOUT), thresholds=Thresholds(tokens=0.7))[0].value < 0.71
 
 
 def test_heads_collapse_only_when_they_also_answer_the_same():
@@ -184,9 +183,9 @@ def test_heads_collapse_only_when_they_also_answer_the_same():
     cosines = token_cosines(torch.ones(1, 2, 1, 4), layout)
     equal = disagreement({"a": torch.tensor([[5.0, 0.0]]), "b": torch.tensor([[5.01, 0.0]])})
     untrained = disagreement({"a": torch.tensor([[0.01, 0.0]]), "b": torch.tensor([[0.0, 0.01]])})
-    assert [one.where for one in collapsed(cosines, heads=equal)] == ["heads"]
+    assert [one.where for one in find_collapsed(cosines, heads=equal)] == ["heads"]
     assert untrained.divergence[0, 1] < 0.001
-    assert collapsed(cosines, heads=untrained) == ()
+    assert find_collapsed(cosines, heads=untrained) == ()
 
 
 def test_a_distilled_model():
@@ -211,7 +210,7 @@ def test_a_distilled_model():
     assert torch.allclose(found.heads.divergence, disagreement({"a": one, "b": other}).divergence, atol=1e-5)
     assert list(found.attention) == [0, 2]
     rows = vitrail.record(model.eval(), images, "attention").attention[2]
-    assert torch.allclose(found.attention[2].overlap.cosine, looks(rows, recorded.layout).overlap.cosine)
+    assert torch.allclose(found.attention[2].overlap.cosine, token_attention(rows, recorded.layout).overlap.cosine)
     assert found.collapsed == ()
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -247,8 +246,10 @@ def test_even_attention_is_no_collapse():
     cosines = token_cosines(torch.eye(2).expand(1, 1, 2, 2), layout)
     even = torch.full((1, 1, 2, 6), 1 / 6)
     narrow = torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 0.0]).expand(1, 1, 2, 6)
-    assert collapsed(cosines, attention={0: looks(even, layout)}) == ()
-    assert [one.where for one in collapsed(cosines, attention={0: looks(narrow, layout)})] == ["attention"]
+    assert find_collapsed(cosines, attention={0: token_attention(even, layout)}) == ()
+    assert [one.where for one in find_collapsed(cosines, attention={0: token_attention(narrow, layout)})] == [
+        "attention"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +295,7 @@ def test_a_merged_model_is_measured_and_left_alone():
 
 
 def test_what_cannot_be_measured(toy):
-    with pytest.raises(UnsupportedInput, match="patches alone"):
+    with pytest.raises(UnsupportedInput, match="no special tokens"):
         measure_roles(ALL["timm-gap-no-class"].model(), ALL["timm-gap-no-class"].images())
     with pytest.raises(UnsupportedModel):
         measure_roles(nn.Linear(2, 2), torch.randn(1, 3, 8, 8))
@@ -385,10 +386,10 @@ def test_a_cait_is_measured_where_its_class_token_is():
     assert found.cosines.layers == (2, 3)
     assert list(found.attention) == [3]
     assert found.notes == (
-        "no attention of layer 0: its heads mix their weights after the softmax, so that some may be negative",
+        "no attention of layer 0: its heads mix their weights after the softmax, so weights may be negative",
     )
     with vitrail.merge(model, r=2, unmerge=False):
-        assert "have merged" in measure_roles(model, images).notes[0]
+        assert "are merged" in measure_roles(model, images).notes[0]
     with pytest.raises(InvalidOption, match="from -4 to 3"):
         measure_roles(model, images, attention_layers=4)
     json.dumps(found.to_dict(), allow_nan=False)

@@ -98,10 +98,10 @@ def test_a_model_that_cannot_be_looked_at_is_named(images: torch.Tensor) -> None
         survey({"fine": checkpoint(1), "number": 5}, images[:2])  # type: ignore[dict-item]
     with pytest.raises(UnsupportedInput, match="got NoneType"):
         survey({"fine": checkpoint(1)}, None)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedInput, match="none of 1 models"):
+    with pytest.raises(UnsupportedInput, match="all 1 models"):
         survey({"linear": nn.Linear(3, 3)}, images[:2])
 
 
 def test_models_have_names() -> None:
-    with pytest.raises(InvalidOption, match="given by name"):
+    with pytest.raises(InvalidOption, match="by name"):
         survey([checkpoint(1)], torch.zeros(1, 3, 128, 128))  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.extras import always
-from vitrail.analysis.norms.distribution import modes as valleys
-from vitrail.analysis.norms.distribution import threshold
-from vitrail.analysis.norms.threshold import NUM_BINS, bins_of, count_norms, find_threshold, quantile
+from vitrail.analysis.norms import _valley_test as valleys
+from vitrail.analysis.norms import find_threshold, threshold
+from vitrail.analysis.norms._histogram import EDGES, NUM_BINS, bins_of, count_norms, quantile
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 NUM_TOKENS = 50 * 196
@@ -247,7 +247,7 @@ def test_order_and_shape_do_not_matter(seed, tokens):
     index=st.integers(1, NUM_BINS - 1),
 )
 def test_counts_above_an_edge_are_what_a_comparison_counts(values, index):
-    edge = float(valleys.EDGES[index])
+    edge = float(EDGES[index])
     norms = torch.tensor([*values, edge, np.nextafter(np.float32(edge), np.float32(math.inf)).item()])
     assert int(count_norms(norms)[0][index:].sum()) == int((norms > edge).sum())
     assert bins_of(norms)[-2:].tolist() == [index - 1, index]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.probes.linear import LinearClassifier, Scaling, fit_classifier, fit_regressor
-from vitrail.analysis.probes.solvers import logistic_loss
+from vitrail.analysis.probes.linear import LinearClassifier, Scaling, _logistic_loss, fit_classifier, fit_regressor
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 
@@ -48,14 +47,14 @@ class TestClassifier:
         scores = x @ params[:-1] + params[-1]
         loss = torch.nn.functional.cross_entropy(scores, y) + 0.05 * params[:-1].square().sum()
         loss.backward()
-        ours, gradient = logistic_loss(x, y, params.detach(), 0.1)
+        ours, gradient = _logistic_loss(x, y, params.detach(), 0.1)
         torch.testing.assert_close(ours, loss.detach())
         torch.testing.assert_close(gradient, params.grad)
 
     def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x, y = blobs(3)
         whole = fit_classifier(x.double(), y)
-        monkeypatch.setattr("vitrail.analysis.probes.solvers.CHUNK", 50)
+        monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 50)
         pieces = fit_classifier(x.double(), y)
         torch.testing.assert_close(whole.weight, pieces.weight, atol=1e-4, rtol=1e-4)
         assert (whole.predict(x) == pieces.predict(x)).all()
@@ -139,7 +138,7 @@ class TestClassifier:
             ),
             (lambda x, y: (x, torch.zeros_like(y)), r"all 120 labels are 0"),
             (lambda x, y: (x, y[:-1]), r"119 labels for 120 rows"),
-            (lambda x, y: (x, y.float()), r"whole numbers"),
+            (lambda x, y: (x, y.float()), r"integers"),
             (lambda x, y: (x[0], y), r"expected \(n, D\)"),
             (lambda x, y: (x[:0], y[:0]), r"not empty"),
             (lambda x, y: (x.long(), y), r"floating point"),
@@ -192,7 +191,7 @@ class TestRegressor:
         x = torch.randn(90, 5)
         y = x[:, :2] + torch.randn(90, 2)
         whole = fit_regressor(x, y)
-        monkeypatch.setattr("vitrail.analysis.probes.solvers.CHUNK", 35)
+        monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 35)
         pieces = fit_regressor(x, y)
         assert whole.penalty == pieces.penalty
         torch.testing.assert_close(whole.weight, pieces.weight)

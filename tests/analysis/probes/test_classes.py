@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from vitrail.analysis.probes.classes import OneEach, one_token_each, probe_classes
+from vitrail.analysis.probes.classes import TokenPerImage, one_token_each, probe_classes
 from vitrail.errors import UnsupportedInput
 from vitrail.tokens.layout import Role, TokenLayout, TokenSpan
 
@@ -68,7 +68,7 @@ class TestClasses:
             kinds = one_token_each(tokens, LAYOUT, outliers, seed=seed)
             assert torch.equal(kinds["register 2"].tokens, tokens[:, 2])
             for name, mask in (("normal", ~outliers), ("outlier", outliers)):
-                for token, picture in zip(kinds[name].tokens, kinds[name].pictures.tolist(), strict=True):
+                for token, picture in zip(kinds[name].tokens, kinds[name].images.tolist(), strict=True):
                     among = tokens[picture, LAYOUT.patches][mask[picture]]
                     assert (among == token).all(1).any()
 
@@ -90,7 +90,7 @@ class TestClasses:
         outliers[:20, 0] = True
         score = probe_classes(one_token_each(tokens, LAYOUT, outliers), labels).kinds["outlier"]
         assert score.accuracy is None
-        assert score.note == "outlier: only 20 pictures have one; at least 50 are needed for a number"
+        assert score.note == "outlier: only 20 images have one; at least 50 are needed"
         none = probe_classes(one_token_each(tokens, LAYOUT, torch.zeros_like(outliers)), labels).kinds["outlier"]
         assert none.note is not None
         assert (none.pictures, none.left_out) == (0, 120)
@@ -98,7 +98,10 @@ class TestClasses:
     def test_a_kind_of_one_class_gives_a_note(self) -> None:
         labels = torch.arange(120) % 2
         even = torch.arange(0, 120, 2)
-        kinds: dict[str, Tensor | OneEach] = {"all": torch.randn(120, 4), "even": OneEach(torch.randn(60, 4), even)}
+        kinds: dict[str, Tensor | TokenPerImage] = {
+            "all": torch.randn(120, 4),
+            "even": TokenPerImage(torch.randn(60, 4), even),
+        }
         score = probe_classes(kinds, labels).kinds["even"]
         assert score.note is not None
         assert "all of one class" in score.note
@@ -124,13 +127,13 @@ class TestClasses:
             probe_classes({"class": features}, torch.full((60,), 2))
         with pytest.raises(UnsupportedInput, match="2 of 60 vectors in the tokens of kind 'class'"):
             probe_classes({"class": features.index_fill(0, torch.tensor([1, 2]), math.nan)}, labels)
-        with pytest.raises(UnsupportedInput, match="do not belong to the 60 pictures"):
+        with pytest.raises(UnsupportedInput, match="for 60 labeled images"):
             probe_classes({"class": features[:50]}, labels)
-        with pytest.raises(UnsupportedInput, match="each picture named once"):
-            probe_classes({"class": OneEach(features, torch.zeros(60).long())}, labels)
+        with pytest.raises(UnsupportedInput, match="each image once"):
+            probe_classes({"class": TokenPerImage(features, torch.zeros(60).long())}, labels)
         with pytest.raises(UnsupportedInput, match="at least one"):
             probe_classes({}, labels)
-        with pytest.raises(UnsupportedInput, match="as the layout says"):
+        with pytest.raises(UnsupportedInput, match="expected \\(B, 15, D\\)"):
             one_token_each(torch.randn(2, 9, 4), LAYOUT, torch.zeros(2, 12) > 0)
 
 

@@ -122,7 +122,7 @@ class TestPositions:
         for score in probe_positions(tokens, outliers, GRID).kinds.values():
             assert score.accuracy is None
             assert score.note is not None
-            assert "at least 16 pictures are needed" in score.note
+            assert "at least 16 are needed" in score.note
 
     def test_same_again(self) -> None:
         tokens, outliers, _ = planted()
@@ -154,7 +154,7 @@ class TestPositions:
         broken[5, 6, 1] = math.inf
         with pytest.raises(UnsupportedInput, match="2 of 480 vectors in tokens are not finite"):
             probe_positions(broken, outliers, GRID)
-        with pytest.raises(UnsupportedInput, match="does not hold 12 patches"):
+        with pytest.raises(UnsupportedInput, match="got 12 tokens"):
             probe_positions(tokens, outliers, (3, 5))
         with pytest.raises(UnsupportedInput, match="expected bool of shape"):
             probe_positions(tokens, outliers.float(), GRID)
@@ -162,11 +162,11 @@ class TestPositions:
             probe_positions(tokens, outliers[:, 1:], GRID)
         with pytest.raises(UnsupportedInput, match="only one position"):
             probe_positions(tokens[:, :1], outliers[:, :1], (1, 1))
-        with pytest.raises(InvalidOption, match="train_on is one of all, normal, own"):
+        with pytest.raises(InvalidOption, match="train_on must be one of all, normal, own"):
             probe_positions(tokens, outliers, GRID, train_on="outlier")  # type: ignore[arg-type]
         with pytest.raises(InvalidOption, match="seeds"):
             probe_positions(tokens, outliers, GRID, seeds=0)
-        with pytest.raises(InvalidOption, match=r"seeds is a whole number, 1 or more; got 1\.5"):
+        with pytest.raises(InvalidOption, match=r"seeds must be an integer, 1 or more; got 1\.5"):
             probe_positions(tokens, outliers, GRID, seeds=1.5)  # type: ignore[arg-type]
         with pytest.raises(InvalidOption, match="max_tokens"):
             probe_positions(tokens, outliers, GRID, max_tokens=3)
@@ -228,7 +228,7 @@ class TestPixels:
         assert score.l2.mean == pytest.approx(0, abs=1e-6)
 
     def test_refuses_patches_of_other_tokens(self) -> None:
-        with pytest.raises(UnsupportedInput, match="expected one per token"):
+        with pytest.raises(UnsupportedInput, match="expected one patch per token"):
             probe_pixels(torch.randn(20, 9, 4), torch.zeros(20, 9) > 0, torch.randn(20, 8, 4))
 
 

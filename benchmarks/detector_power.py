@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vitrail.analysis.norms.distribution import NormAccumulator
+from vitrail.analysis.norms import NormAccumulator
 
 Array = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Array]

@@ -1,4 +1,4 @@
-"""What tokens look at: against loops, scipy and cases with known answers."""
+"""Attention maps, rollout, mass, overlap and spread: against loops, scipy and known answers."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def test_a_row_without_any_patch_stays_zero():
 
 @pytest.mark.parametrize("head", ["mean", "max", "min"])
 @pytest.mark.parametrize("residual", [0.5, 0.0, 0.2, 1.0])
-def test_rollout_is_what_its_description_says(head, residual):
+def test_rollout_by_loops(head, residual):
     layers = [rows(2, 3, 5, 5, seed=seed) for seed in range(4)]
     join = {"mean": np.mean, "max": np.max, "min": np.min}[head]
     expected = np.zeros((2, 5, 5))
@@ -62,7 +62,7 @@ def test_rollout_is_what_its_description_says(head, residual):
     np.testing.assert_allclose(half.numpy(), expected, atol=2e-3)
 
 
-def test_rollout_changes_nothing_that_it_is_given():
+def test_rollout_does_not_change_its_input():
     layers = [rows(1, 1, 4, 4)]
     before = layers[0].clone()
     rollout(layers, head="max")
@@ -70,7 +70,7 @@ def test_rollout_changes_nothing_that_it_is_given():
 
 
 def test_rollout_follows_a_planted_path():
-    """Token 0 looks at 1 in the last layer, and 1 looked at 3 in the first: 0 holds 3."""
+    """Token 0 attends to 1 in the last layer, and 1 to 3 in the first: 0 holds 3."""
     first, last = torch.eye(4)[[0, 3, 2, 3]], torch.eye(4)[[1, 1, 2, 3]]
     found = rollout([first[None, None], last[None, None]], residual=0.0)[0]
     assert torch.equal(found[0], torch.eye(4)[3])
@@ -169,7 +169,7 @@ def test_spread_of_known_maps():
     assert math.isclose(spread(random).entropy_per_head[1, 2], float(by_hand[:, 1, 2].mean()))
 
 
-def test_nonsense_is_refused():
+def test_errors():
     good = rows(1, 2, 3, 15)
     with pytest.raises(UnsupportedInput, match="15 tokens"):
         token_maps(rows(1, 2, 3, 14), LAYOUT)
@@ -200,8 +200,8 @@ def test_nonsense_is_refused():
         token_maps(good, LAYOUT)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same():
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
     attention = rows(2, 3, 15, 15)
     maps, there = token_maps(attention, LAYOUT), token_maps(attention.cuda(), LAYOUT)
     assert torch.allclose(maps, there.cpu())

@@ -1,4 +1,4 @@
-"""Evaluations of frozen features: planted answers, and sums against loops over every pixel."""
+"""Linear evaluation: planted answers, and loops over every pixel."""
 
 import json
 import math
@@ -43,7 +43,7 @@ class TestClassification:
         assert result.interval[0] < 0.25 < result.interval[1]
 
     def test_imbalance_is_seen(self) -> None:
-        """Where nothing can be learnt, accuracy is that of the commonest class, and balanced accuracy says so."""
+        """Noise has the accuracy of the most common class; balanced accuracy shows it."""
         labels = (torch.arange(400) % 10 == 0).long()
         result = evaluate_classification(torch.randn(400, 4), labels, split_images(400, labels=labels))
         assert result.accuracy == pytest.approx(0.9, abs=0.03)
@@ -58,7 +58,7 @@ class TestClassification:
         assert result.accuracy == pytest.approx(2 / 3)
         assert result.balanced_accuracy == pytest.approx(2 / 3)
 
-    def test_refuses(self) -> None:
+    def test_errors(self) -> None:
         features, labels = torch.randn(40, 3), torch.arange(40) % 2
         with pytest.raises(UnsupportedInput, match="all 40 labels are 1"):
             evaluate_classification(features, torch.ones(40).long(), HALVES)
@@ -75,12 +75,12 @@ class TestClassification:
 
 
 def scene(
-    pictures: int = 40, grid: tuple[int, int] = (4, 6), size: tuple[int, int] = (16, 24), classes: int = 3
+    images: int = 40, grid: tuple[int, int] = (4, 6), size: tuple[int, int] = (16, 24), classes: int = 3
 ) -> tuple[Tensor, Tensor]:
     """Noisy features of random blocks of classes, and masks of them with some pixels to ignore."""
-    labels = torch.randint(classes, (pictures, grid[0] * grid[1]))
+    labels = torch.randint(classes, (images, grid[0] * grid[1]))
     features = one_hot(labels, classes).float() + 0.3 * torch.randn(*labels.shape, classes)
-    masks = interpolate(labels.reshape(pictures, 1, *grid).float(), size=size, mode="nearest")[:, 0].long()
+    masks = interpolate(labels.reshape(images, 1, *grid).float(), size=size, mode="nearest")[:, 0].long()
     masks[torch.rand(masks.shape) < 0.1] = 255
     return features, masks
 
@@ -163,13 +163,13 @@ class TestSegmentation:
                 want = min((-pixels.count(c), c) for c in pixels)[1] if pixels else -1
                 assert found[b, p] == want
 
-    def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chunks_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         features, masks = scene()
         whole = evaluate_segmentation(features, masks, (4, 6), HALVES)
         monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 3000)
         assert torch.equal(whole.confusion, evaluate_segmentation(features, masks, (4, 6), HALVES).confusion)
 
-    def test_most_patches(self) -> None:
+    def test_max_patches(self) -> None:
         features, masks = scene()
         assert evaluate_segmentation(features, masks, (4, 6), HALVES, max_patches=100).train_patches == 100
 
@@ -178,7 +178,7 @@ class TestSegmentation:
         result = evaluate_segmentation(features.numpy(), masks.numpy().astype(np.uint8), (4, 6), HALVES)
         assert result == evaluate_segmentation(features, masks, (4, 6), HALVES)
 
-    def test_refuses(self) -> None:
+    def test_errors(self) -> None:
         features, masks = scene()
         with pytest.raises(UnsupportedInput, match="hold values from 0 to 255"):
             evaluate_segmentation(features, masks, (4, 6), HALVES, ignore=None, classes=3)
@@ -271,13 +271,13 @@ class TestDepth:
                 want = sum(pixels) / len(pixels) if pixels else math.nan
                 assert float(found[b, p]) == pytest.approx(want, nan_ok=True)
 
-    def test_whole_numbers_of_millimetres(self) -> None:
+    def test_integer_millimeters(self) -> None:
         features, depth = self.planted()
-        millimetres = (depth.nan_to_num(0).clamp_min(0) * 1000).short()
-        result = evaluate_depth(features.numpy(), millimetres.numpy().astype(np.uint16), (4, 6), HALVES)
+        millimeters = (depth.nan_to_num(0).clamp_min(0) * 1000).short()
+        result = evaluate_depth(features.numpy(), millimeters.numpy().astype(np.uint16), (4, 6), HALVES)
         assert result.rmse == pytest.approx(1000 * evaluate_depth(features, depth, (4, 6), HALVES).rmse, rel=0.01)
 
-    def test_refuses(self) -> None:
+    def test_errors(self) -> None:
         features, depth = self.planted()
         with pytest.raises(UnsupportedInput, match="no patch of the training images"):
             evaluate_depth(features, torch.zeros_like(depth), (4, 6), HALVES)

@@ -1,4 +1,4 @@
-"""Patch features: special tokens left out, principal components as numpy finds them."""
+"""Patch features without special tokens; PCA against numpy."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ def seeded(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def shaped(pictures=3, patches=20, channels=6):
-    """Features with clearly different variances by channel, then turned."""
-    x = seeded(pictures, patches, channels) * torch.tensor([9.0, 5.0, 3.0, 1.5, 0.7, 0.2])[:channels].double()
+def shaped(images=3, patches=20, channels=6):
+    """Features with clearly different variances by channel, then rotated."""
+    x = seeded(images, patches, channels) * torch.tensor([9.0, 5.0, 3.0, 1.5, 0.7, 0.2])[:channels].double()
     turn = torch.linalg.qr(seeded(channels, channels, seed=1))[0]
     return x @ turn + 4
 
@@ -38,7 +38,7 @@ def test_patch_features_leave_out_every_special_token_and_join_heads():
             assert torch.equal(found[:, patch, head * 4 : head * 4 + 4], keys[:, head, 4 + patch])
 
 
-def test_patch_features_of_another_length_are_refused():
+def test_patch_features_of_merged_tokens():
     with pytest.raises(UnsupportedInput, match=r"7 tokens.*Unmerge"):
         patch_features(seeded(1, 2, 6, 4), TokenLayout.of(Role.CLASS, grid=(1, 2, 3)))
 
@@ -71,17 +71,17 @@ def test_outliers_left_out_do_not_move_the_basis():
     x = shaped()
     mask = torch.zeros(3, 20, dtype=torch.bool)
     mask[1, 4] = mask[2, 19] = True
-    spoilt = x.clone()
-    spoilt[mask] = 1e4 * torch.eye(6, dtype=torch.float64)[2]
+    broken = x.clone()
+    broken[mask] = 1e4 * torch.eye(6, dtype=torch.float64)[2]
     clean = x[~mask][None]
-    assert torch.allclose(fit_pca(spoilt, leave_out=mask).directions, fit_pca(clean).directions, atol=1e-9)
-    assert fit_pca(spoilt).directions[0, 2].abs() > 0.999
-    kept = pca_maps(spoilt, (4, 5), leave_out=mask).reshape(3, 20, 3)[~mask]
+    assert torch.allclose(fit_pca(broken, leave_out=mask).directions, fit_pca(clean).directions, atol=1e-9)
+    assert fit_pca(broken).directions[0, 2].abs() > 0.999
+    kept = pca_maps(broken, (4, 5), leave_out=mask).reshape(3, 20, 3)[~mask]
     assert torch.allclose(kept, pca_maps(clean, (1, 58)).reshape(58, 3), atol=1e-9)
 
 
-def test_memory_is_bounded_by_steps_and_the_result_is_not_changed_by_them(monkeypatch):
-    x = shaped(pictures=7)
+def test_chunks_change_nothing(monkeypatch):
+    x = shaped(images=7)
     whole = fit_pca(x), pca_maps(x, (4, 5))
     monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 250)
     assert [part.stop - part.start for part in chunks(7, 120)] == [2, 2, 2, 1]
@@ -97,14 +97,14 @@ def test_other_dtypes(dtype, margin):
     assert (found - pca_maps(x, (4, 5))).abs().max() < margin
 
 
-def test_a_basis_serves_other_pictures():
+def test_a_basis_serves_other_images():
     basis = fit_pca(shaped())
     assert torch.equal(pca_maps(shaped(), (4, 5), basis=basis), pca_maps(shaped(), (4, 5)))
     with pytest.raises(UnsupportedInput, match=r"6 channels.*5"):
         basis.project(seeded(1, 4, 5))
 
 
-def test_features_that_do_not_vary_are_grey():
+def test_features_that_do_not_vary_are_gray():
     assert (pca_maps(torch.full((2, 4, 5), 0.1), (2, 2)) == 0.5).all()
     line = torch.arange(4.0)[None, :, None] * torch.tensor([1.0, 2.0, 0.0, 0.0])
     found = pca_maps(line, (2, 2), percentiles=(0, 100)).reshape(4, 3)
@@ -117,7 +117,7 @@ def test_no_gradients_flow():
     assert not pca_maps(x, (4, 5)).requires_grad
 
 
-def test_nonsense_is_refused():
+def test_errors():
     x = shaped()
     with pytest.raises(UnsupportedInput, match="21 patches"):
         pca_maps(x, (3, 7))
@@ -138,8 +138,8 @@ def test_nonsense_is_refused():
         pca_maps(torch.ones(1, 20, 3, dtype=torch.long), (4, 5))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same():
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
     x, mask = shaped(), torch.zeros(3, 20, dtype=torch.bool)
     mask[1, 4] = True
     found = pca_maps(x.cuda(), (4, 5), leave_out=mask)

@@ -1,4 +1,4 @@
-"""Where outliers sit: planted in places that are known."""
+"""Redundancy of outliers planted in known places."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_masks_are_pooled_to_patches():
         pool_mask(mask * 255, (2, 2))
 
 
-def test_auc_is_that_of_scikit_learn():
+def test_auc_equals_scikit_learn():
     random = np.random.default_rng(0)
     for _ in range(5):
         values = random.integers(0, 9, 50).astype(float)
@@ -89,20 +89,20 @@ def test_auc_is_that_of_scikit_learn():
         assert found == pytest.approx(roc_auc_score(kind, values))
 
 
-def scene(pictures=40, grid=(8, 10), seed=0):
+def scene(images=40, grid=(8, 10), seed=0):
     """Embeddings of a flat background with a busy object in the middle; outliers in the background, at its border."""
     random = np.random.default_rng(seed)
     height, width = grid
-    ground = seeded(pictures, 1, 12, seed=seed)
+    ground = seeded(images, 1, 12, seed=seed)
     inside = torch.zeros(height, width, dtype=torch.bool)
     inside[2:6, 3:8] = True
     inside = inside.flatten()
-    x = ground + 0.2 * seeded(pictures, height * width, 12, seed=seed + 1)
-    x[:, inside] += 3 * seeded(pictures, int(inside.sum()), 12, seed=seed + 2)
-    outliers = torch.zeros(pictures, height * width, dtype=torch.bool)
-    for row in range(pictures - 2):
+    x = ground + 0.2 * seeded(images, height * width, 12, seed=seed + 1)
+    x[:, inside] += 3 * seeded(images, int(inside.sum()), 12, seed=seed + 2)
+    outliers = torch.zeros(images, height * width, dtype=torch.bool)
+    for row in range(images - 2):
         outliers[row, random.integers(0, width, 2)] = True
-    return x, outliers, inside.double().expand(pictures, -1), grid
+    return x, outliers, inside.double().expand(images, -1), grid
 
 
 def test_planted_outliers_are_redundant_near_the_border_and_in_the_background():
@@ -130,11 +130,11 @@ def test_planted_outliers_are_redundant_near_the_border_and_in_the_background():
     assert json.loads(json.dumps(found.to_dict()))["similarity"]["outlier"]["pictures"] == 38
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say():
+def test_coverage_of_the_intervals():
     held = [0, 0]
     grid = (2, 10)
     for seed in range(80):
-        level = seeded(30, 1, seed=seed) * 0.5  # Patches of one picture share a level.
+        level = seeded(30, 1, seed=seed) * 0.5  # Patches of one image share a level.
         values = level + seeded(30, 20, seed=seed + 1000)
         outliers = torch.zeros(30, 20, dtype=torch.bool)
         outliers[:, :4] = True
@@ -145,7 +145,7 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
 
 
 def test_without_outliers_there_is_none():
-    x, outliers, _, grid = scene(pictures=4)
+    x, outliers, _, grid = scene(images=4)
     similarity = neighbor_similarity(x, grid)
     found = redundancy(similarity, torch.zeros_like(outliers), grid)
     assert found.similarity.outlier is None
@@ -156,8 +156,8 @@ def test_without_outliers_there_is_none():
     assert (full.similarity.normal, full.similarity.auc) == (None, None)
 
 
-def test_one_picture_has_means_but_no_intervals():
-    x, outliers, _, grid = scene(pictures=5)
+def test_one_image_has_means_but_no_intervals():
+    x, outliers, _, grid = scene(images=5)
     similarity = neighbor_similarity(x, grid)
     outliers[1:] = False
     found = redundancy(similarity, outliers, grid).similarity
@@ -186,8 +186,8 @@ def test_the_seed_decides_the_draws():
     assert redundancy(similarity, outliers, grid) != redundancy(similarity, outliers, grid, seed=1)
 
 
-def test_nonsense_is_refused():
-    x, outliers, masks, grid = scene(pictures=4)
+def test_errors():
+    x, outliers, masks, grid = scene(images=4)
     similarity = neighbor_similarity(x, grid)
     with pytest.raises(UnsupportedInput, match="no neighbors"):
         neighbor_similarity(x[:, :1], (1, 1))
@@ -204,9 +204,9 @@ def test_nonsense_is_refused():
         redundancy(similarity, outliers, grid)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same():
-    x, outliers, masks, grid = scene(pictures=4)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
+    x, outliers, masks, grid = scene(images=4)
     similarity = neighbor_similarity(x.cuda(), grid)
     assert torch.allclose(similarity.cpu(), neighbor_similarity(x, grid), atol=1e-12)
     found = redundancy(similarity, outliers.cuda(), grid, masks=masks.cuda())

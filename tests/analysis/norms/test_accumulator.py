@@ -1,4 +1,4 @@
-"""Norms over layers: planted layers, streams that equal one pass, and norms that are not finite."""
+"""Norms over layers: planted layers, streams that equal one pass, and non-finite norms."""
 
 import itertools
 import json
@@ -20,9 +20,9 @@ from vitrail.tokens import Role, TokenLayout
 LAYOUT = TokenLayout.of(Role.CLASS, grid=(1, 12, 10))
 
 
-def planted(layers=6, pictures=20, onset=3, ratio=6.0, seed=0):
-    """Norms whose layers from ``onset`` on have the tokens 7 and 50 of each picture at a multiple of their norm."""
-    norms = 40 * torch.exp(0.12 * torch.randn(layers, pictures, 120, generator=torch.Generator().manual_seed(seed)))
+def planted(layers=6, images=20, onset=3, ratio=6.0, seed=0):
+    """Norms whose layers from ``onset`` on have the tokens 7 and 50 of each image at a multiple of their norm."""
+    norms = 40 * torch.exp(0.12 * torch.randn(layers, images, 120, generator=torch.Generator().manual_seed(seed)))
     norms[onset:, :, [7, 50]] *= ratio
     return norms
 
@@ -42,7 +42,7 @@ def test_onset_share_places_and_maps_of_planted_artifacts():
     assert result.ratio == pytest.approx(6, rel=0.1)
 
 
-def test_artifacts_that_go_again_have_no_onset():
+def test_artifacts_that_disappear_have_no_onset():
     norms = planted()
     norms[4:] = planted(layers=2, onset=2)
     result = analyze_norms(norms, LAYOUT)
@@ -84,7 +84,7 @@ def test_dictionary_is_json_with_the_promised_keys_and_no_maps():
     assert not {"maps", "outliers"} & set(data)
 
 
-def test_whole_pictures_above_the_others_are_no_artifacts():
+def test_whole_images_above_the_others_are_no_artifacts():
     norms = planted(onset=6)
     norms[:, 4] *= 4
     result = analyze_norms(norms, LAYOUT)
@@ -93,7 +93,7 @@ def test_whole_pictures_above_the_others_are_no_artifacts():
     assert "whole images" in result.reason
 
 
-def test_not_finite_norms_are_counted_and_named():
+def test_non_finite_norms_are_counted_and_listed():
     norms = planted()
     clean = analyze_norms(norms, LAYOUT)
     norms[1, 3, :5] = math.nan
@@ -110,17 +110,17 @@ def test_not_finite_norms_are_counted_and_named():
     assert not result.outliers[17, 0]
 
 
-def test_nothing_but_norms_that_are_not_finite():
+def test_all_norms_non_finite():
     result = analyze_norms(torch.full((2, 3, 120), math.nan), LAYOUT)
     assert (result.verdict, result.num_not_finite) == ("uncertain", 720)
     assert result.to_dict()["per_layer"][0]["mean"] is None
 
 
-def test_named_places_are_bounded_whatever_the_order():
+def test_listed_places_are_bounded_in_any_order():
     norms = torch.full((2, 150, 4), math.nan)
     forwards, backwards = NormAccumulator(2).add(norms), NormAccumulator(2)
-    for picture in reversed(range(150)):
-        backwards.add(norms[:, [picture]], images=[picture])
+    for image in reversed(range(150)):
+        backwards.add(norms[:, [image]], images=[image])
     assert len(forwards.result().not_finite) == MOST_NAMED
     assert forwards.result().to_dict() == backwards.result().to_dict()
 
@@ -132,7 +132,7 @@ def test_named_places_are_bounded_whatever_the_order():
     seed=st.integers(0, 1000),
     onset=st.integers(0, 3),
 )
-def test_any_split_over_processes_equals_one_pass_exactly(cuts, order, seed, onset):
+def test_any_split_over_ranks_equals_one_pass_exactly(cuts, order, seed, onset):
     norms = planted(layers=3, onset=onset, seed=seed)
     norms[1, seed % 20, 3] = math.nan
     whole = NormAccumulator(3).add(norms).result().to_dict()
@@ -142,8 +142,8 @@ def test_any_split_over_processes_equals_one_pass_exactly(cuts, order, seed, ons
     merged = NormAccumulator(3)
     for first, last in parts:
         part = NormAccumulator(3)
-        for picture in range(first, last):
-            part.add(norms[:, picture : picture + 1], images=[picture])
+        for image in range(first, last):
+            part.add(norms[:, image : image + 1], images=[image])
         merged.merge(pickle.loads(pickle.dumps(part)))
     assert merged.result().to_dict() == whole
     assert {**analyze_norms(norms, LAYOUT).to_dict(), "outliers_per_picture": None} == whole
@@ -170,7 +170,7 @@ def test_sums_are_exact(values, order):
     assert float(exact_sum(np.array(values))) == math.fsum(values)
 
 
-def test_bad_input_is_refused_and_leaves_the_stream_as_it_was():
+def test_errors_leave_the_accumulator_unchanged():
     stream = NormAccumulator(6)
     with pytest.raises(UnsupportedInput, match="no image was added"):
         stream.result()

@@ -1,4 +1,4 @@
-"""The detector of artifacts: what it finds, what it leaves alone, and how often it errs."""
+"""The artifact token detector: power, false alarms, and invariances."""
 
 import math
 
@@ -38,7 +38,7 @@ HEAVY = {
 
 
 def plant(values, rng, share, ratio):
-    """Multiply a share of the norms; give the norms and which ones."""
+    """Multiply a share of the norms; return the norms and a mask of these."""
     chosen = np.zeros(len(values), bool)
     chosen[rng.permutation(len(values))[: round(share * len(values))]] = True
     return np.where(chosen, ratio * values, values), chosen
@@ -173,7 +173,7 @@ def test_two_tokens_far_out_are_too_few_for_a_verdict():
     assert "try more" in found.reason
 
 
-def test_not_finite_norms_are_counted_and_change_nothing_else():
+def test_non_finite_norms_are_counted_and_change_nothing_else():
     norms, _ = plant(BULKS["lognormal"](np.random.default_rng(0), 5000), np.random.default_rng(1), 0.02, 6)
     broken = np.append(norms, [math.nan, math.inf, -math.inf])
     clean, found = find_threshold(tensor(norms)), find_threshold(tensor(broken))
@@ -199,7 +199,7 @@ def test_precision_of_norms_does_not_matter(dtype):
     assert find_threshold(clean).verdict == "none"
 
 
-def test_bad_input_is_refused():
+def test_errors():
     with pytest.raises(UnsupportedInput, match="0 or more"):
         find_threshold(-torch.rand(100))
     with pytest.raises(UnsupportedInput, match="real numbers"):

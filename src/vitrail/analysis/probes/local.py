@@ -10,7 +10,7 @@ kind in each test part; otherwise it has a note that says why it is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
@@ -309,37 +309,31 @@ class _Runs:
     def run(self, tokens: Tensor, outliers: Tensor, fit: _Fit) -> tuple[dict[str, _Tally], int]:
         """Fit and score probes on tokens (B, P, D); return tallies by kind, and the least number of training tokens."""
         masks = {"normal": ~outliers, "outlier": outliers}
+        train_masks = {"all": torch.ones_like(outliers), **masks}
         least = self._least_images()
         if len(tokens) < least:
             note = f"too few images: at least {least} are needed to leave {LEAST_IMAGES} for testing"
-            return {k: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for k, mask in masks.items()}, 0
+            return {kind: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for kind, mask in masks.items()}, 0
         seeds = range(self.seed, self.seed + self.seeds)
-        splits = [split_images(len(tokens), test_share=self.test_share, seed=seed) for seed in seeds]
-        tallies = {kind: _count_tests(kind, mask, splits) for kind, mask in masks.items()}
+        splits = {seed: split_images(len(tokens), test_share=self.test_share, seed=seed) for seed in seeds}
+        tallies = {kind: _count_tests(kind, mask, splits.values()) for kind, mask in masks.items()}
+        fitted: dict[tuple[str, int], _Score] = {}
         trained = []
-        for train_mask, kinds in self._plans(masks):
-            wanted = [kind for kind in kinds if tallies[kind].note is None]
-            count = min(int(train_mask[split.train.to(train_mask.device)].sum()) for split in splits)
-            if count < LEAST_TOKENS:
-                for kind in wanted:
-                    tallies[
-                        kind
-                    ].note = f"only {count} tokens to train the probe on; at least {LEAST_TOKENS} are needed"
-            elif wanted:
-                trained.append(min(count, self.max_tokens))
-                for seed, split in zip(seeds, splits, strict=True):
-                    score = fit(*self._rows(tokens, train_mask, split.train, seed), seed)
-                    for kind in wanted:
-                        rows = self._rows(tokens, masks[kind], split.test, seed)
-                        tallies[kind].add(score(*rows), rows[1], len(tokens))
+        for kind, tally in tallies.items():
+            source = kind if self.train_on == "own" else self.train_on
+            train_mask = train_masks[source]
+            count = min(int(train_mask[split.train.to(train_mask.device)].sum()) for split in splits.values())
+            if tally.note is None and count < LEAST_TOKENS:
+                tally.note = f"only {count} tokens to train the probe on; at least {LEAST_TOKENS} are needed"
+            if tally.note is not None:
+                continue
+            trained.append(min(count, self.max_tokens))
+            for seed, split in splits.items():
+                if (source, seed) not in fitted:
+                    fitted[source, seed] = fit(*self._rows(tokens, train_mask, split.train, seed), seed)
+                rows = self._rows(tokens, masks[kind], split.test, seed)
+                tally.add(fitted[source, seed](*rows), rows[1], len(tokens))
         return tallies, min(trained, default=0)
-
-    def _plans(self, masks: dict[str, Tensor]) -> list[tuple[Tensor, list[str]]]:
-        """Return which tokens train each probe, and the kinds it is tested on."""
-        if self.train_on == "own":
-            return [(mask, [kind]) for kind, mask in masks.items()]
-        normal = masks["normal"]
-        return [(normal if self.train_on == "normal" else torch.ones_like(normal), list(masks))]
 
     def _rows(self, tokens: Tensor, mask: Tensor, images: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sample tokens under a mask from some images: tokens (n, D), their images and their places."""
@@ -356,7 +350,7 @@ class _Runs:
         return count
 
 
-def _count_tests(kind: str, mask: Tensor, splits: list[Split]) -> _Tally:
+def _count_tests(kind: str, mask: Tensor, splits: Collection[Split]) -> _Tally:
     """Count a kind's tokens in the test parts, with a note if there are too few."""
     parts = [mask[split.test.to(mask.device)] for split in splits]
     tokens, images = min(int(part.sum()) for part in parts), min(int(part.any(1).sum()) for part in parts)

@@ -105,7 +105,7 @@ class TestPositions:
     def test_few_images_give_a_note(self, images: int) -> None:
         for score in probe_positions(*planted(images=images), GRID).kinds.values():
             assert score.accuracy is None
-            assert "at least 16 are needed" in str(score.note)
+            assert "at least 16 images are needed" in str(score.note)
 
     def test_the_seed_decides(self) -> None:
         tokens, outliers = planted()

@@ -312,7 +312,7 @@ class _Runs:
         train_masks = {"all": torch.ones_like(outliers), **masks}
         least = self._least_images()
         if len(tokens) < least:
-            note = f"too few images: at least {least} are needed to leave {LEAST_IMAGES} for testing"
+            note = f"at least {least} images are needed, to leave {LEAST_IMAGES} for testing; got {len(tokens)}"
             return {kind: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for kind, mask in masks.items()}, 0
         seeds = range(self.seed, self.seed + self.seeds)
         splits = {seed: split_images(len(tokens), test_share=self.test_share, seed=seed) for seed in seeds}

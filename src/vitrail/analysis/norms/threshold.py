@@ -71,6 +71,7 @@ def find_threshold(norms: Tensor, *, false_alarm: float = FALSE_ALARM) -> Thresh
         false_alarm: how often a clean distribution may get the verdict "artifacts".
 
     Example:
+        >>> import torch
         >>> norms = torch.cat([torch.linspace(30, 60, 5000), torch.linspace(300, 400, 100)])
         >>> found = find_threshold(norms)
         >>> found.verdict, round(found.outlier_share, 3), 60 < found.threshold < 300

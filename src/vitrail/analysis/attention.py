@@ -7,6 +7,7 @@ all tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -36,7 +37,7 @@ def token_maps(attention: Tensor, layout: TokenLayout, *, normalize: bool = True
     _check_rows(attention, layout)
     maps = at_least_float32(attention[..., layout.patches])
     if normalize:
-        maps = maps / _no_zero(maps.sum(-1, keepdim=True))
+        maps = _sum_to_one(maps)
     return maps.reshape(*attention.shape[:3], *layout.grid)
 
 
@@ -68,7 +69,7 @@ class Rollout:
         check_finite(attention, f"attention rows of layer {self.layers}")
         joined = HEADS[self.head](attention.detach()) * (1 - self.residual)
         joined.diagonal(dim1=1, dim2=2).add_(self.residual)
-        joined /= _no_zero(joined.sum(-1, keepdim=True))
+        joined = _sum_to_one(joined)
         if self._result is not None and self._result.shape != joined.shape:
             raise UnsupportedInput(
                 f"layer {self.layers} has attention {tuple(joined.shape)} (images, tokens, tokens), the layers before "
@@ -176,9 +177,8 @@ def overlap(maps: Tensor, *, top: float = 0.1) -> Overlap:
     empty = 0
     for part in chunks(len(flat), 6 * flat[0].numel()):
         x = at_least_float32(flat[part])
-        mass = x.sum(-1, keepdim=True)
-        there = mass.squeeze(-1) > 0
-        x = x / _no_zero(mass)
+        there = x.sum(-1) > 0
+        x = _sum_to_one(x)
         empty += int((~there).sum())
         unit = torch.nn.functional.normalize(x, dim=-1)
         best = torch.zeros_like(x).scatter_(-1, x.argsort(dim=-1, descending=True, stable=True)[..., :count], 1.0)
@@ -186,9 +186,7 @@ def overlap(maps: Tensor, *, top: float = 0.1) -> Overlap:
         for one in range(tokens):
             both = there & there[:, :, one, None]
             middle = (x + x[:, :, one, None]) / 2
-            bits = ((own + own[:, :, one, None]) / 2 - torch.xlogy(middle, middle).sum(-1)) / torch.log(
-                x.new_tensor(2.0)
-            )
+            bits = ((own + own[:, :, one, None]) / 2 - torch.xlogy(middle, middle).sum(-1)) / math.log(2)
             common = (best * best[:, :, one, None]).sum(-1)
             measures = (unit * unit[:, :, one, None]).sum(-1), bits.clamp(0, 1), common / (2 * count - common)
             for place, measure in enumerate(measures):
@@ -222,7 +220,7 @@ def entropy(maps: Tensor) -> Tensor:
     for part in chunks(len(flat), 2 * flat[0].numel()):
         x = at_least_float32(flat[part])
         x = x / x.sum(-1, keepdim=True)
-        found[part] = -torch.xlogy(x, x).sum(-1) / torch.log(x.new_tensor(2.0))
+        found[part] = -torch.xlogy(x, x).sum(-1) / math.log(2)
     return found.clamp(min=0)
 
 
@@ -240,8 +238,10 @@ def spread(maps: Tensor) -> Spread:
     )
 
 
-def _no_zero(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x, 1.0)
+def _sum_to_one(x: Tensor) -> Tensor:
+    """Normalize rows along the last axis; rows of zeros stay zero."""
+    total = x.sum(-1, keepdim=True)
+    return x / torch.where(total > 0, total, 1.0)
 
 
 def _flat(maps: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ See ``docs/tokens.md``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -175,9 +176,9 @@ def disagreement(logits: Mapping[str, Tensor]) -> Disagreement:
     differs = (predicted.unsqueeze(0) != predicted.unsqueeze(1)).double().mean(-1)
     bits = torch.zeros_like(differs)
     for one, other in combinations(range(len(x)), 2):
-        middle = torch.logaddexp(log_p[one], log_p[other]) - torch.log(x.new_tensor(2.0))
+        middle = torch.logaddexp(log_p[one], log_p[other]) - math.log(2)
         parts = [(log_p[head].exp() * (log_p[head] - middle)).sum(-1) for head in (one, other)]
-        bits[one, other] = bits[other, one] = ((parts[0] + parts[1]) / 2).mean() / torch.log(x.new_tensor(2.0))
+        bits[one, other] = bits[other, one] = ((parts[0] + parts[1]) / 2).mean() / math.log(2)
     return Disagreement(tuple(logits), differs.cpu(), bits.clamp(0, 1).cpu())
 
 

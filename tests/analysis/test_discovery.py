@@ -220,6 +220,7 @@ def test_corloc_counts_images_with_truth():
     low, high = stats.binomtest(1, 3).proportion_ci(method="wilson")
     assert (found.low, found.high) == pytest.approx((low, high))
     assert corloc([box], [near], threshold=0.6).hits == 0
+    assert corloc([box], [[(0, 0, 2, 2), (0, 0, 9, 9)]]).share == 1
     assert corloc([box], [None]) == discovery.CorLoc(None, None, None, 0, 0, 1)
     with pytest.raises(UnsupportedInput, match="1 found, 2 true"):
         corloc([box], [near, near])
@@ -298,7 +299,3 @@ def test_options_out_of_range():
         discovery.suggest_biases(seeded(2, 1, 3))
     with pytest.raises(InvalidOption, match="IoU threshold"):
         discovery.corloc([(0, 0, 1, 1)], [torch.ones(1, 4)], threshold=5)
-
-
-def test_true_boxes_may_be_plain_numbers():
-    assert discovery.corloc([(48, 32, 96, 80)], [[(48, 32, 96, 80), (0, 0, 9, 9)]]).share == 1

@@ -61,10 +61,8 @@ def test_maps_are_projections_scaled_by_percentiles():
     low, high = np.percentile(places, [5, 95], axis=0)
     expected = np.clip((places - low) / (high - low), 0, 1).reshape(3, 1, 4, 5, 3)
     np.testing.assert_allclose(pca_maps(x, (4, 5), percentiles=(5, 95)).numpy(), expected, atol=1e-10)
-
-
-def test_maps_of_a_video_and_of_other_numbers_of_components():
-    assert pca_maps(shaped(), (2, 2, 5), components=2).shape == (3, 2, 2, 5, 2)
+    assert pca_maps(x, (2, 2, 5), components=2).shape == (3, 2, 2, 5, 2)
+    assert not pca_maps(x.requires_grad_(), (4, 5)).requires_grad
 
 
 def test_outliers_left_out_do_not_move_the_basis():
@@ -110,11 +108,6 @@ def test_features_that_do_not_vary_are_gray():
     found = pca_maps(line, (2, 2), percentiles=(0, 100)).reshape(4, 3)
     assert torch.allclose(found[:, 0], torch.arange(4.0) / 3, atol=1e-5)
     assert fit_pca(line).explained[0] == pytest.approx(1)
-
-
-def test_no_gradients_flow():
-    x = shaped().requires_grad_()
-    assert not pca_maps(x, (4, 5)).requires_grad
 
 
 def test_errors():

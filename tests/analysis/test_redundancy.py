@@ -32,7 +32,7 @@ def by_loops(x, grid):
 
 
 @pytest.mark.parametrize("grid", [(1, 4, 5), (2, 3, 2), (1, 1, 4), (1, 5, 1)])
-def test_similarity_is_the_mean_cosine_with_the_neighbours(grid, monkeypatch):
+def test_similarity_is_the_mean_cosine_with_the_neighbors(grid, monkeypatch):
     x = seeded(3, int(np.prod(grid)), 6)
     expected = by_loops(x, grid)
     assert torch.allclose(neighbor_similarity(x, grid), expected, atol=1e-12)

@@ -25,7 +25,7 @@ from vitrail.analysis.roles import (
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads import Heads, listen
 from vitrail.models import ViT, ViTConfig
-from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec, token_names
+from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 
 GRID = (1, 2, 2)
 LAYOUT = TokenLayout.of((Role.CLASS, 2), Role.DISTILLATION, (Role.REGISTER, 2), grid=GRID)
@@ -47,19 +47,6 @@ def own(*tokens, **options):
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.eval()
-
-
-def test_names():
-    assert token_names(LAYOUT.special) == ("class 1", "class 2", "distillation", "register 1", "register 2")
-    assert token_names([TokenSpan(Role.TASK, 1, "a"), TokenSpan(Role.TASK, 2, "b")]) == (
-        "a",
-        "b 1",
-        "b 2",
-    )
-
-
-def test_names_equal_to_the_role():
-    assert token_names([TokenSpan(Role.CLASS, 2, "class")]) == ("class 1", "class 2")
 
 
 def test_cosines_by_hand():
@@ -297,8 +284,9 @@ def test_a_merged_model_is_measured_and_left_alone():
 def test_errors(toy):
     with pytest.raises(UnsupportedInput, match="no special tokens"):
         measure_roles(ALL["timm-gap-no-class"].model(), ALL["timm-gap-no-class"].images())
-    with pytest.raises(UnsupportedModel):
-        measure_roles(nn.Linear(2, 2), torch.randn(1, 3, 8, 8))
+    for model in (nn.Linear(2, 2), None):
+        with pytest.raises(UnsupportedModel):
+            measure_roles(model, torch.randn(1, 3, 8, 8))
     with pytest.raises(InvalidOption, match="layers are numbers"):
         measure_roles(distilled(), torch.randn(1, 3, 16, 16), attention_layers=(7,))
     with pytest.raises(UnsupportedInput, match="one or more"):
@@ -446,8 +434,3 @@ def test_videos():
     found = measure_roles(model, torch.randn(2, 3, 6, 8, 8))
     assert found.cosines.matrix.shape == (3, 2, 2)
     assert found.attention[2].spread.patches == 12
-
-
-def test_none_is_no_model():
-    with pytest.raises(UnsupportedModel, match=r"expected a model.*; got NoneType"):
-        measure_roles(None, torch.randn(1, 3, 8, 8))

@@ -9,21 +9,19 @@ import torch
 import torch.nn.functional as F
 
 import vitrail
-from experiments.common import running
-from experiments.common.choosing import best_point
-from experiments.common.pages import write_pages
-from experiments.common.rows import RESULTS, SEARCH, read_rows
-from experiments.common.running import Runner
-from experiments.common.tables import result_table, rows_of
-from experiments.depth.looking import by_layer, largest_rise
-from experiments.depth.study import STUDY
+from experiments.common import runner as runner_module
+from experiments.common.readme import write_readme
+from experiments.common.results import RESULTS, SEARCH, best_point, read_rows, rows_of
+from experiments.common.runner import Runner
+from experiments.common.tables import result_table
+from experiments.depth.study import STUDY, largest_rise, norms_by_layer
 from vitrail.errors import Diverged
 from vitrail.models import ViT, ViTConfig, create_model
 from vitrail.models.config import depth_rule
 
 SMALL = replace(
-    STUDY.small(),
-    base={**STUDY.small().base, "epochs": 2},
+    STUDY.at_reduced_size(),
+    base={**STUDY.at_reduced_size().base, "epochs": 2},
     search=[point for point in STUDY.points() if point["warmup_epochs"] == 1],
     draws=1,
     seeds=(0,),
@@ -35,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shallow plain model and a deep one that has all."""
     out = tmp_path_factory.mktemp("depth")
     runner = Runner(SMALL, out, device="cpu")
-    runner.tune("(plain|both), 12|both, 36")
+    runner.search("(plain|both), 12|both, 36")
     runner.run("(plain|both), 12|both, 36")
     assert runner.failed == 0
     return out
@@ -89,7 +87,7 @@ def test_the_page_compares_arms_of_one_depth(trained: Path) -> None:
     lines = {line.split(" | ")[0].strip("| "): line for line in result_table(SMALL, rows).splitlines()}
     assert "to plain, 12 |" in lines["both, 12"]
     assert "| – |" in lines["both, 36"]  # what it is compared with was not trained
-    write_pages(SMALL, trained, evidence=None)
+    write_readme(SMALL, trained)
     for name in ("accuracy.png", "loss.png", "layers.png"):
         assert (trained / name).read_bytes().startswith(b"\x89PNG")
 
@@ -98,7 +96,7 @@ def test_lengths_and_gradients_are_those_of_the_model() -> None:
     torch.manual_seed(0)
     model = ViT(ViTConfig(image_size=16, patch_size=8, width=8, depth=3, heads=2, num_classes=3)).double().eval()
     images, truth = torch.randn(2, 3, 16, 16, dtype=torch.float64), torch.tensor([0, 2])
-    found = by_layer(model, images, truth)
+    found = norms_by_layer(model, images, truth)
     x, special = model._embed(images, model.config.grid)
     x = torch.cat([special["cls"], x], 1)
     for layer, block in enumerate(model.blocks):
@@ -123,18 +121,18 @@ def test_lengths_and_gradients_are_those_of_the_model() -> None:
 
 
 def test_a_point_that_diverges_is_the_worst_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = replace(STUDY.small(), seeds=(0,))
+    study = replace(STUDY.at_reduced_size(), seeds=(0,))
     first, second = study.points()
-    train = running.train
+    train = runner_module.train
 
     def diverges(**given: Any) -> Any:
         if all(given[name] == value for name, value in first.items()):
             raise Diverged("The loss is not finite since step 3 (epoch 1): class. The learning rate was 0.002.")
         return train(**given)
 
-    monkeypatch.setattr(running, "train", diverges)
+    monkeypatch.setattr(runner_module, "train", diverges)
     runner = Runner(study, tmp_path, device="cpu")
-    runner.tune("plain, 12")
+    runner.search("plain, 12")
     assert runner.failed == 0
     rows = read_rows(tmp_path / SEARCH)
     assert [("diverged" in row, row["held"] > 0) for row in rows] == [(True, False), (False, True)]

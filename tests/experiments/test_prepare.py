@@ -11,7 +11,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from experiments import prepare
-from experiments.common import data
+from experiments.common import datasets
 
 pytest.importorskip("pyarrow", reason="parquet files need it")
 
@@ -57,17 +57,17 @@ def test_what_is_made_is_what_studies_read(published: Path, tmp_path: Path, monk
     folders = [str(published / name) for name in ("imagenette2", "pets", "digits")]
     said = CliRunner().invoke(APP, [*folders, "--to", str(tmp_path / "made")])
     assert said.exit_code == 0, said.output
-    monkeypatch.setenv(data.VARIABLE, str(tmp_path / "made"))
+    monkeypatch.setenv(datasets.VARIABLE, str(tmp_path / "made"))
 
-    pictures = data.imagenette.__wrapped__()
+    pictures = datasets.imagenette.__wrapped__()
     assert (len(pictures.train), len(pictures.validation)) == (20, 10)
     assert pictures.train.classes == {"label": tuple(prepare.CLASSES.values())}
 
-    both = data.pets.__wrapped__()
+    both = datasets.pets.__wrapped__()
     assert (len(both.train), len(both.validation)) == (2, 2)
     assert both.train.classes["breed"] == ("Abyssinian", "american_bulldog")
 
-    spoken = data.digits.__wrapped__()
+    spoken = datasets.digits.__wrapped__()
     assert (len(spoken.train), len(spoken.validation)) == (4, 2)
 
 
@@ -87,13 +87,13 @@ def test_pets_have_masks_and_boxes_of_the_smaller_picture(published: Path) -> No
 
 
 def test_nothing_covered_has_no_box() -> None:
-    assert data.box_around(np.zeros((4, 4), bool)) is None
+    assert datasets.bounding_box(np.zeros((4, 4), bool)) is None
 
 
 def test_a_folder_of_something_else_is_refused_before_anything_is_made(published: Path, tmp_path: Path) -> None:
     said = CliRunner().invoke(APP, [str(published / "pets"), str(published), "--to", str(tmp_path / "made")])
     assert said.exit_code == 2
-    assert "holds none of the data sets that are known: Imagenette (train/n01440764/)" in said.output
+    assert "is not a known dataset; expected one of Imagenette (train/n01440764/)" in said.output
     assert not (tmp_path / "made").exists()
 
 

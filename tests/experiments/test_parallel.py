@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import experiments.__main__ as program
 from experiments.__main__ import app
-from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
+from experiments.common.cli import FAILED, INTERRUPTED, INVALID, UNFINISHED, worst_exit_code
+from experiments.common.parallel import run_parallel
 from vitrail.training.interrupt import Interrupted, Stop
 
 
@@ -25,28 +26,34 @@ def test_each_has_its_share_and_what_all_say_is_said_once(monkeypatch: pytest.Mo
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     said: list[str] = []
     text = "import os; print('threads', os.environ['OMP_NUM_THREADS']); print('  process', os.getpid())"
-    assert side_by_side(python(text), 3, said.append, Stop()) == 0
+    assert run_parallel(python(text), 3, said.append, Stop()) == 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     assert said.count(f"threads {max(1, cores // 3)}") == 1
     assert len({line for line in said if line.startswith("  process ")}) == len(said) - 1 == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    side_by_side(python(text), 2, said.append, Stop())
+    run_parallel(python(text), 2, said.append, Stop())
     assert "threads 7" in said
 
 
 @pytest.mark.parametrize(
     ("codes", "code"),
-    [([0, 0], 0), ([0, LEFT], LEFT), ([LEFT, WRONG], WRONG), ([WRONG, FAILED], FAILED), ([FAILED, STOPPED], STOPPED)],
+    [
+        ([0, 0], 0),
+        ([0, UNFINISHED], UNFINISHED),
+        ([UNFINISHED, INVALID], INVALID),
+        ([INVALID, FAILED], FAILED),
+        ([FAILED, INTERRUPTED], INTERRUPTED),
+    ],
 )
 def test_the_gravest_end_is_given(codes: list[int], code: int) -> None:
-    assert gravest(codes) == gravest(reversed(codes)) == code
-    assert gravest([LEFT, -9]) == gravest([0, 77]) == FAILED  # killed, or anything else
+    assert worst_exit_code(codes) == worst_exit_code(reversed(codes)) == code
+    assert worst_exit_code([UNFINISHED, -9]) == worst_exit_code([0, 77]) == FAILED  # killed, or anything else
 
 
 def test_what_one_of_them_ends_with_is_told(tmp_path: Path) -> None:
     first = "import os; os.mkdir('first')"  # which only one of them can do
     text = f"import os, sys; os.chdir({str(tmp_path)!r})\ntry: {first}\nexcept FileExistsError: sys.exit(3)"
-    assert side_by_side(python(text), 3, print, Stop()) == LEFT
+    assert run_parallel(python(text), 3, print, Stop()) == UNFINISHED
 
 
 def test_asked_to_stop_it_asks_them() -> None:
@@ -65,7 +72,7 @@ def test_asked_to_stop_it_asks_them() -> None:
 
     begun = time.monotonic()
     with Stop.listening() as stop:
-        assert side_by_side(python(text), 2, say, stop) == STOPPED
+        assert run_parallel(python(text), 2, say, stop) == INTERRUPTED
     assert said == ["ready", "saved"]
     assert time.monotonic() - begun < 30
 
@@ -78,7 +85,7 @@ def test_they_stop_when_nobody_listens() -> None:
         raise SystemExit(1)  # as rich does for `| head`
 
     begun = time.monotonic()
-    assert side_by_side(python("import time; print('ready', flush=True); time.sleep(60)"), 2, say, Stop()) == FAILED
+    assert run_parallel(python("import time; print('ready', flush=True); time.sleep(60)"), 2, say, Stop()) == FAILED
     assert said == ["ready"]
     assert time.monotonic() - begun < 30
 
@@ -87,8 +94,9 @@ def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
     said: list[str] = []
     first = "import os; os.mkdir('first'); os.kill(os.getpid(), 9)"  # which only one of them can do
     text = f"import os; os.chdir({str(tmp_path)!r})\ntry: {first}\nexcept FileExistsError: pass"
-    assert side_by_side(python(text), 2, said.append, Stop()) == FAILED
-    assert said == ["One of 2 processes ended by itself (-9); what it was at was left to the others."]
+    assert run_parallel(python(text), 2, said.append, Stop()) == FAILED
+    (line,) = said
+    assert "exit code -9" in line
 
 
 @pytest.mark.parametrize("options", [[], ["--processes", "2"]])
@@ -96,14 +104,14 @@ def test_a_command_that_is_stopped_ends_with_130(options: list[str], monkeypatch
     asked: list[str] = []
 
     class Runner(program.Runner):
-        def do(self, *_: Any, **__: Any) -> None:
+        def search_and_run(self, *_: Any, **__: Any) -> None:
             asked.append(self.study.name)
-            raise Interrupted("Stopped.")
+            raise Interrupted("Interrupted.")
 
     monkeypatch.setattr(program, "Runner", Runner)
-    monkeypatch.setattr(program, "side_by_side", lambda *_: STOPPED)
+    monkeypatch.setattr(program, "run_parallel", lambda *_: INTERRUPTED)
     said = CliRunner().invoke(app, ["class_tokens", "depth", *options])
-    assert (said.exit_code, said.output.count("Stopped.")) == (STOPPED, 1)
+    assert (said.exit_code, said.output.count("Interrupted.")) == (INTERRUPTED, 1)
     assert asked == ([] if options else ["class_tokens"])
 
 
@@ -123,7 +131,7 @@ def test_they_end_with_it(tmp_path: Path) -> None:
         def wanted(self, value: bool) -> None: ...
 
     with pytest.raises(KeyboardInterrupt):
-        side_by_side(python(text), 2, print, Impatient())
+        run_parallel(python(text), 2, print, Impatient())
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.name), 0)
@@ -135,18 +143,18 @@ def test_studies_that_measure_time_are_done_by_one(tmp_path: Path, monkeypatch: 
 
     def beside(command: list[str], count: int, *_: Any) -> int:
         asked.append((command, count))
-        return LEFT
+        return UNFINISHED
 
     class Runner(program.Runner):
-        def do(self, *_: Any, **__: Any) -> None:
+        def search_and_run(self, *_: Any, **__: Any) -> None:
             alone.append(self.study.name)
 
-    monkeypatch.setattr(program, "side_by_side", beside)
+    monkeypatch.setattr(program, "run_parallel", beside)
     monkeypatch.setattr(program, "Runner", Runner)
     words = ["depth", "merging", "sound_and_video/sounds", "class_tokens"]
     options = ["--seeds=0,1", "--arms=-x", "--seconds=0.0", f"--out={tmp_path}", "--device=cpu", "--tune"]
     said = CliRunner().invoke(app, [*words, *options, "--processes", "3"])
-    assert said.exit_code == LEFT, said.output
+    assert said.exit_code == UNFINISHED, said.output
     assert alone == ["merging", "sound_and_video/sounds"]
     ((command, count),) = asked
     assert (command[:3], count) == ([sys.executable, "-m", "experiments"], 3)

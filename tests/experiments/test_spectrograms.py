@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.common.sounds import BANDS, FRAMES, RATE, mel_filters, read_digits, read_wave, spectrograms
+from experiments.common.spectrograms import BANDS, FRAMES, RATE, mel_filters, read_digits, read_wave, spectrograms
 from vitrail.errors import ImageError
 
 
@@ -57,5 +57,5 @@ def test_damaged_files_of_sounds_are_told(tmp_path: Path) -> None:
         parquet.write_table(arrow.table(columns), tmp_path / name)
     (tmp_path / "cut").write_bytes((tmp_path / "no sound").read_bytes()[:-20])
     for name in ("no sound", "no column", "cut"):
-        with pytest.raises(ImageError, match=f"{name}: no parquet file of sounds, or damaged .*Expected the columns"):
+        with pytest.raises(ImageError, match=f"{name} is not .*Expected the columns"):
             read_digits(tmp_path / name)

@@ -10,7 +10,7 @@ import torch
 from experiments.common.readme import section, write_readme
 from experiments.common.results import rows_of
 from experiments.common.runner import Runner
-from experiments.common.study import Study, Trained
+from experiments.common.study import Study, TrainedModel
 from experiments.merging.measure import MERGED, UNMERGED, largest_r, throughput
 from experiments.merging.report import row_at
 from experiments.merging.study import PLAIN, measure
@@ -31,7 +31,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A study trained and measured, with the r and the patches of its reduced setting."""
     study, _, r, _, patches = STUDIES[request.param]
 
-    def checked(run: Run, trained: Trained) -> dict[str, Any]:
+    def checked(run: Run, trained: TrainedModel) -> dict[str, Any]:
         told = evaluate(run.last, trained.data.validation, merge={"r": r}, seconds=0, measure=0).accuracy
         return {**measure(run, trained, seconds=1e-3), "evaluated": dict(told)}
 

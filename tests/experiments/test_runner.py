@@ -169,7 +169,7 @@ def test_rows_of_other_settings_are_not_taken_for_none(finished: tuple[Study, Pa
     page = out / "README.md"
     page.write_text("<!-- results -->\nas it was\n<!-- /results -->\n")
     with pytest.raises(InvalidOption, match="all 6 rows are of other settings"):
-        write_readme(load_study(study.name), out, evidence=None)
+        write_readme(load_study(study.name), out)
     assert page.read_text() == "<!-- results -->\nas it was\n<!-- /results -->\n"
 
 

@@ -32,7 +32,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     study, _, r, _, patches = STUDIES[request.param]
 
     def checked(run: Run, trained: TrainedModel) -> dict[str, Any]:
-        told = evaluate(run.last, trained.data.validation, merge={"r": r}, seconds=0, measure=0).accuracy
+        told = evaluate(run.last, trained.data.validation, merge={"r": r}, seconds=0, look=0).accuracy
         return {**measure(run, trained, seconds=1e-3), "evaluated": dict(told)}
 
     out = tmp_path_factory.mktemp(request.param)

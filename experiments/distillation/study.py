@@ -122,7 +122,7 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
                     ]
                     for seed in sorted(seeds)
                 ]
-        styles = {kind: {"color": colour, "marker": "o", "markersize": 4} for kind, colour in PLOTTED.items()}
+        styles = {kind: {"color": color, "marker": "o", "markersize": 4} for kind, color in PLOTTED.items()}
         lines(axes, curves, "share of the training data, %", "validation accuracy, %", styles=styles)
         set_share_axis(axes)
         legend(axes)

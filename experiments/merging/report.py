@@ -126,9 +126,9 @@ def plot_trade_off(study: Study, rows: Rows, axes: Axes, colors: Mapping[str, st
     for name, own in by_arm(rows).items():
         for r, mean in means[name].items():
             above = mean[1] >= max(other[r][1] for other in means.values() if r in other)
-            beside: dict[str, Any] = {"xytext": (0, 5 if above else -6), "va": "bottom" if above else "top"}
+            offset: dict[str, Any] = {"xytext": (0, 5 if above else -6), "va": "bottom" if above else "top"}
             axes.annotate(
-                str(r), mean, textcoords="offset points", fontsize=7, ha="center", color=colors[name], **beside
+                str(r), mean, textcoords="offset points", fontsize=7, ha="center", color=colors[name], **offset
             )
         crossed = np.mean([point(row, (UNMERGED, 0)) for row in own], axis=0)
         axes.plot(*crossed, "x", color=colors[name], markersize=8, markeredgewidth=2, label=f"{name}: {UNMERGED}")

@@ -1,4 +1,4 @@
-"""Merging at its reduced size: measurements against merged models themselves, the cap by trying, tables by hand."""
+"""The merging study at its reduced size: measurements against merged models, the cap against brute force."""
 
 import copy
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def test_every_setting_is_measured(finished: tuple[Study, Path]) -> None:
         assert 0 < row["epoch_seconds"] < row["seconds"]
 
 
-def test_accuracy_is_the_share_of_the_pictures_that_are_right(finished: tuple[Study, Path]) -> None:
+def test_accuracy_equals_the_share_of_correct_predictions(finished: tuple[Study, Path]) -> None:
     for row in rows_of(*finished):
         assert row_at(row, (UNMERGED, 0))["accuracy"] == pytest.approx(row["accuracy"])
         for one in row["measured"]:
@@ -65,7 +65,7 @@ def test_accuracy_is_the_share_of_the_pictures_that_are_right(finished: tuple[St
                 assert unpack(packed, row["count"]).mean() == pytest.approx(one["accuracy"][name])
 
 
-def test_nothing_merged_changes_nothing_and_more_merged_costs_less(finished: tuple[Study, Path]) -> None:
+def test_r_0_changes_nothing_and_larger_r_costs_less(finished: tuple[Study, Path]) -> None:
     for row in rows_of(*finished):
         assert row_at(row, (MERGED, 0))["correct"] == row_at(row, (UNMERGED, 0))["correct"] == row["correct"]
         for one in row["measured"]:
@@ -77,7 +77,7 @@ def test_nothing_merged_changes_nothing_and_more_merged_costs_less(finished: tup
         assert costs == sorted(costs, reverse=True)
 
 
-def test_the_page_is_made_from_the_rows(finished: tuple[Study, Path]) -> None:
+def test_readme_is_generated_from_the_rows(finished: tuple[Study, Path]) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
     study, out = finished
     rows = rows_of(study, out)
@@ -93,13 +93,13 @@ def test_the_page_is_made_from_the_rows(finished: tuple[Study, Path]) -> None:
     accuracy = np.mean([100 * row_at(row, (MERGED, R))["accuracy"]["fused"] for row in merged])
     speeds = [throughput(one) for row in merged for one in row["measured"] if (one["kind"], one["r"]) == (MERGED, R)]
     base = [throughput(row["measured"][0]) for row in merged]
-    told = next(line for line in page.splitlines() if line.startswith(f"| {WITH}: r = {R} | 2 |"))
-    assert f"| {accuracy:.2f} ± " in told
-    assert f"| {np.mean(speeds):,.0f} ± " in told
-    assert f"| {np.mean(np.divide(speeds, base)):.2f} ± " in told
+    line = next(line for line in page.splitlines() if line.startswith(f"| {WITH}: r = {R} | 2 |"))
+    assert f"| {accuracy:.2f} ± " in line
+    assert f"| {np.mean(speeds):,.0f} ± " in line
+    assert f"| {np.mean(np.divide(speeds, base)):.2f} ± " in line
     against = [np.mean(right(row, (MERGED, R))) - np.mean(right(base, (UNMERGED, 0)))
                for row, base in zip(merged, plain, strict=True)]  # fmt: skip
-    assert f"| {100 * np.mean(against):+.2f} (".replace("-", "−") in told
+    assert f"| {100 * np.mean(against):+.2f} (".replace("-", "−") in line
     pruned = [np.mean(right(row, ("pruned", 21))) - np.mean(right(row, (MERGED, 21))) for row in plain]
     assert cells[f"| {PLAIN}: r = 21"][-1].startswith(f"{100 * np.mean(pruned):+.2f} (".replace("-", "−"))
     for name in ("trade.png", "kinds.png"):
@@ -120,7 +120,7 @@ def small_vit(tokens: str, depth: int = 3, patch: int = 8) -> ViT:
 
 
 @pytest.mark.parametrize(("depth", "patch"), [(1, 8), (2, 4), (3, 8), (12, 4)])
-def test_the_cap_is_the_largest_r_that_all_layers_have_pairs_for(depth: int, patch: int) -> None:
+def test_cap_is_the_largest_r_with_enough_pairs_in_all_layers(depth: int, patch: int) -> None:
     model = small_vit("cls,distillation,register=4", depth, patch)
     patches = (32 // patch) ** 2
     room = Room(patches + 6, 6)
@@ -129,13 +129,13 @@ def test_the_cap_is_the_largest_r_that_all_layers_have_pairs_for(depth: int, pat
     assert (r_values(model)[0], r_values(model)[-1]) == (0, expected)
 
 
-def test_a_model_with_more_special_tokens_is_measured_and_left_as_it_was() -> None:
-    """Every picture at every setting, against the merged model's own answers; at random, the same each time."""
+def test_model_with_more_special_tokens_is_measured_and_not_changed() -> None:
+    """Compare every prediction at every setting with the merged model; random merging is reproducible."""
     model, validation = small_vit("cls,distillation,register=4"), reduced_images().validation
     labels = Labels({"label": tuple(validation.classes["label"])}, Preprocessing((32, 32), MEAN, STD))
-    ((pictures, truth),) = batches(model, labels, validation)
-    with torch.no_grad():  # no class is ahead of the others, so that answers depend on the picture
-        for name, logits in model.forward_output(pictures).by_role.items():
+    ((images, truth),) = batches(model, labels, validation)
+    with torch.no_grad():  # center the logits, so that predictions depend on the image
+        for name, logits in model.forward_output(images).by_role.items():
             model.heads.get_submodule(name).bias -= logits.mean(0)
     before = copy.deepcopy(model.state_dict())
     found = measure_merging(model, labels, validation, seconds=0)
@@ -154,13 +154,13 @@ def test_a_model_with_more_special_tokens_is_measured_and_left_as_it_was() -> No
         assert "images_per_s" not in one
         if one["kind"] in options:
             with torch.no_grad(), merge(model, r=one["r"], **options[one["kind"]]):
-                expected = model(pictures).argmax(1) == truth[:, 0]
+                expected = model(images).argmax(1) == truth[:, 0]
             assert unpack(one["correct"]["fused"], len(truth)).tolist() == expected.tolist()
     by_kind = {kind: [one["correct"] for one in found if one["kind"] == kind and one["r"]] for kind in KINDS}
-    assert all(one != other for one, other in combinations(by_kind.values(), 2))  # none is taken for another
+    assert all(one != other for one, other in combinations(by_kind.values(), 2))  # no kind equals another
 
 
-def test_a_form_that_fails_says_why_and_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_mode_is_reported_and_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: object, **options: object) -> None:
         raise RuntimeError("no compiler here")
 

@@ -1,4 +1,4 @@
-"""Several processes for one command: what they say, what they end with, and how they are stopped."""
+"""Commands in several processes: output, exit codes, interrupts."""
 
 import os
 import signal
@@ -22,17 +22,17 @@ def python(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def test_each_has_its_share_and_what_all_say_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_and_equal_lines_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    said: list[str] = []
+    lines: list[str] = []
     text = "import os; print('threads', os.environ['OMP_NUM_THREADS']); print('  process', os.getpid())"
-    assert run_parallel(python(text), 3, said.append, Stop()) == 0
+    assert run_parallel(python(text), 3, lines.append, Stop()) == 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert said.count(f"threads {max(1, cores // 3)}") == 1
-    assert len({line for line in said if line.startswith("  process ")}) == len(said) - 1 == 3
+    assert lines.count(f"threads {max(1, cores // 3)}") == 1
+    assert len({line for line in lines if line.startswith("  process ")}) == len(lines) - 1 == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    run_parallel(python(text), 2, said.append, Stop())
-    assert "threads 7" in said
+    run_parallel(python(text), 2, lines.append, Stop())
+    assert "threads 7" in lines
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,19 @@ def test_each_has_its_share_and_what_all_say_is_said_once(monkeypatch: pytest.Mo
         ([FAILED, INTERRUPTED], INTERRUPTED),
     ],
 )
-def test_the_gravest_end_is_given(codes: list[int], code: int) -> None:
+def test_worst_exit_code(codes: list[int], code: int) -> None:
     assert worst_exit_code(codes) == worst_exit_code(reversed(codes)) == code
     assert worst_exit_code([UNFINISHED, -9]) == worst_exit_code([0, 77]) == FAILED  # killed, or anything else
 
 
-def test_what_one_of_them_ends_with_is_told(tmp_path: Path) -> None:
-    first = "import os; os.mkdir('first')"  # which only one of them can do
+def test_exit_code_of_one_process_is_returned(tmp_path: Path) -> None:
+    first = "import os; os.mkdir('first')"  # only one of them succeeds
     text = f"import os, sys; os.chdir({str(tmp_path)!r})\ntry: {first}\nexcept FileExistsError: sys.exit(3)"
     assert run_parallel(python(text), 3, print, Stop()) == UNFINISHED
 
 
-def test_asked_to_stop_it_asks_them() -> None:
-    said: list[str] = []
+def test_interrupt_is_forwarded() -> None:
+    lines: list[str] = []
     text = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(130)))\n"
@@ -65,57 +65,57 @@ def test_asked_to_stop_it_asks_them() -> None:
         "time.sleep(60)"
     )
 
-    def say(line: str) -> None:
-        said.append(line)
+    def log(line: str) -> None:
+        lines.append(line)
         if line == "ready":
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     begun = time.monotonic()
     with Stop.listening() as stop:
-        assert run_parallel(python(text), 2, say, stop) == INTERRUPTED
-    assert said == ["ready", "saved"]
+        assert run_parallel(python(text), 2, log, stop) == INTERRUPTED
+    assert lines == ["ready", "saved"]
     assert time.monotonic() - begun < 30
 
 
-def test_they_stop_when_nobody_listens() -> None:
-    said: list[str] = []
+def test_processes_stop_when_the_output_is_closed() -> None:
+    lines: list[str] = []
 
-    def say(line: str) -> None:
-        said.append(line)
+    def log(line: str) -> None:
+        lines.append(line)
         raise SystemExit(1)  # as rich does for `| head`
 
     begun = time.monotonic()
-    assert run_parallel(python("import time; print('ready', flush=True); time.sleep(60)"), 2, say, Stop()) == FAILED
-    assert said == ["ready"]
+    assert run_parallel(python("import time; print('ready', flush=True); time.sleep(60)"), 2, log, Stop()) == FAILED
+    assert lines == ["ready"]
     assert time.monotonic() - begun < 30
 
 
-def test_a_process_that_is_killed_is_told_of(tmp_path: Path) -> None:
-    said: list[str] = []
-    first = "import os; os.mkdir('first'); os.kill(os.getpid(), 9)"  # which only one of them can do
+def test_killed_process_is_reported(tmp_path: Path) -> None:
+    lines: list[str] = []
+    first = "import os; os.mkdir('first'); os.kill(os.getpid(), 9)"  # only one of them succeeds
     text = f"import os; os.chdir({str(tmp_path)!r})\ntry: {first}\nexcept FileExistsError: pass"
-    assert run_parallel(python(text), 2, said.append, Stop()) == FAILED
-    (line,) = said
+    assert run_parallel(python(text), 2, lines.append, Stop()) == FAILED
+    (line,) = lines
     assert "exit code -9" in line
 
 
 @pytest.mark.parametrize("options", [[], ["--processes", "2"]])
-def test_a_command_that_is_stopped_ends_with_130(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_interrupted_command_exits_with_130(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
 
     class Runner(program.Runner):
         def search_and_run(self, *_: Any, **__: Any) -> None:
-            asked.append(self.study.name)
+            calls.append(self.study.name)
             raise Interrupted("Interrupted.")
 
     monkeypatch.setattr(program, "Runner", Runner)
     monkeypatch.setattr(program, "run_parallel", lambda *_: INTERRUPTED)
-    said = CliRunner().invoke(app, ["class_tokens", "depth", *options])
-    assert (said.exit_code, said.output.count("Interrupted.")) == (INTERRUPTED, 1)
-    assert asked == ([] if options else ["class_tokens"])
+    result = CliRunner().invoke(app, ["class_tokens", "depth", *options])
+    assert (result.exit_code, result.output.count("Interrupted.")) == (INTERRUPTED, 1)
+    assert calls == ([] if options else ["class_tokens"])
 
 
-def test_they_end_with_it(tmp_path: Path) -> None:
+def test_processes_are_killed_with_the_parent(tmp_path: Path) -> None:
     text = f"import os, time; os.mkdir({str(tmp_path)!r} + f'/{{os.getpid()}}'); time.sleep(60)"
 
     class Impatient(Stop):
@@ -137,12 +137,12 @@ def test_they_end_with_it(tmp_path: Path) -> None:
             os.kill(int(path.name), 0)
 
 
-def test_studies_that_measure_time_are_done_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[str], int]] = []
+def test_timed_studies_use_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[str], int]] = []
     alone: list[str] = []
 
     def beside(command: list[str], count: int, *_: Any) -> int:
-        asked.append((command, count))
+        calls.append((command, count))
         return UNFINISHED
 
     class Runner(program.Runner):
@@ -153,14 +153,14 @@ def test_studies_that_measure_time_are_done_by_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(program, "Runner", Runner)
     words = ["depth", "merging", "sound_and_video/sounds", "class_tokens"]
     options = ["--seeds=0,1", "--arms=-x", "--seconds=0.0", f"--out={tmp_path}", "--device=cpu", "--tune"]
-    said = CliRunner().invoke(app, [*words, *options, "--processes", "3"])
-    assert said.exit_code == UNFINISHED, said.output
+    result = CliRunner().invoke(app, [*words, *options, "--processes", "3"])
+    assert result.exit_code == UNFINISHED, result.output
     assert alone == ["merging", "sound_and_video/sounds"]
-    ((command, count),) = asked
+    ((command, count),) = calls
     assert (command[:3], count) == ([sys.executable, "-m", "experiments"], 3)
     assert command[3:5] == ["depth", "class_tokens"]
     assert set(command[5:]) == set(options)
     CliRunner().invoke(app, ["merging", "--reduced", "--processes", "2", "--out", str(tmp_path)])
-    assert (asked[-1][0][3], "--reduced" in asked[-1][0]) == ("merging", True)
-    said = CliRunner().invoke(app, ["depth", "--plot", "--processes", "2"])
-    assert (said.exit_code, "trains nothing" in said.output) == (2, True)
+    assert (calls[-1][0][3], "--reduced" in calls[-1][0]) == ("merging", True)
+    result = CliRunner().invoke(app, ["depth", "--plot", "--processes", "2"])
+    assert (result.exit_code, "trains nothing" in result.output) == (2, True)

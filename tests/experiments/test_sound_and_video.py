@@ -1,4 +1,4 @@
-"""Merging on sounds and clips at the reduced size: against `evaluate`, and what patches of space and time leave."""
+"""Merging on spectrograms and clips at the reduced size, against `evaluate`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from vitrail.models import create_model
 from vitrail.training import Run, evaluate
 
 STUDIES = {"sounds": (SOUNDS, (40, 64), 9, 12, 40), "clips": (CLIPS, (8, 48, 48), 15, 19, 72)}
-"""Each study; the size of its samples, the r that it trains with, the cap; and the patches of the reduced setting."""
+"""Study, size of its samples, r of training, cap, and number of patches at the reduced size."""
 
 
 pytestmark = pytest.mark.usefixtures("short_times")
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("short_times")
 
 @pytest.fixture(scope="module", params=list(STUDIES))
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path, int, int]:
-    """A study trained and measured, with the r and the patches of its reduced setting."""
+    """Train and measure a study; return it with r and the number of patches at the reduced size."""
     study, _, r, _, patches = STUDIES[request.param]
 
     def checked(run: Run, trained: TrainedModel) -> dict[str, Any]:
-        told = evaluate(run.last, trained.data.validation, merge={"r": r}, seconds=0, look=0).accuracy
-        return {**measure(run, trained, seconds=1e-3), "evaluated": dict(told)}
+        accuracy = evaluate(run.last, trained.data.validation, merge={"r": r}, seconds=0, look=0).accuracy
+        return {**measure(run, trained, seconds=1e-3), "evaluated": dict(accuracy)}
 
     out = tmp_path_factory.mktemp(request.param)
     study = replace(study.at_reduced_size(), measure=checked, search=None, seeds=(0,))
@@ -50,7 +50,7 @@ def test_models_are_measured_merged_and_unmerged(finished: tuple[Study, Path, in
     for row in rows:
         assert row_at(row, (MERGED, 0))["correct"] == row_at(row, (UNMERGED, 0))["correct"] == row["correct"]
         values = [one["r"] for one in row["measured"] if one["kind"] == MERGED]
-        assert values[-1] == patches // 3  # two layers have to leave pairs for each other
+        assert values[-1] == patches // 3  # the cap of two layers
         assert (r in values) == (row["arm"] != PLAIN)
         for one in row["measured"]:
             assert one["tokens"] == 1 + patches - 2 * one["r"]
@@ -60,22 +60,22 @@ def test_models_are_measured_merged_and_unmerged(finished: tuple[Study, Path, in
     assert rows[1]["trained_with"] == [MERGED, r]
 
 
-def test_the_page_says_what_the_rows_say(finished: tuple[Study, Path, int, int]) -> None:
+def test_readme_agrees_with_the_rows(finished: tuple[Study, Path, int, int]) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
     study, out, r, _ = finished
     write_readme(study, out)
     rows = rows_of(study, out)
-    told = row_at(rows[1], (MERGED, r))
+    expected = row_at(rows[1], (MERGED, r))
     (line,) = (
         line for line in section(study, rows).splitlines() if line.startswith(f"| {rows[1]['arm']}: r = {r} | 1 |")
     )
-    assert f"| {100 * told['accuracy']['fused']:.2f} |" in line
-    assert f"| {told['images_per_s']:,.0f} | {told['speed_up']:.2f} |" in line
+    assert f"| {100 * expected['accuracy']['fused']:.2f} |" in line
+    assert f"| {expected['images_per_s']:,.0f} | {expected['speed_up']:.2f} |" in line
     assert {path.name for path in out.glob("*.png")} == {"trade.png", "kinds.png"}
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_pages_name_the_patches_and_the_cap_of_the_model_that_is_trained(name: str) -> None:
+def test_readme_names_patches_and_cap(name: str) -> None:
     study, size, r, cap, _ = STUDIES[name]
     with torch.device("meta"):
         model = create_model(study.base["model"], image_size=size, patch_size=study.base["patch_size"])

@@ -1,4 +1,4 @@
-"""Task tokens at the reduced size: measures against loops over pictures, heads and pixels, pages against rows."""
+"""Task tokens at the reduced size: measurements against loops over images, heads and pixels; READMEs against rows."""
 
 import io
 from dataclasses import replace
@@ -42,13 +42,13 @@ STUDIES = {"shapes": SHAPES, "groups": GROUPS, "sounds": SOUNDS, "pets": PETS}
 TWO_EACH = TokenLayout((TokenSpan(Role.TASK, 2, "colour"), TokenSpan(Role.TASK, 2, "shape")), (1, 2, 3))
 
 
-def some_maps(layout: TokenLayout, pictures: int = 3, heads: int = 2) -> Tensor:
-    """Attention over patches that sums to one, (B, H, Q, t, h, w)."""
-    scores = torch.randn(pictures, heads, layout.num_special, *layout.grid, generator=torch.Generator().manual_seed(0))
+def some_maps(layout: TokenLayout, images: int = 3, heads: int = 2) -> Tensor:
+    """Return attention over patches that sums to one, (B, H, Q, t, h, w)."""
+    scores = torch.randn(images, heads, layout.num_special, *layout.grid, generator=torch.Generator().manual_seed(0))
     return scores.flatten(3).softmax(-1).view_as(scores)
 
 
-def test_overlap_is_the_mean_cosine_over_pictures_heads_and_pairs() -> None:
+def test_overlap_is_the_mean_cosine_over_images_heads_and_pairs() -> None:
     maps = some_maps(TWO_EACH).double()
     found = mean_overlaps([maps, maps.flip(2)], TWO_EACH)
     flat = maps.flatten(3).numpy()
@@ -56,8 +56,8 @@ def test_overlap_is_the_mean_cosine_over_pictures_heads_and_pairs() -> None:
     def mean(some: list[tuple[int, int]]) -> float:
         cosines = [
             one @ other / np.linalg.norm(one) / np.linalg.norm(other)
-            for picture, head in product(range(3), range(2))
-            for one, other in ((flat[picture, head, i], flat[picture, head, j]) for i, j in some)
+            for image, head in product(range(3), range(2))
+            for one, other in ((flat[image, head, i], flat[image, head, j]) for i, j in some)
         ]
         return float(np.mean(cosines))
 
@@ -69,13 +69,13 @@ def test_overlap_is_the_mean_cosine_over_pictures_heads_and_pairs() -> None:
     assert pair_overlaps(maps, TWO_EACH) == every
 
 
-def test_a_single_token_overlaps_with_nobody() -> None:
+def test_single_token_has_no_overlap() -> None:
     alone = TokenLayout((TokenSpan(Role.CLASS, 1, "cls"),), (1, 2, 3))
     assert mean_overlaps([some_maps(alone)], alone) == {SAME_TASK: None, OTHER_TASK: None}
 
 
-def test_attention_on_the_object_is_counted_pixel_by_pixel() -> None:
-    """Four pixels a patch: each has a quarter of what its patch gets."""
+def test_attention_on_the_object_against_a_pixel_loop() -> None:
+    """Each of the four pixels of a patch gets a quarter of its attention."""
     maps = some_maps(TWO_EACH)
     masks = (torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(1)) > 0.6).float()
     found = attention_on_object([maps], patch_coverage(masks, TWO_EACH), TWO_EACH)
@@ -88,7 +88,7 @@ def test_attention_on_the_object_is_counted_pixel_by_pixel() -> None:
         assert found[name] == pytest.approx([np.mean(inside)], rel=1e-5)
 
 
-def test_a_probe_reads_what_a_token_holds_and_nothing_else() -> None:
+def test_probe_reads_only_what_a_token_encodes() -> None:
     draw = torch.Generator().manual_seed(0)
     colour, shape = (torch.randint(4, (400,), generator=draw) for _ in range(2))
     tokens = torch.randn(400, TWO_EACH.num_tokens, 12, generator=draw)
@@ -105,20 +105,20 @@ def test_a_probe_reads_what_a_token_holds_and_nothing_else() -> None:
         assert found[token][task] == 1.0 if token == task else found[token][task] < 0.4
 
 
-def test_masks_of_pets_are_cut_as_pictures_are(tmp_path: Path) -> None:
+def test_masks_of_pets_are_center_cropped(tmp_path: Path) -> None:
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     pixels = np.full((10, 20), 2, np.uint8)
-    pixels[2:6, 7:12], pixels[2:6, 12], pixels[0, 0] = 1, 3, 1  # a pet with a border at its right; a spot cut off
+    pixels[2:6, 7:12], pixels[2:6, 12], pixels[0, 0] = 1, 3, 1  # a pet with a border at its right; a cropped spot
     held = io.BytesIO()
     Image.fromarray(pixels).save(held, "PNG")
     path = tmp_path / "pets.parquet"
     parquet.write_table(pyarrow.table({"trimap": [{"bytes": held.getvalue(), "path": "a.png"}]}), path)
     expected = torch.zeros(1, 10, 10)
-    expected[0, 2:6, 2:8] = 1  # the square in the middle begins at column 5
+    expected[0, 2:6, 2:8] = 1  # the center crop starts at column 5
     assert torch.equal(trimaps(path, 10), expected)
 
 
-def test_masks_of_drawn_shapes_belong_to_their_pictures() -> None:
+def test_masks_of_rendered_shapes_match_their_images() -> None:
     data, drawn = colored_shapes(32, 96), render_images(48, side=32, seed=1)
     assert data.masks is not None
     assert drawn.masks is not None
@@ -126,7 +126,7 @@ def test_masks_of_drawn_shapes_belong_to_their_pictures() -> None:
     assert all(torch.equal(data.validation.read(row, 0), drawn.images[row]) for row in range(48))
 
 
-def test_pictures_are_dark_where_nobody_looks() -> None:
+def test_images_are_dark_without_attention() -> None:
     found = lit_by_attention(np.ones((4, 6, 3)), np.array([[0.0, 1.0, 2.0], [4.0, 0.0, 0.0]]))
     assert found[::2, ::2, 0] == pytest.approx(np.array([[0.15, 0.3625, 0.575], [1.0, 0.15, 0.15]]))
     assert np.array_equal(found[0::2], found[1::2])
@@ -143,7 +143,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return study, out
 
 
-def test_rows_hold_every_task_and_every_token(finished: tuple[Study, Path]) -> None:
+def test_rows_have_every_task_and_token(finished: tuple[Study, Path]) -> None:
     study, out = finished
     first, second = tasks = study.base["tasks"]
     rows = {row["arm"]: row for row in rows_of(study, out)}
@@ -163,12 +163,12 @@ def test_rows_hold_every_task_and_every_token(finished: tuple[Study, Path]) -> N
             assert np.shape(row["shown_maps"][name])[0] == SHOWN
         masked = study.data().masks is not None
         assert (row["on_object"] is not None) == masked
-        if masked:  # a model that has hardly learned looks evenly
+        if masked:  # an almost untrained model attends uniformly
             assert row["on_object"][tokens[0]][-1] == pytest.approx(row["object_area"], rel=0.1)
-    assert rows[TOKENS]["parameters"] - rows[SHARED]["parameters"] == 2 * 32  # one token more, and its position
+    assert rows[TOKENS]["parameters"] - rows[SHARED]["parameters"] == 2 * 32  # one more token and its position
 
 
-def test_the_page_says_what_the_rows_say(finished: tuple[Study, Path]) -> None:
+def test_readme_agrees_with_the_rows(finished: tuple[Study, Path]) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
     study, out = finished
     write_readme(study, out)
@@ -192,7 +192,7 @@ def test_the_page_says_what_the_rows_say(finished: tuple[Study, Path]) -> None:
     assert drawn == {"accuracy.png", "overlap.png", *extra[study.name.removeprefix("tasks/")]}
 
 
-def test_the_first_two_arms_are_tuned_alike_and_the_third_as_the_second() -> None:
+def test_third_arm_uses_the_search_of_the_second() -> None:
     for study in STUDIES.values():
         assert [arm.tuned_as for arm in study.arms] == [None, None, TOKENS]
         assert not {"lr", "epochs", "tasks"} & {name for arm in study.arms for name in arm.fields}

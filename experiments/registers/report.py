@@ -78,7 +78,7 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
             )
             first.locator_params(axis="x", nbins=6)
     if any(row.get("cure") for row in rows):
-        plot_treatments(arms, folder / "cure.png")
+        plot_treatments(arms, folder / "test_time_registers.png")
 
 
 def plot_norms(arms: Mapping[str, Rows], path: Path) -> None:

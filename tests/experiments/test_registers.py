@@ -152,7 +152,7 @@ def test_planted_artifacts_are_found_and_treated(tmp_path: Path) -> None:
     assert row["cure"]["dense"].keys() == {"test-time registers", "random neurons"}
     pytest.importorskip("matplotlib", reason="plots need it")
     plot(STUDY, [{**row, "arm": "2 registers", "seed": 0, "over_training": [{"epoch": 1, "typical": 1.0}]}], tmp_path)
-    assert (tmp_path / "cure.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "test_time_registers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_values_by_count_need_all_seeds() -> None:

@@ -187,8 +187,8 @@ def test_readme_agrees_with_the_rows(finished: tuple[Study, Path]) -> None:
     (line,) = (line for line in lines if line.startswith(f"| {TWICE} |"))
     assert all(f" {100 * rows[TWICE]['accuracy'][f'task.{task}']:.2f} " in line for task in (first, second))
     drawn = {path.name for path in out.glob("*.png")}
-    extra = {"sounds": {"looks.png"}, "pets": {"on_object.png"}}
-    extra |= {name: {"looks.png", "on_object.png"} for name in ("shapes", "groups")}
+    extra = {"sounds": {"attention.png"}, "pets": {"on_object.png"}}
+    extra |= {name: {"attention.png", "on_object.png"} for name in ("shapes", "groups")}
     assert drawn == {"accuracy.png", "overlap.png", *extra[study.name.removeprefix("tasks/")]}
 
 

@@ -32,7 +32,7 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     columns = {"image": images}
     for name, (first, *_) in by_task_token(study, rows, "shown_maps").items():
         columns[name] = [lit_by_attention(image, np.array(map_)) for image, map_ in zip(images, first, strict=True)]
-    with figure(folder / "looks.png", columns=len(columns), width=6.4, height=8.8) as panels:
+    with figure(folder / "attention.png", columns=len(columns), width=6.4, height=8.8) as panels:
         for axes, (name, shown) in zip(panels, columns.items(), strict=True):
             axes.imshow(np.concatenate([np.pad(one, GAP, constant_values=1) for one in shown]))
             axes.set_title(name)

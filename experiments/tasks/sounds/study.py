@@ -40,7 +40,7 @@ def plot(study: Study, rows: Rows, folder: Path) -> None:
     maps = by_task_token(study, rows, "mean_maps")
     grids = {name: np.mean(seeds, axis=0) * rows[0]["patches"] for name, seeds in maps.items()}
     largest = max(grid.max() for grid in grids.values())
-    with figure(folder / "looks.png", columns=len(grids), width=9.0, height=2.6) as panels:
+    with figure(folder / "attention.png", columns=len(grids), width=9.0, height=2.6) as panels:
         for axes, (name, grid) in zip(panels, grids.items(), strict=True):
             shown = axes.imshow(
                 grid, vmin=0, vmax=largest, origin="lower", aspect="auto", cmap="cividis", extent=(0, SECONDS, 0, BANDS)

@@ -106,6 +106,9 @@ class Torchvision(Library):
     def reset_heads(self, model: Any) -> None:
         model.heads.head.reset_parameters()
 
+    def looks_like(self, name: str) -> bool:
+        return name.startswith("vit_")
+
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"image_size": size[0]}
 

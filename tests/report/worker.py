@@ -1,4 +1,4 @@
-"""One of several processes that inspect a model together; run as a script."""
+"""One rank of an inspection; run as a script."""
 
 import sys
 from pathlib import Path

@@ -293,9 +293,9 @@ def query_tokens(layout: TokenLayout) -> tuple[int, ...]:
 def gather(collected: Collected, error: Exception | None) -> Collected | None:
     """Join the results of all ranks on rank 0; return None on the others.
 
-    Sums are of integers or exact and kept images go by index, so the result does not depend on the world size. A rank
-    that failed reports to the others first, so that all of them raise. A rank without a readable image has not failed as
-    long as another rank has one.
+    Sums are of integers or exact, and kept images go by index, so the result does not depend on the world size. A rank
+    that failed reports to the others first, so that all of them raise. A rank without readable images has not failed
+    if another rank has some.
     """
     rank, world = ranks()
     if world == 1:

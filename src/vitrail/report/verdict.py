@@ -33,11 +33,11 @@ def confidence_sentence(norms: Values) -> str:
     """Return how sure the verdict is, and what that means."""
     value = confidence(norms["confidence"])
     if norms["verdict"] == "artifacts":
-        return f"Confidence: {value}. A model without artifacts would show such a gap by chance in the remaining cases."
+        return f"Confidence: {value}, the probability that a model without artifacts shows no such gap by chance."
     if norms["verdict"] == "none":
         return (
-            f"Confidence: {value}. This is the probability that typical artifacts (2 % of the tokens at five times the "
-            "norm) would have been found in these images."
+            f"Confidence: {value}, the probability that typical artifacts (2 % of the tokens at five times the norm) "
+            "would have been found in these images."
         )
     return "Confidence: none. These images do not support either answer."
 

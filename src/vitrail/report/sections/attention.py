@@ -246,10 +246,11 @@ def _head_strip(one: ShownImage, place: int, name: str) -> Strip:
 
 def _number_blocks(values: Values) -> list[Block]:
     mass = values["mass"]
-    rows = [[f"{who} to", *map(percent, row)] for who, row in zip(mass["queries"], mass["mass"], strict=True)]
+    rows = [[f"from {who}", *map(percent, row)] for who, row in zip(mass["queries"], mass["mass"], strict=True)]
     rows.append(["uniform attention", *map(percent, mass["fair"])])
     caption = f"Attention by role, {count(values['pictures'], 'image')} ({values['patch_rows']} patches of each image)"
-    blocks: list[Block] = [Heading("Between roles"), Table(["", *mass["keys"]], rows, caption)]
+    head = ["", *(f"to {name}" for name in mass["keys"])]
+    blocks: list[Block] = [Heading("Between roles"), Table(head, rows, caption)]
     if values.get("on_outliers"):
         blocks.append(_outlier_bars(values["on_outliers"]))
     if "spread" in values:

@@ -65,7 +65,8 @@ def _sweep(context: Context, feature: str, truth: list[Any]) -> Values:
 def render(report: Report) -> list[Block]:
     """Show how often boxes are right, and the boxes."""
     values = report.discovery
-    scores, notes = {}, []
+    scores: dict[str, Values] = {}
+    notes = []
     for feature in OBJECT_FEATURES:
         some, remarks = _scores(values.get(feature) or {}, feature)
         scores |= some

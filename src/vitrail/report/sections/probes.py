@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from vitrail.analysis.probes.classes import one_token_each, probe_classes
@@ -47,11 +49,8 @@ def _classes(context: Context) -> Values:
         return {"note": "the images have no labels, so there is no class to predict"}
     rows = list(labels)
     tokens, outliers = context.tokens[rows], context.outliers(context.featured)[rows]
-
-    def draw(seed: int) -> dict[str, torch.Tensor]:
-        return one_token_each(tokens, context.layout, outliers, seed=seed)
-
-    return probe_classes(draw, torch.tensor(list(labels.values())), seed=context.seed).to_dict()
+    draw = partial(one_token_each, tokens, context.layout, outliers)
+    return probe_classes(lambda seed: draw(seed=seed), torch.tensor(list(labels.values())), seed=context.seed).to_dict()
 
 
 def render(report: Report) -> list[Block]:

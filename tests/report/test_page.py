@@ -13,12 +13,13 @@ from PIL import Image
 
 from tests.report.models import inspect, inspect_quickly, planted, random_images, small
 from vitrail.report import Report
+from vitrail.report.context import Context
 from vitrail.report.page import images
-from vitrail.report.page.blocks import Bullets, Note, Svg, Table
+from vitrail.report.page.blocks import Bullets, Note, Svg, Table, Text
 from vitrail.report.page.charts import Distribution, Line, Scale, histogram, over_layers
 from vitrail.report.page.formatting import confidence, number, percent
 from vitrail.report.page.render import render
-from vitrail.report.sections import SECTION_KEYS, SECTIONS
+from vitrail.report.sections import SECTIONS, Section, section_keys
 from vitrail.report.verdict import recommendations
 
 HOSTILE = "<script>alert(1)</script>\"'&\x00\ud800"
@@ -90,10 +91,28 @@ def test_every_drawing_has_a_label(page: str) -> None:
 
 def test_page_has_every_section_and_the_verdict_first(page: str, report: Report) -> None:
     assert len(report.pictures) == 8
-    assert set(report.sections) == set(SECTION_KEYS)
+    assert set(report.sections) == set(section_keys())
     places = [page.index(f'id="{section.anchor}"') for section in SECTIONS]
     assert page.index("This model has artifact tokens") < places[0]
     assert places == sorted(places)
+
+
+def test_a_section_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(context: Context) -> dict[str, float]:
+        return {"largest": float(context.special_norms.max())}
+
+    section = Section(
+        anchor="special",
+        title="Norms of special tokens",
+        render=lambda report: [Text(f"The largest norm is {report.special['largest']:.1f}.")],
+        key="special",
+        compute=compute,
+    )
+    monkeypatch.setattr("vitrail.report.sections.SECTIONS", (*SECTIONS, section))
+    report = inspect_quickly(small(), random_images(2))
+    assert report.special["largest"] > 0
+    assert f"The largest norm is {report.special['largest']:.1f}." in report.to_html()
+    assert Report.from_dict(report.to_dict()).special == report.special
 
 
 def test_recommendations_fit_the_verdict(report: Report) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,18 +177,13 @@ class Collector:
         queries = query_tokens(layout_of(self.found, (batch.images.shape[-2], batch.images.shape[-1])))
         # Norms of all blocks, everything else of the last block: two sets of hooks, one forward pass.
         last = watch(self.model, ("embedding", "tokens", "k", "v", "attention"), [-1], queries)
-        with self.norms.hooked(), last.hooked(), evaluating(self.model):
-            self.model(to_model(self.model, batch.images))
-        norms, recorded = self.norms.take(), last.take()
-        if len(norms) != 1 or len(recorded) != 1:
-            raise BrokenPass(f"one call of the model ran its blocks {len(recorded)} times; inspect the trunk by itself")
-        layout, by_layer = recorded[0].layout, norms[0].by_layer["norms"]
-        self.collected.counts.add(
-            torch.stack([by_layer[layer][:, layout.patches] for layer in range(self.depth)]), batch.indices
-        )
+        norms, recorded = run_hooked(self.model, batch.images, self.norms, last)
+        layout, by_layer = recorded.layout, norms.by_layer["norms"]
+        patch_norms = torch.stack([by_layer[layer][:, layout.patches] for layer in range(self.depth)])
+        self.collected.counts.add(patch_norms, batch.indices)
         self.collected.queries[layout] = queries
         self.collected.seen += len(batch.indices)
-        self._keep(batch, recorded[0], by_layer[self.depth - 1].float().cpu())
+        self._keep(batch, recorded, by_layer[self.depth - 1].float().cpu())
 
     def _keep(self, batch: Batch, recorded: Any, norms: Tensor) -> None:
         layout, embedding = recorded.layout, recorded.embedding
@@ -260,6 +256,20 @@ class Collector:
         except VitrailError as error:
             self.collected.notes.add(f"masks were not used: {error}")
             return None
+
+
+def run_hooked(model: nn.Module, images: Tensor, *hooks: Any) -> list[Any]:
+    """Run a model on images; return what each set of hooks recorded."""
+    with ExitStack() as stack:
+        for one in hooks:
+            stack.enter_context(one.hooked())
+        stack.enter_context(evaluating(model))
+        model(to_model(model, images))
+    recorded = [one.take() for one in hooks]
+    if any(len(calls) != 1 for calls in recorded):
+        runs = max(len(calls) for calls in recorded)
+        raise BrokenPass(f"one call of the model ran its blocks {runs} times; inspect the trunk by itself")
+    return [calls[0] for calls in recorded]
 
 
 def keep_slot(index: int, most: int, total: int | None) -> int | None:

@@ -29,15 +29,6 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where images come from, for a second pass: data, preprocessing and batch size."""
-
-    data: Feed
-    spec: Preprocessing
-    batch_size: int
-
-
-@dataclass(frozen=True)
 class Context:
     """Everything that a section may use to compute its values.
 
@@ -48,7 +39,7 @@ class Context:
         images: kept images, in order.
         queries: the tokens that attention rows belong to.
         other_sizes: number of kept images left out because their patch grid is not the first image's.
-        source: where images come from.
+        data, spec, batch_size: where images come from, their preprocessing, and images per batch.
         device: device to compute on.
         seed: seed of splits and draws.
         progress: callback.
@@ -61,14 +52,16 @@ class Context:
     images: tuple[KeptImage, ...]
     queries: tuple[int, ...]
     other_sizes: int
-    source: Source
+    data: Feed
+    spec: Preprocessing
+    batch_size: int
     device: torch.device
     seed: int
     progress: Progress
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, collected: Collected, model: nn.Module, source: Source, **settings: Any) -> Context | None:
+    def create(cls, collected: Collected, model: nn.Module, **settings: Any) -> Context | None:
         """Return the context for what was collected; None if no image was kept."""
         if not collected.images:
             return None
@@ -76,7 +69,7 @@ class Context:
         layout = every[0].layout
         same = tuple(image for image in every if image.layout == layout)
         norms, queries = collected.counts.result(), collected.queries[layout]
-        return cls(model, layout, norms, same, queries, len(every) - len(same), source, **settings)
+        return cls(model, layout, norms, same, queries, len(every) - len(same), **settings)
 
     # ---------------------------------------------------------------- images
 
@@ -106,7 +99,7 @@ class Context:
         """The chosen images as the report shows them; sections add their own maps."""
         time, height, width = self.layout.grid
         outliers = self.outliers(self.chosen)
-        names = self.source.data.label_names or ()
+        names = self.data.label_names or ()
         return [
             ShownImage(
                 index=image.index,
@@ -190,7 +183,7 @@ class Context:
 
     def second_pass(self, images: Sequence[KeptImage], batch_size: int | None = None) -> SecondPass:
         """Return some of the images as batches to run the model on again."""
-        return SecondPass(self.source, images, batch_size or self.source.batch_size)
+        return SecondPass(self.data, self.spec, images, batch_size or self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -198,12 +191,13 @@ class SecondPass:
     """Images that were run before, as batches to iterate over any number of times. Iterating yields tensors.
 
     Attributes:
-        source: where the images come from.
+        data, spec: where the images come from, and their preprocessing.
         images: which of them, with what was kept.
         batch_size: images per batch; batches made by the user are taken as they are.
     """
 
-    source: Source
+    data: Feed
+    spec: Preprocessing
     images: Sequence[KeptImage]
     batch_size: int
 
@@ -212,15 +206,15 @@ class SecondPass:
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches. Raise if an image is not the same as in the first pass."""
-        if self.source.data.runs_once:
+        if self.data.runs_once:
             raise UnsupportedInput(
                 "the data is an iterator, which runs once, so images cannot be run a second time; give batches that "
                 "can be iterated several times, such as a list or a data loader"
             )
         known = {image.index: image.features.pixels for image in self.images}
-        for batch in self.source.data.some(known).batches(self.source.spec, self.batch_size):
+        for batch in self.data.some(known).batches(self.spec, self.batch_size):
             for index, image in zip(batch.indices, batch.images, strict=True):
-                if not torch.equal(to_pixels(image, self.source.spec), known.pop(index)):
+                if not torch.equal(to_pixels(image, self.spec), known.pop(index)):
                     raise _changed(index)
             yield batch
         if known:

@@ -14,13 +14,13 @@ from vitrail._distributed import ranks
 from vitrail.adapters import Found, find
 from vitrail.analysis.result import plain
 from vitrail.bench.machine import describe_machine
-from vitrail.data.batches import open_feed
+from vitrail.data.batches import Feed, open_feed
 from vitrail.data.sample_images import samples
 from vitrail.errors import InvalidOption
+from vitrail.report import sections
 from vitrail.report.collect import Collected, Collector, gather
-from vitrail.report.context import Context, Progress, Source
+from vitrail.report.context import Context, Progress
 from vitrail.report.report import Report
-from vitrail.report.sections import SECTION_KEYS, SECTIONS
 from vitrail.report.sections.base import TURNED_OFF, Values, attempt
 from vitrail.tokens import TokenLayout
 
@@ -80,56 +80,58 @@ def inspect(
         raise InvalidOption(f"seed must be an integer; got {seed!r}")
     report_progress = progress or (lambda stage, done, total: None)
     found = find(model)
-    images = open_feed(list(samples().values()) if data is None else data, limit=limit, labels=labels)
-    source = Source(images, found.adapter.preprocessing(found.trunk), batch_size)
+    source = open_feed(list(samples().values()) if data is None else data, limit=limit, labels=labels)
+    spec = found.adapter.preprocessing(found.trunk)
     settings = {"batch_size": batch_size, "limit": limit, "probes": probes, "discovery": discovery, "cure": cure}
     with _moved(model, device) as where:
-        collected = gather(*_collect(model, source, discovery, report_progress))
+        collector = Collector(model, spec, source.total, objects=discovery)
+        error = _collect(collector, source, batch_size, report_progress)
+        collected = gather(collector.collected, error)
         if collected is None:
             return None
-        context = Context.create(collected, model, source, device=where, seed=seed, progress=report_progress)
-        sections = _compute_sections(context, settings)
+        run = {"data": source, "spec": spec, "batch_size": batch_size, "device": where}
+        context = Context.create(collected, model, **run, seed=seed, progress=report_progress)
+        values = _compute_sections(context, settings)
         description = _describe_model(model, found, name)
-    return _build_report(collected, context, sections, source, {**settings, "seed": seed}, description)
+    return _build_report(collected, context, values, source, {**settings, "seed": seed}, description)
 
 
-def _collect(model: nn.Module, source: Source, objects: bool, progress: Progress) -> tuple[Collected, Exception | None]:
-    """Run the model over the data of this rank; return the result, and the error that ended it."""
+def _collect(collector: Collector, data: Feed, batch_size: int, progress: Progress) -> Exception | None:
+    """Run the model over the data of this rank; return the error that ended it."""
     rank, world = ranks()
-    total = source.data.total
-    own_total = None if total is None else len(range(rank, total, world))
-    collector = Collector(model, source.spec, total, objects)
+    total = None if data.total is None else len(range(rank, data.total, world))
     error: Exception | None = None
     try:
-        for batch in source.data.batches(source.spec, source.batch_size, rank, world):
+        for batch in data.batches(collector.spec, batch_size, rank, world):
             collector.add(batch)
-            progress("running images", collector.collected.seen, own_total)
+            progress("running images", collector.collected.seen, total)
     except Exception as problem:  # reported to the other ranks first, then raised
         error = problem
-    collector.collected.skipped = list(source.data.skipped)
-    return collector.collected, error
+    collector.collected.skipped = list(data.skipped)
+    return error
 
 
 def _compute_sections(context: Context | None, settings: Values) -> dict[str, Values]:
+    keys = sections.section_keys()
     if context is None:
-        return {key: {"note": "no image has only finite values"} for key in SECTION_KEYS}
-    for section in SECTIONS:
+        return {key: {"note": "no image has only finite values"} for key in keys}
+    for section in sections.SECTIONS:
         if section.compute is None:
             continue
-        context.progress("analyzing", len(context.sections), len(SECTION_KEYS))
+        context.progress("analyzing", len(context.sections), len(keys))
         if section.option is not None and not settings[section.option]:
             context.sections[section.key] = {"note": TURNED_OFF}
         else:
             context.sections[section.key] = attempt(partial(section.compute, context))
-    context.progress("analyzing", len(SECTION_KEYS), len(SECTION_KEYS))
+    context.progress("analyzing", len(keys), len(keys))
     return context.sections
 
 
 def _build_report(
     collected: Collected,
     context: Context | None,
-    sections: dict[str, Values],
-    source: Source,
+    values: dict[str, Values],
+    source: Feed,
     settings: Values,
     model: Values,
 ) -> Report:
@@ -141,16 +143,16 @@ def _build_report(
     return Report(
         model=model,
         data={
-            "kind": source.data.kind,
+            "kind": source.kind,
             "pictures": collected.seen,
             "labelled": collected.labelled,
             "fingerprint": f"{collected.fingerprint:016x}",
-            "classes": list(source.data.label_names) if source.data.label_names else None,
+            "classes": list(source.label_names) if source.label_names else None,
             "kept": kept,
         },
         layout=_describe_layout(context.layout if context is not None else next(iter(collected.queries))),
         norms=norms,
-        sections=sections,
+        sections=values,
         problems=_problems(collected, norms, 0 if context is None else context.other_sizes),
         settings=plain(settings),
         versions=plain(describe_machine(torch.device(model["device"] or "cpu"))),

@@ -176,7 +176,7 @@ class Report(Saved):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "the values") -> Report:
         """Create a report from the values of :meth:`to_dict`."""
-        from vitrail.report.sections import SECTION_KEYS
+        from vitrail.report.sections import section_keys
 
         names = [name for name in cls.__dataclass_fields__ if name not in ("sections", "pictures")]
         missing = [name for name in names if not isinstance(values, Mapping) or not isinstance(values.get(name), dict)]
@@ -187,5 +187,5 @@ class Report(Saved):
             shown = [ShownImage.from_dict(one) for one in values.get("pictures", [])]
         except (KeyError, TypeError, AttributeError) as error:
             raise ReportError(f"{where} has damaged pictures ({error}). Inspect the model again") from error
-        sections = {key: values.get(key, {"note": "not part of this report"}) for key in SECTION_KEYS}
+        sections = {key: values.get(key, {"note": "not part of this report"}) for key in section_keys()}
         return cls(**{name: values[name] for name in names}, sections=sections, pictures=shown)

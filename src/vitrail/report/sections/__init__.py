@@ -20,7 +20,7 @@ from vitrail.report.sections import (
 )
 from vitrail.report.sections.base import Section
 
-__all__ = ["SECTIONS", "SECTION_KEYS", "Section", "page_sections"]
+__all__ = ["SECTIONS", "Section", "page_sections", "section_keys"]
 
 SECTIONS: tuple[Section, ...] = (
     norms.IMAGES,
@@ -38,8 +38,10 @@ SECTIONS: tuple[Section, ...] = (
     summary.PROBLEMS,
 )
 
-SECTION_KEYS = tuple(section.key for section in SECTIONS if section.compute is not None)
-"""Keys of the sections in the JSON."""
+
+def section_keys() -> list[str]:
+    """Return the keys of the sections in the JSON."""
+    return [section.key for section in SECTIONS if section.compute is not None]
 
 
 def page_sections(report: Report) -> list[PageSection]:

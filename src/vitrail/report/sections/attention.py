@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import find
 from vitrail.analysis.attention import Rollout, overlap, role_mass, spread, token_maps
-from vitrail.errors import BrokenPass
+from vitrail.report.collect import run_hooked
 from vitrail.report.context import Context, spread_evenly
 from vitrail.report.page.blocks import Block, Columns, Details, Figure, Heading, Note, Strip, Svg, Table, Text
 from vitrail.report.page.charts import Bar, bars
@@ -24,7 +24,6 @@ from vitrail.report.report import Report, ShownImage
 from vitrail.report.sections.base import Section, Values, attempt
 from vitrail.runtime.checks import merged_trunk
 from vitrail.surgery.hooks import watch
-from vitrail.surgery.recording import evaluating, to_model
 from vitrail.tokens import TokenLayout
 
 MAX_TOKENS = 9
@@ -147,12 +146,8 @@ def _closer_maps(
 
     queries = range(layout.num_tokens if with_rollout else special)
     hooks = watch(model, ("attention",), None if with_rollout else list(layers), queries, keep)
-    with hooks.hooked(), evaluating(model):
-        model(to_model(model, image))
-    recorded = hooks.take()
-    if len(recorded) != 1:
-        raise BrokenPass(f"one call of the model ran its blocks {len(recorded)} times; inspect the trunk by itself")
-    rows = recorded[0].by_layer["attention"]
+    (recorded,) = run_hooked(model, image, hooks)
+    rows = recorded.by_layer["attention"]
 
     def maps(layer_rows: Tensor) -> Tensor:
         return token_maps(layer_rows, layout)[0].flatten(-3, -2)

@@ -18,7 +18,7 @@ from vitrail.adapters import find
 from vitrail.analysis.attention import token_maps
 from vitrail.analysis.norms.distribution import NormAccumulator
 from vitrail.errors import UnsupportedInput, VitrailError
-from vitrail.report.collect import KeptImage
+from vitrail.report.collect import KeptImage, run_hooked
 from vitrail.report.context import Context, SecondPass, rounded, spread_evenly
 from vitrail.report.page.blocks import Block, Note, Strip, Svg, Table, Text
 from vitrail.report.page.formatting import count, number, percent
@@ -27,7 +27,6 @@ from vitrail.report.report import Report, ShownImage
 from vitrail.report.sections.base import Section, Values
 from vitrail.report.verdict import cure_sentence
 from vitrail.surgery.hooks import watch
-from vitrail.surgery.recording import evaluating, to_model
 from vitrail.surgery.register_neurons import find_register_neurons
 from vitrail.surgery.registers import test_time_registers
 
@@ -149,9 +148,7 @@ def _trial(model: nn.Module, context: Context, batches: SecondPass) -> Trial:
     cosines: list[Tensor] = []
     kept = {image.index: image for image in batches.images}
     for batch in batches.batches():
-        with every.hooked(), last.hooked(), evaluating(model):
-            model(to_model(model, batch.images))
-        (all_layers,), (last_layer,) = every.take(), last.take()
+        all_layers, last_layer = run_hooked(model, batch.images, every, last)
         patches = last_layer.layout.patches
         by_layer = torch.stack([all_layers.by_layer["norms"][layer][:, patches] for layer in range(depth)])
         counts.add(by_layer, batch.indices)

@@ -47,17 +47,17 @@ def random_images(count: int = 24, size: int = 128) -> Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1)) / 4
 
 
-def write_images(folder: Path, count: int = 24, classes: int = 2) -> Path:
+def write_images(directory: Path, count: int = 24, classes: int = 2) -> Path:
     """Write images of several colors into one directory per class, and one file that is not an image."""
     generator = np.random.default_rng(0)
     for number in range(count):
-        place = folder / f"class-{number % classes}"
+        place = directory / f"class-{number % classes}"
         place.mkdir(parents=True, exist_ok=True)
         pixels = generator.integers(0, 120, (48, 48, 3), dtype=np.uint8)
         pixels[..., number % classes] += 120
         Image.fromarray(pixels).save(place / f"{number:02d}.png")
-    (folder / "class-0" / "broken.png").write_bytes(b"not an image")
-    return folder
+    (directory / "class-0" / "broken.png").write_bytes(b"not an image")
+    return directory
 
 
 def inspect(model: nn.Module, data: Any, **options: Any) -> Report:

@@ -161,10 +161,9 @@ def test_transformers_model_with_registers() -> None:
     assert report.attention["tokens"] == ["class", "register 1", "register 2"]
 
 
-def test_folder_with_classes_and_a_broken_picture(tmp_path: Path) -> None:
+def test_directory_with_classes_and_a_broken_image(tmp_path: Path) -> None:
     told: list[tuple[str, int, int | None]] = []
-    folder = write_images(tmp_path, 60)
-    report = inspect(small(), folder, progress=lambda *step: told.append(step))
+    report = inspect(small(), write_images(tmp_path, 60), progress=lambda *step: told.append(step))
     assert report.data["labelled"] == 60
     assert report.data["classes"] == ["class-0", "class-1"]
     assert report.problems["num_skipped"] == 1

@@ -31,7 +31,9 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "unreadable" / f"{number}.png").write_bytes(b"not an image")
     write_images(root / "single", 1)
     write_images(root / "many", 27)
-    places = [str(root / name) for folder in ("unreadable", "single", "many") for name in (folder, f"{folder}.json")]
+    places = [
+        str(root / name) for directory in ("unreadable", "single", "many") for name in (directory, f"{directory}.json")
+    ]
     command = [sys.executable, "-m", "tests.report.worker"]
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     started = [

@@ -275,7 +275,7 @@ def run_hooked(model: nn.Module, images: Tensor, *hooks: Any) -> list[Any]:
 def keep_slot(index: int, most: int, total: int | None) -> int | None:
     """Return which of at most ``most`` kept images this one is; None if it is not kept.
 
-    If the total is known and larger, kept images are evenly spread: class folders come one after the other.
+    If the total is known and larger, kept images are evenly spread: class directories come one after the other.
     """
     if total is None or total <= most:
         return index if index < most else None

@@ -42,7 +42,7 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "discovery.values.tokencut.corloc.share": ("objects found, TokenCut on values", True),
     "discovery.whole_picture.share": ("objects found by a box around the whole image", True),
 }
-"""What is compared: path in the JSON, name, and whether it is a share."""
+"""Compared quantities: path in the JSON, name, and whether it is a share."""
 
 
 def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[str]) -> Comparison:

@@ -1,4 +1,4 @@
-"""What the sections of a report compute on: the kept images of one layout, and a second pass over some of them."""
+"""The input of sections: the kept images of one layout, and a second pass over some of them."""
 
 from __future__ import annotations
 

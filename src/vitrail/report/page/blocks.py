@@ -1,4 +1,4 @@
-"""Parts of a page as plain data. ``templates/blocks.html`` has one macro of the same name for each.
+"""Parts of a page as plain data. ``templates/blocks.html`` has one macro for each, named in lower case.
 
 Sections return lists of blocks and never write HTML themselves, so that all text is escaped in one place.
 """
@@ -6,17 +6,12 @@ Sections return lists of blocks and never write HTML themselves, so that all tex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
 class Block:
     """Base of all blocks."""
-
-    @property
-    def macro(self) -> str:
-        """Name of the macro that renders this block."""
-        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Legend(Block):
-    """What the lines of a chart or of an image mean."""
+    """The meaning of lines in a chart or on an image."""
 
     keys: Sequence[Key]
 
@@ -140,4 +135,4 @@ class PageSection:
     anchor: str
     title: str
     link: str
-    blocks: Sequence[Block] = field(default_factory=tuple)
+    blocks: Sequence[Block]

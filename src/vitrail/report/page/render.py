@@ -50,7 +50,7 @@ def _environment() -> Environment:
     def draw(blocks: Block | list[Block]) -> Markup:
         macros = environment.get_template("blocks.html").module
         every = [blocks] if isinstance(blocks, Block) else blocks
-        return Markup("").join(getattr(macros, block.macro)(block) for block in every)
+        return Markup("").join(getattr(macros, type(block).__name__.lower())(block) for block in every)
 
     environment.globals["draw"] = draw
     environment.globals["style"] = Markup(files("vitrail.report.page").joinpath("style.css").read_text("utf-8"))

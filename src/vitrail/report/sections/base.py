@@ -1,4 +1,4 @@
-"""What a section of a report is."""
+"""The interface of a section: compute values, render blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be read from a single token: its position, its pixels, the class of the image."""
+"""Probes: position, pixels and class of the image, read from a single token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report in sentences: the verdict, how sure it is, what it means, and what to do."""
+"""A report in sentences: the verdict, how sure it is, and what to do."""
 
 from __future__ import annotations
 
@@ -40,22 +40,6 @@ def confidence_sentence(norms: Values) -> str:
             "would have been found in these images."
         )
     return "Confidence: none. These images do not support either answer."
-
-
-def explanation(norms: Values) -> str:
-    """Return what artifact tokens are, for readers who have not heard of them."""
-    text = (
-        "A Vision Transformer cuts an image into patches and keeps one vector, a token, for each. Large models tend to "
-        "discard what the tokens of a few uninformative patches hold and use them to store information about the whole "
-        "image. The norm of such artifact tokens is much larger than that of the others, and their content no longer "
-        "describes their place."
-    )
-    if norms["verdict"] == "artifacts":
-        text += (
-            " Attention maps then show bright spots, and tasks that read patch tokens (segmentation, depth, object "
-            "discovery) read noise there. Classification is usually not affected."
-        )
-    return text
 
 
 def cure_sentence(cure: Values) -> str:

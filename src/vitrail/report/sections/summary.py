@@ -25,7 +25,6 @@ def header(report: Report) -> dict[str, Any]:
         "confidence": verdict.confidence_sentence(norms),
         "cure": verdict.cure_sentence(report.cure) if "effect" in report.cure else None,
         "alerts": [Note(" ".join(_alerts(report)))],
-        "explanation": verdict.explanation(norms),
         "tiles": {
             "tokens above the threshold": "none" if norms["threshold"] is None else percent(norms["outlier_share"]),
             "threshold (norm)": number(norms["threshold"]),

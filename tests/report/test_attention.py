@@ -55,11 +55,12 @@ def test_every_role_has_its_maps() -> None:
     report = inspect_quickly(model, random_images(3))
     page = report.to_html()
     assert len(report.attention["tokens"]) == 5
+    image = next(one.name for one in report.pictures if "closer" in one.maps)
     for name in report.attention["tokens"]:
-        assert f"{name} token, picture 1" in page
-        assert f"Rollout of {name}, picture 1" in page
-        assert f"Attention of {name} in layer 0, picture 1" in page
-        assert f"Attention of {name}, head 0, picture" in page
+        assert f"{name} token, {image}" in page
+        assert f"Rollout of {name}, {image}" in page
+        assert f"Attention of {name} in layer 0, {image}" in page
+        assert f"Attention of {name}, head 0, {image}" in page
 
 
 def test_without_whole_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -185,25 +185,29 @@ def written(out: Path) -> str:
 
 def show(name: str, report: Report) -> None:
     """Print the verdict, the numbers behind it, and skipped images."""
-    norms, problems = report.norms, report.problems
+    from vitrail.report.page.formatting import number, percent
+
+    norms, problems, cure, onset = report.norms, report.problems, report.cure, report.norms["onset"]
+    cured = "–"
+    if "effect" in cure:
+        cured = f"{percent(cure['after']['outlier_share'])} of patch tokens"
+        if "outlier_share" in cure["control"]:
+            cured += f"; {percent(cure['control']['outlier_share'])} with random neurons"
+    rows = {
+        "images": f"{report.data['pictures']}",
+        "threshold of the norm": number(norms["threshold"]),
+        "outliers": f"{percent(norms['outlier_share'])} of patch tokens",
+        "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
+        "confidence": percent(min(norms["confidence"] or 0, 0.999) or None),
+        "with test-time registers": cured,
+        "skipped images": f"{problems['num_skipped']}",
+        "images with non-finite values": f"{problems['num_not_finite_pictures']}",
+    }
     console.say(report.verdict, style="bold")
     known = report.model["name"]
     table = Table(title=Text(name if name == known else f"{name}, {known}"), box=box.SIMPLE, show_header=False)
     table.add_column(style="dim")
     table.add_column()
-    share, onset, confidence, threshold = (
-        norms.get(key) for key in ("outlier_share", "onset", "confidence", "threshold")
-    )
-    rows = {
-        "images": f"{report.data['pictures']}",
-        "threshold of the norm": "–" if threshold is None else f"{threshold:.4g}",
-        "outliers": "–" if share is None else f"{100 * share:.3g} % of patch tokens",
-        "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
-        "confidence": f"{100 * min(confidence, 0.999):.1f} %" if confidence else "–",
-        "with test-time registers": _cured(report.cure),
-        "skipped images": f"{problems['num_skipped']}",
-        "images with non-finite values": f"{problems['num_not_finite_pictures']}",
-    }
     for title, value in rows.items():
         table.add_row(title, value)
     console.out.print(table)
@@ -211,15 +215,6 @@ def show(name: str, report: Report) -> None:
         console.complain(f"Skipped {entry['reason']}")
     if problems["num_skipped"] > NAMED:
         console.complain(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
-
-
-def _cured(cure: Mapping[str, Any]) -> str:
-    """Describe the outliers left by test-time registers; a dash if these were not tried."""
-    if "effect" not in cure:
-        return "–"
-    after, control = (cure[state].get("outlier_share") for state in ("after", "control"))
-    random = "" if control is None else f"; {100 * control:.3g} % with random neurons"
-    return f"{100 * after:.3g} % of patch tokens{random}"
 
 
 @contextmanager

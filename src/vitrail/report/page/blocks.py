@@ -16,7 +16,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Text(Block):
-    """A paragraph. Styles: "soft" (less prominent), "strong"."""
+    """A paragraph, unless the text is empty. Styles: "soft" (less prominent), "strong"."""
 
     text: str
     style: str = ""
@@ -24,7 +24,7 @@ class Text(Block):
 
 @dataclass(frozen=True)
 class Note(Block):
-    """A remark, such as why there is no number. Without text nothing is shown."""
+    """A remark, such as why there is no number, unless there is none."""
 
     text: str | None
 

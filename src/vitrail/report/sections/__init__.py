@@ -46,4 +46,4 @@ def section_keys() -> list[str]:
 
 def page_sections(report: Report) -> list[PageSection]:
     """Return the sections of a report's page."""
-    return [PageSection(one.anchor, one.title, one.link, one.render(report)) for one in SECTIONS]
+    return [PageSection(one.anchor, one.title, one.link, one.blocks(report)) for one in SECTIONS]

@@ -166,11 +166,6 @@ def render(report: Report) -> list[Block]:
     """Show maps, then numbers."""
     values = report.attention
     return [
-        Text(
-            "In each layer every token reads from all tokens, with weights that sum to one: its attention. Unless "
-            "stated otherwise this is the last layer, averaged over heads."
-        ),
-        Note(values.get("note")),
         *_map_blocks([one for one in report.pictures if one.maps.get("attention")]),
         *_closer_blocks(report.pictures, values),
         *(_number_blocks(values) if "mass" in values else ()),
@@ -275,4 +270,15 @@ def _outlier_bars(values: Values) -> Figure:
     return Figure([chart], caption)
 
 
-SECTION = Section("attention", "Attention", render, "Attention", "attention", compute)
+SECTION = Section(
+    anchor="attention",
+    title="Attention",
+    link="Attention",
+    key="attention",
+    compute=compute,
+    render=render,
+    intro=(
+        "In each layer every token reads from all tokens, with weights that sum to one: its attention. Unless "
+        "stated otherwise this is the last layer, averaged over heads."
+    ),
+)

@@ -9,7 +9,7 @@ from torch import Tensor
 from vitrail.analysis.features import Pca, fit_pca, pca_maps
 from vitrail.errors import VitrailError
 from vitrail.report.context import Context
-from vitrail.report.page.blocks import Block, Columns, Figure, Note, Text
+from vitrail.report.page.blocks import Block, Columns, Figure, Text
 from vitrail.report.page.formatting import count, percent
 from vitrail.report.page.images import map_panel, photo_panel, rgb_uri
 from vitrail.report.report import Report
@@ -43,12 +43,8 @@ def _color_maps(context: Context, pca: Pca) -> Tensor | None:
 def render(report: Report) -> list[Block]:
     """Show the colors beside the images."""
     values = report.pca
-    text = Text(
-        "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches of "
-        "the same color are alike to the model; a good map follows objects. All images share one scale."
-    )
     if "explained" not in values:
-        return [text, Note(values.get("note"))]
+        return []
     figures = []
     for one in report.pictures:
         if "pca" in one.maps:
@@ -58,7 +54,18 @@ def render(report: Report) -> list[Block]:
     shares = ", ".join(percent(share) for share in values["explained"])
     left_out = f"; {count(values['left_out'], 'outlier')} left out" if values["left_out"] else ""
     summary = f"These directions explain {shares} of the variance, over {count(values['pictures'], 'image')}{left_out}."
-    return [text, Text(summary, "soft"), Columns(figures, "images")]
+    return [Text(summary, "soft"), Columns(figures, "images")]
 
 
-SECTION = Section("components", "Principal components of patch tokens", render, "Components", "pca", compute)
+SECTION = Section(
+    anchor="components",
+    title="Principal components of patch tokens",
+    link="Components",
+    key="pca",
+    compute=compute,
+    render=render,
+    intro=(
+        "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches "
+        "of the same color are alike to the model; a good map follows objects. All images share one scale."
+    ),
+)

@@ -20,7 +20,7 @@ from vitrail.analysis.norms.distribution import NormAccumulator
 from vitrail.errors import UnsupportedInput, VitrailError
 from vitrail.report.collect import KeptImage, run_hooked
 from vitrail.report.context import Context, SecondPass, rounded, spread_evenly
-from vitrail.report.page.blocks import Block, Note, Strip, Svg, Table, Text
+from vitrail.report.page.blocks import Block, Strip, Svg, Table, Text
 from vitrail.report.page.formatting import count, number, percent
 from vitrail.report.page.images import NormColors, photo_panel, weight_panel
 from vitrail.report.report import Report, ShownImage
@@ -214,16 +214,10 @@ def _add_maps(context: Context, trial: Trial) -> None:
 def render(report: Report) -> list[Block]:
     """Show artifacts before and after, and the control."""
     values = report.cure
-    text = Text(
-        "Test-time registers need no training: neurons that are active where artifacts are write to an extra token "
-        "instead, which is removed at the end. As many random neurons of the same layers are the control; they should "
-        "change nothing."
-    )
     if "effect" not in values:
-        return [text, Note(values.get("note"))]
+        return []
     layers = ", ".join(f"layer {layer}: {count(len(some), 'neuron')}" for layer, some in values["neurons"].items())
     return [
-        text,
         Text(cure_sentence(values), "strong"),
         _table(values),
         Text(f"{count(values['num_neurons'], 'neuron')} moved ({layers}).", "soft"),
@@ -279,4 +273,17 @@ def _strip(one: ShownImage, scale: NormColors, threshold: float) -> Strip:
     return Strip(panels)
 
 
-SECTION = Section("cure", "Test-time registers", render, "Cure", "cure", compute, option="cure")
+SECTION = Section(
+    anchor="cure",
+    title="Test-time registers",
+    link="Cure",
+    key="cure",
+    compute=compute,
+    render=render,
+    option="cure",
+    intro=(
+        "Test-time registers need no training: neurons that are active where artifacts are write to an extra "
+        "token instead, which is removed at the end. As many random neurons of the same layers are the control; "
+        "they should change nothing."
+    ),
+)

@@ -13,7 +13,7 @@ from typing import Any
 from vitrail.analysis.discovery import Discovery, corloc, lost_batch, suggest_biases, sweep_lost, tokencut_batch
 from vitrail.report.collect import OBJECT_FEATURES
 from vitrail.report.context import Context
-from vitrail.report.page.blocks import Block, Columns, Figure, Key, Legend, Note, Table, Text
+from vitrail.report.page.blocks import Block, Columns, Figure, Key, Legend, Note, Table
 from vitrail.report.page.formatting import interval, percent
 from vitrail.report.page.images import box_marks, photo_panel
 from vitrail.report.report import Report
@@ -79,12 +79,6 @@ def render(report: Report) -> list[Block]:
     ]
     caption = "CorLoc: boxes that overlap a true one with IoU ≥ 0.5. The last row is the baseline"
     return [
-        Text(
-            "LOST and TokenCut find one object per image from patch features alone, without training. Artifacts "
-            "mislead them. Which features of the last layer suit a model depends on its training: keys for DINO and "
-            "DINOv2, values for DeiT-III and OpenCLIP. Both are tried."
-        ),
-        Note(values.get("note")),
         Table(["method", "right", "images"], rows, caption),
         *map(Note, dict.fromkeys(notes)),
         *_box_blocks(report),
@@ -123,4 +117,17 @@ def _box_blocks(report: Report) -> list[Block]:
     return [Legend(keys), Columns(figures, "images small")]
 
 
-SECTION = Section("objects", "Object discovery", render, "Objects", "discovery", compute, option="discovery")
+SECTION = Section(
+    anchor="objects",
+    title="Object discovery",
+    link="Objects",
+    key="discovery",
+    compute=compute,
+    render=render,
+    option="discovery",
+    intro=(
+        "LOST and TokenCut find one object per image from patch features alone, without training. Artifacts "
+        "mislead them. Which features of the last layer suit a model depends on its training: keys for DINO and "
+        "DINOv2, values for DeiT-III and OpenCLIP. Both are tried."
+    ),
+)

@@ -98,6 +98,6 @@ def _layer_charts(report: Report) -> list[Block]:
     return charts
 
 
-IMAGES = Section("images", "Where high-norm tokens are", _render_images, "Images")
-HISTOGRAM = Section("norms", "Distribution of norms", _render_histogram, "Norms")
-LAYERS = Section("layers", "Norms by layer", _render_layers, "Layers")
+IMAGES = Section("images", "Where high-norm tokens are", _render_images, link="Images")
+HISTOGRAM = Section("norms", "Distribution of norms", _render_histogram, link="Norms")
+LAYERS = Section("layers", "Norms by layer", _render_layers, link="Layers")

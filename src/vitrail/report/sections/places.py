@@ -6,7 +6,7 @@ import torch
 
 from vitrail.analysis.redundancy import redundancy
 from vitrail.report.context import Context
-from vitrail.report.page.blocks import Block, Note, Table, Text
+from vitrail.report.page.blocks import Block, Table
 from vitrail.report.page.formatting import count, interval, percent
 from vitrail.report.report import Report
 from vitrail.report.sections.base import Section, Values
@@ -46,12 +46,8 @@ def compute(context: Context) -> Values:
 def render(report: Report) -> list[Block]:
     """Show the comparison as a table."""
     values = report.redundancy
-    text = Text(
-        "Artifacts prefer uninformative places: patches that look like their neighbors, often in the background. The "
-        "last column is the probability that an outlier has the larger value: 50 % means no difference."
-    )
     if "similarity" not in values:
-        return [text, Note(values.get("note"))]
+        return []
     rows = []
     for key, name in QUANTITIES.items():
         one = values.get(key)
@@ -60,7 +56,18 @@ def render(report: Report) -> list[Block]:
             rows.append([name, interval(one["outlier"]), interval(one["normal"]), interval(auc, percent)])
     head = ["", f"outliers ({values['outliers']:,})", "other patches", "outlier larger"]
     caption = f"Outliers and other patches, {count(values['pictures'], 'image')}; 95 % confidence intervals"
-    return [text, Note(values.get("note")), Table(head, rows, caption)]
+    return [Table(head, rows, caption)]
 
 
-SECTION = Section("places", "Where outliers sit", render, "Places", "redundancy", compute)
+SECTION = Section(
+    anchor="places",
+    title="Where outliers sit",
+    link="Places",
+    key="redundancy",
+    compute=compute,
+    render=render,
+    intro=(
+        "Artifacts prefer uninformative places: patches that look like their neighbors, often in the background. "
+        "The last column is the probability that an outlier has the larger value: 50 % means no difference."
+    ),
+)

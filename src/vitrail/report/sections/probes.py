@@ -9,7 +9,7 @@ import torch
 from vitrail.analysis.probes.classes import one_token_each, probe_classes
 from vitrail.analysis.probes.local import cut_patches, probe_pixels, probe_positions
 from vitrail.report.context import Context
-from vitrail.report.page.blocks import Block, Figure, Heading, Note, Table, Text
+from vitrail.report.page.blocks import Block, Figure, Heading, Note, Table
 from vitrail.report.page.charts import Bar, bars
 from vitrail.report.page.formatting import interval, number, percent
 from vitrail.report.report import Report
@@ -56,14 +56,7 @@ def _classes(context: Context) -> Values:
 def render(report: Report) -> list[Block]:
     """Show scores by kind of token."""
     values = report.probes
-    blocks: list[Block] = [
-        Text(
-            "A probe is a small linear model that predicts one thing from a single token, tested on held-out images. "
-            "Normal patches should know their position and their pixels; artifacts often know less about these and "
-            "more about the whole image, like a class token."
-        ),
-        Note(values.get("note")),
-    ]
+    blocks: list[Block] = []
     if "position" in values:
         blocks += [Heading("Position and pixels"), *_local_blocks(values["position"], values.get("pixels") or {})]
     if "classes" in values:
@@ -109,4 +102,17 @@ def _class_blocks(values: Values) -> list[Block]:
     return blocks
 
 
-SECTION = Section("probes", "What tokens know", render, "Probes", "probes", compute, option="probes")
+SECTION = Section(
+    anchor="probes",
+    title="What tokens know",
+    link="Probes",
+    key="probes",
+    compute=compute,
+    render=render,
+    option="probes",
+    intro=(
+        "A probe is a small linear model that predicts one thing from a single token, tested on held-out images. "
+        "Normal patches should know their position and their pixels; artifacts often know less about these and "
+        "more about the whole image, like a class token."
+    ),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vitrail.analysis.attention import spread, token_maps
 from vitrail.report.context import Context
-from vitrail.report.page.blocks import Block, Note, Table, Text
+from vitrail.report.page.blocks import Block, Table
 from vitrail.report.page.formatting import interval, number, percent
 from vitrail.report.report import Report
 from vitrail.report.sections.base import Section, Values
@@ -51,10 +51,16 @@ def render(report: Report) -> list[Block]:
     ]
     head = ["token", "norm", "of a typical patch", "patches attended to", "class from it alone"]
     return [
-        Text("Registers are extra tokens that a model can use as storage, so that it need not use patches."),
-        Note(report.registers.get("note")),
         Table(head, rows, "Registers in the last layer"),
     ]
 
 
-SECTION = Section("registers", "Registers", render, "Registers", "registers", compute)
+SECTION = Section(
+    anchor="registers",
+    title="Registers",
+    link="Registers",
+    key="registers",
+    compute=compute,
+    render=render,
+    intro=("Registers are extra tokens that a model can use as storage, so that it need not use patches."),
+)

@@ -13,6 +13,12 @@ from vitrail.report.sections.base import Section
 FEW = 20
 """Fewer images than these give a first impression only."""
 
+METHOD_INTRO = (
+    "The model ran unchanged; tokens were recorded where they leave each block, before the final norm. Norms are "
+    "those of patch tokens, without class and register tokens. The threshold is specific to this model: it comes "
+    "from a test for a second group of norms above the bulk. Intervals are 95 % confidence intervals over images."
+)
+
 
 def header(report: Report) -> dict[str, Any]:
     """Return the values of the page's title and header."""
@@ -70,12 +76,7 @@ def _render_method(report: Report) -> list[Block]:
         "versions": ", ".join(f"{name} {value}" for name, value in versions["versions"].items()),
         "machine": f"{versions['device']}, Python {versions['python']}, {versions['date']}",
     }
-    text = (
-        "The model ran unchanged; tokens were recorded where they leave each block, before the final norm. Norms are "
-        "those of patch tokens, without class and register tokens. The threshold is specific to this model: it comes "
-        "from a test for a second group of norms above the bulk. Intervals are 95 % confidence intervals over images."
-    )
-    return [Text(text), Table([], [list(row) for row in rows.items()], "Model, data and versions")]
+    return [Table([], [list(row) for row in rows.items()], "Model, data and versions")]
 
 
 def _render_problems(report: Report) -> list[Block]:
@@ -90,6 +91,6 @@ def _render_problems(report: Report) -> list[Block]:
     return blocks or [Text("None: all images were read, and all values are finite.")]
 
 
-NEXT = Section("next", "Recommendations", _render_next, "Recommendations")
-METHOD = Section("how", "Method and settings", _render_method, "Method")
+NEXT = Section("next", "Recommendations", _render_next, link="Recommendations")
+METHOD = Section("how", "Method and settings", _render_method, METHOD_INTRO, "Method")
 PROBLEMS = Section("problems", "Problems", _render_problems)

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from vitrail._distributed import gathered, ranks
 from vitrail.adapters import find
 from vitrail.analysis.features import patch_features
-from vitrail.analysis.norms.distribution import NormAccumulator
-from vitrail.analysis.redundancy import neighbour_similarity, object_share
+from vitrail.analysis.norms import NormAccumulator
+from vitrail.analysis.redundancy import neighbor_similarity, object_share
 from vitrail.data.spec import Batch, Preprocessing
 from vitrail.errors import BrokenPass, ImageError, UnsupportedInput, VitrailError
 from vitrail.runtime.layout import layout_of
@@ -194,7 +194,7 @@ class Collector:
         similarity = torch.full((len(norms), layout.num_patches), math.nan)
         if finite.any() and layout.grid[1] * layout.grid[2] > 1:
             rows = finite.to(embedding.device)
-            similarity[finite] = neighbour_similarity(embedding[rows], layout.grid).float().cpu()
+            similarity[finite] = neighbor_similarity(embedding[rows], layout.grid).float().cpu()
         foreground = self._foreground(batch, layout)
         most = self._most_features(last, batch.images)
         for row, (index, name) in enumerate(zip(batch.indices, map(str, batch.names), strict=True)):

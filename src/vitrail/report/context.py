@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vitrail.analysis.norms.distribution import Norms
+from vitrail.analysis.norms import Norms
 from vitrail.analysis.probes.classes import one_token_each
 from vitrail.data.batches import Feed
 from vitrail.data.spec import Batch, Preprocessing

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.analysis.norms import Norms
-from vitrail.analysis.probes.classes import one_token_each
+from vitrail.analysis.probes import one_token_each
 from vitrail.data.batches import Feed
 from vitrail.data.spec import Batch, Preprocessing
 from vitrail.errors import UnsupportedInput

@@ -6,8 +6,7 @@ from functools import partial
 
 import torch
 
-from vitrail.analysis.probes.classes import one_token_each, probe_classes
-from vitrail.analysis.probes.local import cut_patches, probe_pixels, probe_positions
+from vitrail.analysis.probes import cut_patches, one_token_each, probe_classes, probe_pixels, probe_positions
 from vitrail.report.context import Context
 from vitrail.report.page.blocks import Block, Figure, Heading, Note, Table
 from vitrail.report.page.charts import Bar, bars

@@ -101,4 +101,4 @@ def load_or_inspect(names: tuple[str, str], settings: Settings, crew: Crew) -> t
 
 def is_report(name: str) -> bool:
     """Return whether a name is that of a file, not of a model."""
-    return Path(name).suffix.lower() in (".json", ".html", ".htm") and not name.startswith(("timm:", "hf:", "vitrail:"))
+    return Path(name).suffix.lower() in (".json", ".html", ".htm") and split_name(name)[0] is None

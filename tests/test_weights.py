@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from vitrail.data.drawn_samples import drawings
 
 import vitrail
 from vitrail.adapters.saved import EMBEDDED
 from vitrail.data import to_tensor
-from vitrail.data.drawn_samples import drawings
 from vitrail.models import ViT
 from vitrail.training import evaluate, load_trained, open_examples
 

@@ -33,7 +33,7 @@ from experiments.registers.scenes import WithScenes
 from experiments.registers.showing import left, longest
 from experiments.registers.study import STUDY, arm
 from vitrail.analysis.survey import survey
-from vitrail.data.collection import Collection
+from vitrail.data import Dataset
 from vitrail.errors import InvalidOption
 from vitrail.models.saving import write_whole
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
@@ -116,7 +116,7 @@ def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: fl
 # What came out.
 
 
-def over_checkpoints(folder: Path, scenes: Collection, device: torch.device) -> dict[str, Any]:
+def over_checkpoints(folder: Path, scenes: Dataset, device: torch.device) -> dict[str, Any]:
     """Give the norms by layer of every checkpoint, in order, and the epoch since which there are artifacts."""
     per_epoch = read_log(folder / "log.jsonl", "epoch")[0]["step"]
 

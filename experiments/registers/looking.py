@@ -17,7 +17,7 @@ from vitrail.analysis.discovery import corloc, suggest_biases, sweep_lost
 from vitrail.analysis.downstream import evaluate_segmentation
 from vitrail.analysis.norms.threshold import find_threshold
 from vitrail.analysis.statistics import split_pictures
-from vitrail.data.collection import Collection
+from vitrail.data import Dataset
 from vitrail.report.report import Report
 from vitrail.training import Labels, Run, read_log
 
@@ -36,7 +36,7 @@ def look(run: Run, trained: Trained) -> dict[str, Any]:
     return {"over_training": over, **examine(trained.model, trained.labels, trained.data.scenes())}
 
 
-def examine(model: nn.Module, labels: Labels, scenes: Collection) -> dict[str, Any]:
+def examine(model: nn.Module, labels: Labels, scenes: Dataset) -> dict[str, Any]:
     """Inspect a model, put its features to use, and where it has artifacts try to cure it."""
     report = vitrail.inspect(model, scenes, batch_size=64, discovery=False)
     assert report is not None
@@ -92,7 +92,7 @@ def dense(seen: Seen) -> dict[str, Any]:
 
 
 def cured(
-    model: nn.Module, labels: Labels, scenes: Collection, neurons: Mapping[Any, list[int]]
+    model: nn.Module, labels: Labels, scenes: Dataset, neurons: Mapping[Any, list[int]]
 ) -> dict[str, dict[str, Any]]:
     """Put features to use while test-time registers take the artifacts, and while random neurons are moved instead."""
     by_layer = {int(layer): some for layer, some in neurons.items()}

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.redundancy import neighbour_similarity
-from vitrail.data.collection import Collection
-from vitrail.data.spec import Preprocessing
+from vitrail.data import Dataset
 from vitrail.surgery.recording import record
 from vitrail.training import Labels
 
@@ -43,13 +42,13 @@ class Seen:
     patch: tuple[int, int]
 
     @classmethod
-    def by(cls, model: nn.Module, labels: Labels, scenes: Collection) -> Self:
+    def by(cls, model: nn.Module, labels: Labels, scenes: Dataset) -> Self:
         """Run a model over scenes; special tokens, appended ones among them, are left out."""
         parts: list[tuple[Tensor, ...]] = []
         masks, boxes, classes = [], [], []
         names: list[str] = []
         expects = labels.preprocessing
-        assert isinstance(expects, Preprocessing)
+        assert expects is not None
         for batch in scenes.batches(expects, 64):
             seen = record(model, batch.images, ("embedding", "tokens", "k", "v"), layers=[-1])
             (layer,), layout = seen.layers, seen.layout

@@ -15,9 +15,10 @@ from experiments.common.scoring import inputs
 from experiments.common.study import Trained
 from vitrail.analysis.attention import overlap, spread, token_maps
 from vitrail.analysis.probes.linear import fit_classifier
+from vitrail.data import Dataset
 from vitrail.surgery.recording import Recording, record
 from vitrail.tokens import TokenLayout
-from vitrail.training import Examples, Run
+from vitrail.training import Run
 
 ONE, TWO = "one task", "two tasks"
 """Which tokens are compared: those of one task with each other, or with those of the other task."""
@@ -51,7 +52,7 @@ def look(run: Run, trained: Trained) -> dict[str, Any]:
     }
 
 
-def see(trained: Trained, examples: Examples) -> Recording:
+def see(trained: Trained, examples: Dataset) -> Recording:
     """Record the special tokens: their attention in every layer, and what they are in the last one."""
     x = inputs(trained.model, trained.labels, examples)
     rows = record(trained.model, x, "attention", batch_size=BATCH)
@@ -104,7 +105,7 @@ def covered(by_layer: list[Tensor], cover: Tensor, layout: TokenLayout) -> dict[
     return {name: [layer[of].mean().item() for layer in inside] for name, of in named(layout)}
 
 
-def knows(learned: Recording, train: Examples, seen: Recording, test: Examples) -> dict[str, dict[str, float]]:
+def knows(learned: Recording, train: Dataset, seen: Recording, test: Dataset) -> dict[str, dict[str, float]]:
     """Give the accuracy for every task of a linear probe on each task's token, learned on training pictures."""
     (before,), (after,) = learned.tokens.values(), seen.tokens.values()
     found: dict[str, dict[str, float]] = {}

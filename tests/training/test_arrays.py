@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from vitrail.data.augment.normalize import Normalising
 
 from tests.training.toys import FIELDS, same, weights
 from vitrail.data.augment.arrays import ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.augment.mix import Mix
-from vitrail.data.augment.normalize import Normalising
 from vitrail.data.loading.loader import make_feed
 from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption, TrainingError

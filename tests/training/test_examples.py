@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from vitrail.data.decoded import square
 
 from tests.training.data import Pairs, class_folders, encoded, picture, shard, table
 from vitrail.data.dataset import Examples, open_examples
-from vitrail.data.decoded import square
 from vitrail.errors import ImageError, InvalidOption
 
 

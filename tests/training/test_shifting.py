@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
+from vitrail.data.augment.normalize import Normalising
 
 from vitrail.data.augment.arrays import DRAWS, REACH, ArrayAugment, hidden, shifted, spread_over
-from vitrail.data.augment.normalize import Normalising
 from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from vitrail.data.augment.normalize import Normalising
 
 from tests.training.toys import FIELDS, difference, same, weights
-from vitrail.data.augment.normalize import Normalising
 from vitrail.errors import InvalidOption
 from vitrail.models import ViT, ViTConfig
 from vitrail.runtime import block_forward as running

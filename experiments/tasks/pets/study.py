@@ -7,7 +7,7 @@ from functools import cache
 from experiments.common.data import Data, pets
 from experiments.common.shapes import Drawn, render
 from experiments.tasks.asking import asked
-from vitrail.training import Arrays, Examples, open_examples
+from vitrail.data import Arrays, Dataset, open_dataset
 
 TASKS = ("breed", "species")
 
@@ -16,8 +16,10 @@ TASKS = ("breed", "species")
 def few() -> Data:
     """Some drawn shapes as breeds, of two species."""
 
-    def opened(drawn: Drawn) -> Examples:
-        return open_examples(Arrays(drawn.images, {"breed": drawn.shape, "species": drawn.shape % 2}), labels=TASKS)
+    def opened(drawn: Drawn) -> Dataset:
+        return open_dataset(
+            Arrays(drawn.images, {"breed": drawn.shape, "species": drawn.shape % 2}), labels=TASKS, labeled=True
+        )
 
     drawn = render(96, side=32, seed=0), render(48, side=32, seed=1)
     return Data(*map(opened, drawn), masks=drawn[1].covered)

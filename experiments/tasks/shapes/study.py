@@ -28,7 +28,7 @@ Picture = np.ndarray[Any, Any]
 def draw(study: Study, rows: Rows, folder: Path) -> None:
     """Draw the first pictures, lit where the class token and each task's token of the first seed look."""
     validation = study.data().validation
-    pictures = [np.asarray(validation.read(index, 0).permute(1, 2, 0)) / 255 for index in range(SHOWN)]
+    pictures = [np.asarray(validation.tensor(index, 0).permute(1, 2, 0)) / 255 for index in range(SHOWN)]
     columns = {"picture": pictures}
     for name, (first, *_) in by_answering(study, rows, "shown_maps").items():
         columns[name] = [lighted(picture, np.array(weights)) for picture, weights in zip(pictures, first, strict=True)]

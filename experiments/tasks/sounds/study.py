@@ -14,7 +14,7 @@ from experiments.common.sounds import BANDS, FRAMES, HOP, RATE
 from experiments.common.study import Rows, Study
 from experiments.tasks.asking import asked
 from experiments.tasks.showing import by_answering
-from vitrail.training import Arrays, Examples, open_examples
+from vitrail.data import Arrays, Dataset, open_dataset
 
 TASKS = ("digit", "speaker")
 SECONDS = FRAMES * HOP / RATE
@@ -24,13 +24,13 @@ SECONDS = FRAMES * HOP / RATE
 def few() -> Data:
     """Some noise, louder at one pitch for each digit, and at one time for each speaker."""
 
-    def opened(count: int, seed: int) -> Examples:
+    def opened(count: int, seed: int) -> Dataset:
         sound = torch.randn(count, 1, BANDS, FRAMES, generator=torch.Generator().manual_seed(seed))
         digit, speaker = torch.arange(count) % 4, torch.arange(count) // 4 % 3
         for row in range(count):
             sound[row, :, 10 * digit[row] : 10 * digit[row] + 10] += 1
             sound[row, ..., 20 * speaker[row] : 20 * speaker[row] + 20] += 1
-        return open_examples(Arrays(sound, {"digit": digit, "speaker": speaker}), labels=TASKS)
+        return open_dataset(Arrays(sound, {"digit": digit, "speaker": speaker}), labels=TASKS, labeled=True)
 
     return Data(opened(96, 0), opened(48, 1))
 

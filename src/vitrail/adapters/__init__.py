@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 
 ADAPTERS = {"timm": "timm", "hf": "transformers", "vitrail": "vitrail"}
@@ -91,7 +91,7 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     return import_module(f"vitrail.adapters.{ADAPTERS[prefix]}").load(rest, pretrained, **options)
 
 
-def preprocessing(model: nn.Module) -> Preprocessing:
+def preprocessing(model: nn.Module) -> InputSpec:
     """What a supported model expects of a picture."""
     found = find(model)
     return found.adapter.preprocessing(found.trunk)

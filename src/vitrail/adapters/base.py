@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
@@ -275,7 +275,7 @@ class TrunkAdapter(ABC):
         """Whether the model takes inputs of other sizes than its own."""
 
     @abstractmethod
-    def preprocessing(self, trunk: nn.Module) -> Preprocessing:
+    def preprocessing(self, trunk: nn.Module) -> InputSpec:
         """What the model expects of a picture."""
 
     @abstractmethod

@@ -23,7 +23,7 @@ from vitrail.adapters.base import (
 from vitrail.adapters.forward_pass import open_pass
 from vitrail.adapters.pre_norm import PreNormBlock
 from vitrail.adapters.timm_rotary import ROTARY
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
@@ -215,11 +215,11 @@ class TimmVisionTransformer(TrunkAdapter):
     def resizes(self, trunk: Any) -> bool:
         return trunk.dynamic_img_size
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
+    def preprocessing(self, trunk: Any) -> InputSpec:
         given = getattr(trunk, "pretrained_cfg", None) or {}
         size = trunk.patch_embed.img_size or given.get("input_size", (3, 224, 224))[-2:]
         half = (0.5, 0.5, 0.5)
-        return Preprocessing(tuple(size), tuple(given.get("mean", half)), tuple(given.get("std", half)))
+        return InputSpec(tuple(size), tuple(given.get("mean", half)), tuple(given.get("std", half)))
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, TrunkAdapter, at_work, forward_class, is_plain
 from vitrail.adapters.forward_pass import open_pass
-from vitrail.data.spec import MEAN, STD, Preprocessing
+from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
@@ -219,10 +219,10 @@ class TransformersTrunk(TrunkAdapter):
     def resizes(self, trunk: Any) -> bool:
         return True
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
+    def preprocessing(self, trunk: Any) -> InputSpec:
         size = trunk.config.image_size
         half = (0.5, 0.5, 0.5)
-        return Preprocessing((size, size) if isinstance(size, int) else tuple(size), half, half)
+        return InputSpec((size, size) if isinstance(size, int) else tuple(size), half, half)
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
@@ -255,8 +255,8 @@ class Dinov2Trunk(TransformersTrunk):
     def special(self, trunk: Any) -> tuple[tuple[Role, int], ...]:
         return ((Role.CLASS, 1), (Role.REGISTER, getattr(trunk.config, "num_register_tokens", 0)))
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
-        return Preprocessing(super().preprocessing(trunk).size, MEAN, STD)
+    def preprocessing(self, trunk: Any) -> InputSpec:
+        return InputSpec(super().preprocessing(trunk).size, MEAN, STD)
 
 
 class Dinov2BackboneTrunk(Dinov2Trunk):

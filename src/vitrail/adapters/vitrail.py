@@ -26,7 +26,7 @@ from vitrail.adapters.base import (
 from vitrail.adapters.forward_pass import hand_over, open_pass
 from vitrail.adapters.pre_norm import PreNormBlock
 from vitrail.adapters.saved import EMBEDDED, PREFIX, load_saved, named
-from vitrail.data.spec import MEAN, STD, Preprocessing
+from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
@@ -158,9 +158,9 @@ class OwnTrunk(TrunkAdapter):
     def resizes(self, trunk: Any) -> bool:
         return True
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
+    def preprocessing(self, trunk: Any) -> InputSpec:
         size = trunk.config.image_size
-        return Preprocessing((size, size) if isinstance(size, int) else tuple(size)[-2:], MEAN, STD)
+        return InputSpec((size, size) if isinstance(size, int) else tuple(size)[-2:], MEAN, STD)
 
     def entry_points(self) -> type:
         return OwnEntryPoint

@@ -14,7 +14,7 @@ from torch import nn
 
 from vitrail.analysis.norms.distribution import NormAccumulator, Norms
 from vitrail.analysis.result import Result
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
 from vitrail.surgery.recording import Pictures, stream
 
@@ -86,7 +86,7 @@ def survey(
     wrong = [name for name, given in models.items() if not callable(given)]
     if wrong:
         raise InvalidOption(f"a model is one, or a function that loads it; got {models[wrong[0]]!r:.100} as {wrong[0]}")
-    feed = open_feed(data, with_labels=False).lasting()
+    feed = open_batches(data, with_labels=False).repeatable()
     entries = []
     for done, (name, given) in enumerate(models.items()):
         if progress is not None:
@@ -99,7 +99,7 @@ def survey(
     return Survey(tuple(entries), _first(entries))
 
 
-def _look(name: str, given: nn.Module | Callable[[], nn.Module], feed: Feed, batch_size: int | None) -> Entry:
+def _look(name: str, given: nn.Module | Callable[[], nn.Module], feed: Batches, batch_size: int | None) -> Entry:
     """Look at one model; what is wrong with it is written down, and the others go on."""
     parameters = depth = 0
     try:

@@ -20,7 +20,7 @@ from vitrail.cli.together import one_speaks, said_once
 from vitrail.errors import UnsupportedInput
 
 if TYPE_CHECKING:
-    from vitrail.data import Collection
+    from vitrail.data import Dataset
     from vitrail.report import Report
 
 NAMED = 5
@@ -73,15 +73,15 @@ class Settings:
     seed: int = 0
     cure: bool = False
 
-    def open(self) -> Collection:
+    def open(self) -> Dataset:
         """Open the pictures, and make sure that one of them can be read before a model is loaded."""
-        from vitrail.data import Preprocessing, open_collection
+        from vitrail.data import InputSpec, open_dataset
 
-        collection = open_collection(
-            self.pictures or None, limit=self.limit or None, labels=self.labels, size=self.size
+        dataset = open_dataset(
+            self.pictures or None, limit=self.limit or None, labels=self.labels or (), size=self.size
         )
-        next(collection.batches(Preprocessing((1, 1)), 1))
-        return collection
+        next(dataset.batches(InputSpec((1, 1)), 1))
+        return dataset
 
 
 def inspect(
@@ -122,7 +122,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-def run_inspect(name: str, collection: Collection, settings: Settings, crew: Crew) -> Report | None:
+def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) -> Report | None:
     """Load a model and inspect it; of several processes, the first one gets the report."""
     import torch
     from PIL import Image

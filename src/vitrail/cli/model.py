@@ -22,7 +22,7 @@ from torch import nn
 import vitrail
 from vitrail.adapters import Found, find
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
-from vitrail.data import Preprocessing
+from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
 from vitrail.models import ViT
 
@@ -36,7 +36,7 @@ class Loaded:
 
     name: str
     model: nn.Module
-    preprocessing: Preprocessing
+    preprocessing: InputSpec
     layout: vitrail.TokenLayout
     device: torch.device
     random: bool
@@ -93,11 +93,9 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
         shape = (trunk.config.in_chans, *trunk.config.image)
     numbers = False
     if told:
-        from vitrail.data.augment.normalize import Normalising, read_expects
-
-        expects = read_expects(told)
+        expects = InputSpec.from_dict(told)
         shape = (len(expects.mean), *shape[1:])
-        numbers = isinstance(expects, Normalising) and not expects.of_bytes
+        numbers = expects.is_array and not expects.of_bytes
     if len(shape) == 3 and shape[0] == 3 and not (numbers and shown):
         return
     kind = " of floating point numbers" if numbers else ""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.data.batches import Feed
-from vitrail.data.spec import Preprocessing
+from vitrail.data.batches import Batches
+from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedInput
 from vitrail.report.looking import Picture, pixels
 from vitrail.report.study import features_of
@@ -27,8 +27,8 @@ class Again:
         pictures: those to give, with what was kept of them.
     """
 
-    feed: Feed
-    preprocessing: Preprocessing
+    feed: Batches
+    preprocessing: InputSpec
     batch_size: int
     pictures: Sequence[Picture]
 
@@ -47,7 +47,7 @@ class Again:
                 "can be walked over several times, such as a list or a loader"
             )
         known = {picture.index: features_of(picture).image for picture in self.pictures}
-        for piece in self.feed.some(known).batches(self.preprocessing, self.batch_size):
+        for piece in self.feed.select(known).batches(self.preprocessing, self.batch_size):
             for index, image in zip(piece.indices, piece.images, strict=True):
                 if not torch.equal(pixels(image, self.preprocessing), known.pop(index)):
                     raise _changed(index)

@@ -14,7 +14,7 @@ from vitrail.adapters import Found, find
 from vitrail.analysis.discovery import Discovery
 from vitrail.analysis.result import plain
 from vitrail.bench.machine import describe_machine
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.data.sample_images import samples
 from vitrail.errors import InvalidOption
 from vitrail.report.again import Again
@@ -78,7 +78,7 @@ def inspect(
             for the shipped samples.
         batch_size: pictures to run at once, where the data are not batches already.
         limit: most pictures to look at.
-        labels: for files, what :func:`~vitrail.data.collection.open_collection` takes; for a tensor, one whole
+        labels: for files, what :func:`~vitrail.data.open_dataset` takes; for a tensor, one whole
             number for each picture.
         probes: whether to fit probes, which takes the longest.
         discovery: whether to look for objects with LOST and TokenCut.
@@ -100,7 +100,7 @@ def inspect(
         raise InvalidOption(f"the seed is a whole number; got {seed!r}")
     tell = progress or (lambda what, done, total: None)
     found = find(model)
-    source = open_feed(list(samples().values()) if data is None else data, limit=limit, labels=labels)
+    source = open_batches(list(samples().values()) if data is None else data, limit=limit, labels=labels)
     with _moved(model, device) as where:
         evidence, error = _look(model, found, source, batch_size, discovery, tell)
         whole = gather(evidence, error)
@@ -115,7 +115,7 @@ def inspect(
 
 
 def _look(
-    model: nn.Module, found: Found, source: Feed, batch_size: int, objects: bool, tell: Progress
+    model: nn.Module, found: Found, source: Batches, batch_size: int, objects: bool, tell: Progress
 ) -> tuple[Evidence, Exception | None]:
     """Run the model over this process's part; give what it saw, and the error that ended it."""
     rank, world = ranks()
@@ -139,7 +139,7 @@ def _report(
     study: Study | None,
     sections: dict[str, Section],
     shown: list[Shown],
-    source: Feed,
+    source: Batches,
     options: Section,
     model: Section,
 ) -> Report:
@@ -151,7 +151,7 @@ def _report(
         "pictures": evidence.seen,
         "labelled": evidence.labelled,
         "fingerprint": f"{evidence.fingerprint:016x}",
-        "classes": list(source.label_names) if source.label_names else None,
+        "classes": list(source.class_names) if source.class_names else None,
         "kept": {"places": 0, "features": 0, "objects": 0},
     }
     problems = _problems(evidence, norms.to_dict(), study)
@@ -208,7 +208,7 @@ def _sections(
     found["cure"] = dict(LEFT_OUT)
     if options["cure"]:
         found["cure"], cured = attempt_with(lambda: try_cure(model, study, again, tell), cured)
-    return found, show(study, boxes, basis, again.feed.label_names, closer, cured)
+    return found, show(study, boxes, basis, again.feed.class_names, closer, cured)
 
 
 def _problems(evidence: Evidence, norms: Section, study: Study | None) -> Section:

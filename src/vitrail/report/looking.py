@@ -27,7 +27,7 @@ from vitrail.adapters import find
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.norms.distribution import NormAccumulator
 from vitrail.analysis.redundancy import neighbour_similarity, object_share
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.errors import BrokenPass, VitrailError
 from vitrail.runtime.layout import layout_of
 from vitrail.surgery.hooks import watch
@@ -149,7 +149,7 @@ def chosen(index: int, most: int, total: int | None) -> int | None:
 class Looker:
     """Runs a model over batches and keeps what an inspection needs."""
 
-    def __init__(self, model: nn.Module, preprocessing: Preprocessing, total: int | None, objects: bool) -> None:
+    def __init__(self, model: nn.Module, preprocessing: InputSpec, total: int | None, objects: bool) -> None:
         found = find(model)
         self.model, self.preprocessing, self.total, self.objects = model, preprocessing, total, objects
         self.depth = len(found.blocks)
@@ -247,7 +247,7 @@ class Looker:
             return None
 
 
-def pixels(image: Tensor, preprocessing: Preprocessing) -> Tensor:
+def pixels(image: Tensor, preprocessing: InputSpec) -> Tensor:
     """Undo the preparation of a picture (C, H, W): from 0 to 255, in whole numbers."""
     channels = len(image)
     mean, std = (

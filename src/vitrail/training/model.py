@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import load_model
 from vitrail.adapters.saved import named
-from vitrail.data.augment.normalize import Expects, Normalising
-from vitrail.data.spec import MEAN, STD, Preprocessing
+from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
 from vitrail.models.position import resample
@@ -35,7 +34,7 @@ class Built:
 
     model: nn.Module
     architecture: dict[str, Any]
-    preprocessing: Expects
+    preprocessing: InputSpec
 
 
 def build(config: Config, classes: Classes) -> Built:
@@ -43,7 +42,7 @@ def build(config: Config, classes: Classes) -> Built:
     own = own_form(config.data)
     if own is None:
         return _build(config, classes)
-    standard = Normalising((0.0,) * own.channels, (1.0,) * own.channels)
+    standard = InputSpec.of_arrays((0.0,) * own.channels, (1.0,) * own.channels)
     return replace(_build(adapted(config, own), classes), preprocessing=standard)
 
 
@@ -151,7 +150,7 @@ def _build_hf(config: Config, classes: Classes) -> Built:
 
 def _go_on(config: Config, model: nn.Module, labels: Labels, classes: Classes) -> Built:
     """Begin from a trained model: the same with heads for the new classes, which are kept where they are the same."""
-    if isinstance(labels.preprocessing, Normalising) and own_form(config.data) is None:
+    if labels.preprocessing is not None and labels.preprocessing.is_array and own_form(config.data) is None:
         raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not pictures")
     same = {name: tuple(names) for name, names in classes.items()} == labels.classes
     options = {name: value for name, value in {"drop_path": config.drop_path}.items() if value is not None}
@@ -175,12 +174,12 @@ def _go_on(config: Config, model: nn.Module, labels: Labels, classes: Classes) -
     told = labels.architecture
     if not str(told.get("architecture", "")).startswith("timm:"):
         return _build_hf(replace(config, model=f"hf:{labels.folder}"), classes)
-    expects = labels.preprocessing if isinstance(labels.preprocessing, Preprocessing) else None
+    expects = None if labels.preprocessing is None or labels.preprocessing.is_array else labels.preprocessing
     size = config.image_size or (expects.size[0] if expects else None)
     settings = {**told.get("options", {}), **_timm_options(config, classes)}
     built = build_timm(told["architecture"], settings, False, size)
     _take_over(built.model, model.state_dict(), heads=same, prefix="")
-    if expects is not None and isinstance(built.preprocessing, Preprocessing):
+    if expects is not None and not built.preprocessing.is_array:
         return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
     return built
 
@@ -212,9 +211,9 @@ def _outputs(classes: Classes) -> int:
     return sum(map(len, classes.values()))
 
 
-def _expected(model: nn.Module, size: Size) -> Preprocessing:
+def _expected(model: nn.Module, size: Size) -> InputSpec:
     sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
-    found = expected_by(model) or Preprocessing(sides or (224, 224), MEAN, STD)
+    found = expected_by(model) or InputSpec(sides or (224, 224), MEAN, STD)
     return replace(found, size=sides) if sides else found
 
 

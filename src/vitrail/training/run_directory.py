@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vitrail._atomic_files import held
 from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels
 from vitrail.analysis.roles import Disagreement
-from vitrail.data.augment.normalize import Expects, read_expects
+from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models import ViT
 from vitrail.models.saving import CONFIG, LABELS, labels_text, write_folder, write_whole
@@ -50,7 +50,7 @@ class Labels:
     """
 
     classes: dict[str, tuple[str, ...]]
-    preprocessing: Expects | None
+    preprocessing: InputSpec | None
     trained: dict[str, Any] = field(default_factory=dict)
     architecture: dict[str, Any] = field(default_factory=dict)
     folder: Path = Path()
@@ -162,7 +162,7 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
         told = {}
     values = read_labels(folder)
     expects = values.get("preprocessing")
-    preprocessing = read_expects(expects) if expects else expected_by(model)
+    preprocessing = InputSpec.from_dict(expects) if expects else expected_by(model)
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
     return model, Labels(classes, preprocessing, values.get("trained", {}), told, folder)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters import preprocessing
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.training.evaluation.outputs import answer, answer_with_map, width_of
 
@@ -47,8 +47,8 @@ class Teacher:
         self,
         model: nn.Module,
         *,
-        given: Preprocessing | None = None,
-        expects: Preprocessing | None = None,
+        given: InputSpec | None = None,
+        expects: InputSpec | None = None,
         features: bool = False,
         outputs: Sequence[int] | None = None,
         device: torch.device | str | None = None,
@@ -89,7 +89,7 @@ class Teacher:
         return Taught(logits.float(), None if features is None else features.float())
 
 
-def expected_by(model: nn.Module) -> Preprocessing | None:
+def expected_by(model: nn.Module) -> InputSpec | None:
     """Give what a model expects of a picture, where its library tells; None where nobody does."""
     try:
         return preprocessing(model)
@@ -98,10 +98,10 @@ def expected_by(model: nn.Module) -> Preprocessing | None:
     if not told or not told.get("mean") or not told.get("std") or len(told["mean"]) != 3:
         return None
     height, width = told.get("input_size", (3, 224, 224))[-2:]
-    return Preprocessing((height, width), tuple(told["mean"]), tuple(told["std"]))
+    return InputSpec((height, width), tuple(told["mean"]), tuple(told["std"]))
 
 
-def _renormalise(given: Preprocessing, expects: Preprocessing, device: torch.device) -> tuple[Tensor | None, Tensor]:
+def _renormalise(given: InputSpec, expects: InputSpec, device: torch.device) -> tuple[Tensor | None, Tensor]:
     """Give the scale and shift (3, 1, 1) from one normalisation to another; no scale where they are the same."""
     (mean, std), (wanted_mean, wanted_std) = (
         (torch.tensor(one.mean, device=device), torch.tensor(one.std, device=device)) for one in (given, expects)

@@ -127,14 +127,14 @@ def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) 
     import torch
     from PIL import Image
 
-    from vitrail.cli.asking import ask
+    from vitrail.cli._prediction import predict
     from vitrail.cli.model import load
     from vitrail.report import inspect as look
 
     def ready() -> Any:
         loaded = load(name, random=settings.random, size=settings.size, device=settings.device, seed=settings.seed)
         if settings.size is not None:
-            ask(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
+            predict(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
         return loaded
 
     with console.err.status(f"Loading {name}"):

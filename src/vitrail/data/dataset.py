@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,11 @@ class Dataset:
     def name(self, index: int) -> str:
         """Return the name of one sample."""
         return self._source.names[self._rows[index]]
+
+    @property
+    def paths(self) -> tuple[Path, ...] | None:
+        """File of each sample; None if samples have no files of their own."""
+        return None if self._source.paths is None else tuple(self._source.paths[row] for row in self._rows)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:

@@ -35,12 +35,14 @@ class Source:
 
     Attributes:
         names: name of each sample; their number is the length of the source.
+        paths: file of each sample, if each has one of its own.
         has_masks: whether samples may have masks.
         has_boxes: whether samples may have boxes.
         tensor_spec: shape and dtype of samples that are never resized (arrays); None for images.
     """
 
     names: Sequence[str]
+    paths: Sequence[Path] | None = None
     has_masks: bool = False
     has_boxes: bool = False
     tensor_spec: TensorSpec | None = None

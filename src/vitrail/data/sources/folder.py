@@ -17,7 +17,7 @@ class FolderSource(Source):
     """Image files. If ``root`` holds two or more class folders and nothing else, their names are the labels."""
 
     def __init__(self, paths: Sequence[Path], root: Path | None = None) -> None:
-        self.paths = paths
+        self.paths: Sequence[Path] = paths
         self._folders = _class_folders(paths, root)
         alike = Counter(path.name for path in paths)
         self.names = [clean(_name(path, root, unique=alike[path.name] == 1)) for path in paths]

@@ -1,4 +1,4 @@
-"""What a run did, for people (a table, a short text) and for programs (JSON)."""
+"""Results of ``vitrail merge`` and ``vitrail demo``: a table, Markdown, and JSON."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from rich.table import Table
 from vitrail import __version__
 from vitrail.cli.files import write_text
 
-COLUMNS = ("picture", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
+COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (
-    "Panes: groups of patches in the picture. Tokens: those that leave the last block, without → with "
-    "merging. GFLOPs: 10⁹ multiply-adds for one picture. Cosine: between the model's outputs without and "
-    "with merging. Top-1: whether the most likely class stays the same, by name where names are known. Ms: one pass "
-    "each, so a rough figure."
+    "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
+    "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
+    "most likely class stays the same. Ms: latency of a single pass each, so a rough figure."
 )
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A class by its name, and how likely the model takes it to be."""
+    """A class and its probability."""
 
     name: str
     probability: float
 
 
 Guesses = dict[str, list[Guess]]
-"""The most likely classes, the likeliest first, by question: a model may have learnt several columns of labels."""
+"""Most likely classes, in descending order, by label column."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one picture costs, without and with merging."""
+    """Tokens after each block and FLOPs of one image, without and with merging."""
 
     tokens_before: list[int]
     tokens_after: list[int]
@@ -47,9 +46,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """What came out for one picture.
+    """Comparison of the merged with the unmerged model on one image; field names are JSON keys.
 
-    ``cosine`` and ``same_top1`` are None where they mean nothing; guesses are empty where classes have no names.
+    ``cosine`` and ``same_top1`` are None where they are undefined; guesses are empty without class names.
     """
 
     picture: str
@@ -64,7 +63,7 @@ class Result:
 
     @property
     def top1(self) -> str:
-        """Whether the most likely class stays the same, and which it is, in a few words."""
+        """The most likely class before and after, in a few words."""
         if self.same_top1 is None:
             return "–"
         if not self.guesses_before:
@@ -75,7 +74,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A picture that could not be read."""
+    """An image that could not be read."""
 
     picture: str
     reason: str
@@ -83,7 +82,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Summary:
-    """One model, merged in one way at one input size, over some pictures."""
+    """One model, merged in one way at one input size, over some images; field names are JSON keys."""
 
     model: str
     weights: str
@@ -95,7 +94,7 @@ class Summary:
     skipped: list[Skipped] = field(default_factory=list)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Give a line of the table for each picture."""
+        """Return the rows of the table, one for each image."""
         cost = self.cost
         return [
             (
@@ -112,12 +111,12 @@ class Summary:
 
 
 def first_names(guesses: Guesses) -> str:
-    """Name the most likely class of each question."""
+    """Return the most likely class of each label column, joined by commas."""
     return ", ".join(best[0].name for best in guesses.values())
 
 
 def table(runs: Sequence[Summary], title: str) -> Table:
-    """Make the table for the terminal."""
+    """Return the table for the terminal."""
     made = Table(*COLUMNS, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in made.columns[1:]:
         column.justify, column.no_wrap = "right", True
@@ -128,18 +127,18 @@ def table(runs: Sequence[Summary], title: str) -> Table:
 
 
 def markdown(runs: Sequence[Summary], heading: str, remarks: Sequence[str] = ()) -> str:
-    """Make the short text: the table, what its columns mean, tokens per layer, and what was skipped."""
+    """Return the Markdown text: the table, its legend, tokens per layer, and skipped images."""
     lines = [f"# {heading}", ""]
     lines += [line for remark in remarks for line in (remark, "")]
     lines += [markdown_row(COLUMNS), "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
     lines += [markdown_row(row) for run in runs for row in run.rows()]
     lines += ["", LEGEND, ""]
-    lines += dict.fromkeys(line for run in runs for line in _details(run))  # once where runs are alike
+    lines += dict.fromkeys(line for run in runs for line in _details(run))  # once where runs agree
     return "\n".join([*lines, "", f"Written by Vitrail {__version__}.", ""])
 
 
 def markdown_row(cells: Sequence[str]) -> str:
-    """Write a line of a table."""
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -149,7 +148,7 @@ def _details(run: Summary) -> list[str]:
     tokens = " ".join(str(count) for count in run.cost.tokens_after)
     return [
         f"- {run.model} ({run.weights} weights, {run.device}), input {height} × {width}, merged with "
-        f"{settings}: {tokens} tokens leave the blocks, instead of {run.cost.tokens_before[-1]} each time.",
+        f"{settings}: {tokens} tokens after each block, instead of {run.cost.tokens_before[-1]}.",
         *(f"- Skipped: {skipped.reason}" for skipped in run.skipped),
     ]
 
@@ -162,5 +161,5 @@ def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
 
 
 def as_data(run: Summary) -> dict[str, Any]:
-    """Give a summary as plain data."""
+    """Return a summary as JSON values."""
     return asdict(run)

@@ -1,4 +1,4 @@
-"""The sheet that the demo shows of one picture: a column for each strength of merging, on light paper."""
+"""The demo's sheet for one image: a column for each merging strength."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.cli.summary import Guess, Guesses
+from vitrail.cli._summary import Guess, Guesses
 from vitrail.report.images import colours
 
 PAPER, INK, SOFT, LINE = (251, 249, 245), (38, 36, 42), (112, 108, 116), (226, 221, 212)
 LIKELY, CHANGED, TRACK = (247, 203, 128), (240, 168, 152), (241, 237, 229)
 MARGIN, GAP, SMALL_GAP = 48, 36, 10
 WIDE, TALL = 420, 440
-"""Largest size of a picture on the sheet."""
+"""Largest size of an image on the sheet."""
 TITLE, HEADING, TEXT, NOTE = 34, 24, 18, 16
-"""Sizes of letters."""
+"""Font sizes."""
 BAR = 30
-"""Height of a bar, with the space below it."""
+"""Height of a bar with its spacing."""
 ACROSS = 3
-"""Maps in a row."""
+"""Attention maps in a row."""
 DARKEST = 0.75
-"""What is left of a map's light where the picture under it is black: little is taken, for a map is to be read by it."""
+"""Brightness of a map over black pixels: little is lost, so that colors stay readable."""
 
 LEGEND = (
     "Bars: the most likely classes; red where merging put another class first. Maps: what each special token attends "
-    "to, mean over heads, from nothing (violet) to its largest weight (yellow), lightly shaded by the picture."
+    "to, mean over heads, from nothing (violet) to its largest weight (yellow), lightly shaded by the image."
 )
 
 
 @dataclass(frozen=True)
 class Column:
-    """What is shown of one strength.
+    """One merging strength.
 
     Attributes:
-        picture: the original, or its stained glass.
-        heading, detail: what it is called, and what it costs.
+        image: the original, or its stained glass.
+        heading, detail: name and cost.
         guesses: the most likely classes.
         maps: attention of each special token over the patches (h, w).
     """
 
-    picture: Image.Image
+    image: Image.Image
     heading: str
     detail: str
     guesses: Guesses
@@ -53,16 +53,16 @@ class Column:
 
 
 def draw_sheet(title: str, detail: str, columns: Sequence[Column]) -> Image.Image:
-    """Draw the columns side by side; the first one is the original, and maps are laid over it."""
-    original = columns[0].picture
-    picture, tile = (
+    """Draw the columns side by side; the first is the original, which the maps overlay."""
+    original = columns[0].image
+    image, tile = (
         _fit(original.size, WIDE, TALL),
         _fit(original.size, (WIDE - 2 * SMALL_GAP) // ACROSS, WIDE // ACROSS),
     )
-    lines = sum(len(best) for best in columns[0].guesses.values()) + len(columns[0].guesses) * _asked(columns[0])
+    lines = sum(len(best) for best in columns[0].guesses.values()) + len(columns[0].guesses) * _titled(columns[0])
     rows = -(-len(columns[0].maps) // ACROSS)
     top = MARGIN + TITLE + NOTE + 3 * SMALL_GAP
-    bars = top + picture[1] + HEADING + TEXT + 3 * SMALL_GAP
+    bars = top + image[1] + HEADING + TEXT + 3 * SMALL_GAP
     maps = bars + lines * BAR + 2 * SMALL_GAP
     end = maps + (NOTE + SMALL_GAP + rows * (tile[1] + NOTE + 2 * SMALL_GAP) if rows else 0)
     sheet = Image.new("RGB", (2 * MARGIN + len(columns) * (WIDE + GAP) - GAP, end + NOTE + MARGIN), PAPER)
@@ -72,9 +72,9 @@ def draw_sheet(title: str, detail: str, columns: Sequence[Column]) -> Image.Imag
     _write(draw, (MARGIN, end), LEGEND if rows else LEGEND.partition(" Maps")[0], NOTE, SOFT)
     for number, column in enumerate(columns):
         x = MARGIN + number * (WIDE + GAP)
-        shown = column.picture.resize(picture, Image.Resampling.LANCZOS)
-        sheet.paste(shown, (x + (WIDE - picture[0]) // 2, top))
-        y = top + picture[1] + SMALL_GAP
+        shown = column.image.resize(image, Image.Resampling.LANCZOS)
+        sheet.paste(shown, (x + (WIDE - image[0]) // 2, top))
+        y = top + image[1] + SMALL_GAP
         _write(draw, (x, y), column.heading, HEADING)
         _write(draw, (x, y + HEADING + SMALL_GAP), column.detail, TEXT, SOFT)
         _draw_guesses(draw, (x, bars), column.guesses, columns[0].guesses)
@@ -83,16 +83,16 @@ def draw_sheet(title: str, detail: str, columns: Sequence[Column]) -> Image.Imag
     return sheet
 
 
-def over(picture: Image.Image, values: NDArray[Any]) -> Image.Image:
-    """Colour a picture by a map (h, w): from nothing (violet) to its largest value (yellow)."""
+def over(image: Image.Image, values: NDArray[Any]) -> Image.Image:
+    """Overlay an image with a map (h, w), from zero (violet) to its largest value (yellow)."""
     shades = Image.fromarray(colours(values / max(float(values.max()), 1e-12)))
-    heat = np.asarray(shades.resize(picture.size, Image.Resampling.NEAREST), dtype=np.float64)
-    light = np.asarray(picture.convert("L"), dtype=np.float64)[..., None] / 255
+    heat = np.asarray(shades.resize(image.size, Image.Resampling.NEAREST), dtype=np.float64)
+    light = np.asarray(image.convert("L"), dtype=np.float64)[..., None] / 255
     return Image.fromarray(np.rint(heat * (DARKEST + (1 - DARKEST) * light)).astype(np.uint8))
 
 
 def _draw_guesses(draw: ImageDraw.ImageDraw, place: tuple[int, int], guesses: Guesses, unmerged: Guesses) -> None:
-    """Draw a bar for each class, as long as it is likely; one that became the first is of another colour."""
+    """Draw a bar for each class by its probability; a new top class has another color."""
     x, y = place
     for question, best in guesses.items():
         if len(guesses) > 1:
@@ -104,52 +104,52 @@ def _draw_guesses(draw: ImageDraw.ImageDraw, place: tuple[int, int], guesses: Gu
             y += BAR
 
 
-def _draw_bar(draw: ImageDraw.ImageDraw, place: tuple[int, int], guess: Guess, colour: tuple[int, int, int]) -> None:
+def _draw_bar(draw: ImageDraw.ImageDraw, place: tuple[int, int], guess: Guess, color: tuple[int, int, int]) -> None:
     x, y = place
     high, share = BAR - 5, f"{100 * guess.probability:.1f} %"
     draw.rounded_rectangle((x, y, x + WIDE, y + high), 4, fill=TRACK)
-    draw.rounded_rectangle((x, y, x + max(round(WIDE * guess.probability), 4), y + high), 4, fill=colour)
+    draw.rounded_rectangle((x, y, x + max(round(WIDE * guess.probability), 4), y + high), 4, fill=color)
     room = WIDE - 3 * SMALL_GAP - _font(NOTE).getlength(share)
     middle = y + high / 2
     draw.text((x + SMALL_GAP, middle), _short(guess.name, NOTE, room), INK, _font(NOTE), anchor="lm")
     draw.text((x + WIDE - SMALL_GAP, middle), share, INK, _font(NOTE), anchor="rm")
 
 
-def _draw_maps(sheet: Image.Image, place: tuple[int, int], maps: dict[str, NDArray[Any]], picture: Image.Image) -> None:
-    """Draw the maps in rows, with the name of the token below each."""
+def _draw_maps(sheet: Image.Image, place: tuple[int, int], maps: dict[str, NDArray[Any]], image: Image.Image) -> None:
+    """Draw the maps in rows, each with the name of its token."""
     draw = ImageDraw.Draw(sheet)
     x, y = place
     draw.line([(x, y - SMALL_GAP), (x + WIDE, y - SMALL_GAP)], LINE)
     _write(draw, (x, y), "attention in the last layer", NOTE, SOFT)
     y += NOTE + SMALL_GAP
-    step, space = picture.height + NOTE + 2 * SMALL_GAP, (WIDE - 2 * SMALL_GAP) // ACROSS
+    step, space = image.height + NOTE + 2 * SMALL_GAP, (WIDE - 2 * SMALL_GAP) // ACROSS
     for number, (name, values) in enumerate(maps.items()):
         left = x + number % ACROSS * (space + SMALL_GAP)
         upper = y + number // ACROSS * step
-        sheet.paste(over(picture, values), (left + (space - picture.width) // 2, upper))
-        middle = (left + space / 2, upper + picture.height + SMALL_GAP)
+        sheet.paste(over(image, values), (left + (space - image.width) // 2, upper))
+        middle = (left + space / 2, upper + image.height + SMALL_GAP)
         draw.text(middle, _short(name, NOTE, space), INK, _font(NOTE), anchor="mm")
 
 
-def _asked(column: Column) -> bool:
-    """Whether questions are named: where there are several."""
+def _titled(column: Column) -> bool:
+    """Return whether label columns are named: if there are several."""
     return len(column.guesses) > 1
 
 
 def _fit(size: tuple[int, int], wide: int, tall: int) -> tuple[int, int]:
-    """Give the largest size of the same shape within a box."""
+    """Return the largest size of the same aspect ratio within a box."""
     scale = min(wide / size[0], tall / size[1])
     return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
 
 
 def _write(
-    draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, size: int, colour: tuple[int, int, int] = INK
+    draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, size: int, color: tuple[int, int, int] = INK
 ) -> None:
-    draw.text((place[0], place[1] + 0.8 * size), _plain(text), colour, _font(size), anchor="ls")
+    draw.text((place[0], place[1] + 0.8 * size), _plain(text), color, _font(size), anchor="ls")
 
 
 def _short(text: str, size: int, room: float) -> str:
-    """Cut a text so that it fits."""
+    """Shorten a text to a width in pixels."""
     text, font = _plain(text), _font(size)
     if font.getlength(text) <= room:
         return text
@@ -159,7 +159,7 @@ def _short(text: str, size: int, room: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Leave accents out, and show what is not Latin as a question mark: the font that Pillow brings has no more."""
+    """Remove accents, and replace what is not Latin by question marks: Pillow's font has no more."""
     letters = unicodedata.normalize("NFKD", text)
     return "".join(one if one.isascii() else "?" for one in letters if not unicodedata.combining(one))
 

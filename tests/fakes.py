@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import vitrail.adapters
 from vitrail.adapters.base import BlockAdapter, BlockCall, TrunkAdapter
 from vitrail.adapters.forward_pass import open_pass
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.tokens import Role, TokenLayout
 
 
@@ -110,8 +110,8 @@ class ToyAdapter(TrunkAdapter):
     def resizes(self, trunk: Any) -> bool:
         return True
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
-        return Preprocessing((16, 16), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    def preprocessing(self, trunk: Any) -> InputSpec:
+        return InputSpec((16, 16), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
     def entry_points(self) -> type:
         return ToyEntryPoint

@@ -46,7 +46,7 @@ before = set(sys.modules)
 import vitrail
 added = sorted(set(sys.modules) - before)
 found = {"added": added, "loaded": loaded(), "cuda": torch.cuda.is_initialized()}
-from vitrail.data import Preprocessing
+from vitrail.data import InputSpec
 found["with preprocessing"] = loaded()
 sys.argv, said = ["vitrail", "--help"], io.StringIO()
 try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vitrail.data import Collection, Preprocessing
+from vitrail.data import Dataset, InputSpec
 from vitrail.errors import VitrailError
 
 
@@ -69,7 +69,7 @@ class FakeReports(ModuleType):
     def inspect(
         self,
         model: torch.nn.Module,
-        data: Collection,
+        data: Dataset,
         *,
         batch_size: int,
         progress: Callable[[str, int, int | None], object],
@@ -80,7 +80,7 @@ class FakeReports(ModuleType):
         if self.error is not None:
             raise self.error
         seen = 0
-        for batch in data.batches(Preprocessing((32, 32)), batch_size):
+        for batch in data.batches(InputSpec((32, 32)), batch_size):
             self.sizes.append(tuple(batch.images.shape))
             seen += len(batch.names)
             progress("looking at pictures", seen, len(data))

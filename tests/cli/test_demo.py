@@ -9,15 +9,15 @@ import pytest
 import torch
 from PIL import Image
 from typer.testing import CliRunner
-from vitrail.data.drawn_samples import drawings
 
 import vitrail
 from tests.training.toys import FIELDS, make_photos
 from vitrail.cli import app
+from vitrail.cli._demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
+from vitrail.cli._summary import Guess, Summary
 from vitrail.cli.demo import STRENGTHS, run_demo
-from vitrail.cli.demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
-from vitrail.cli.summary import Guess, Summary
 from vitrail.data import read_image, to_tensor
+from vitrail.data.sample_images import drawings
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.training import train
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import vitrail
 from tests.cli.words import one_line
 from vitrail.cli import app
-from vitrail.data import Preprocessing, read_image, to_tensor
+from vitrail.data import InputSpec, read_image, to_tensor
 from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput
 
@@ -89,7 +89,7 @@ def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
     model = vitrail.load_model(MODEL, pretrained=False, img_size=(64, 64))
     for entry in summary["pictures"]:
         picture = read_image(photos / entry["picture"])
-        batch = to_tensor([picture], Preprocessing((64, 64)))
+        batch = to_tensor([picture], InputSpec((64, 64)))
         with torch.inference_mode():
             before = model(batch)[0]
             with vitrail.merge(model, r=1) as merging, merging.track() as trace:
@@ -267,7 +267,7 @@ def test_a_size_that_the_model_refuses_is_answered_in_words(photos: Path, saved_
 
 
 def test_an_output_that_says_nothing_about_the_picture_is_answered_in_words() -> None:
-    from vitrail.cli.asking import _values
+    from vitrail.cli._prediction import _values
 
     with pytest.raises(UnsupportedInput, match=r"gave a dict.*logits"):
         _values(torch.nn.Identity(), {})

@@ -23,7 +23,7 @@ from experiments.merging import measuring
 from experiments.merging.measuring import KINDS, MERGED, UNMERGED, measure_merging, most, speed, steps, timed
 from experiments.merging.showing import at
 from experiments.merging.study import PLAIN, STUDY, WITH, R, look
-from vitrail.data.spec import MEAN, STD, Preprocessing
+from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import NotMerged
 from vitrail.merging import Room
 from vitrail.models import ViT, create_model
@@ -132,7 +132,7 @@ def test_the_cap_is_the_largest_r_that_all_layers_have_pairs_for(depth: int, pat
 def test_a_model_with_more_special_tokens_is_measured_and_left_as_it_was() -> None:
     """Every picture at every setting, against the merged model's own answers; at random, the same each time."""
     model, validation = small_vit("cls,distillation,register=4"), few().validation
-    labels = Labels({"label": tuple(validation.classes["label"])}, Preprocessing((32, 32), MEAN, STD))
+    labels = Labels({"label": tuple(validation.classes["label"])}, InputSpec((32, 32), MEAN, STD))
     ((pictures, truth),) = batches(model, labels, validation)
     with torch.no_grad():  # no class is ahead of the others, so that answers depend on the picture
         for name, logits in model.forward_output(pictures).by_role.items():

@@ -26,9 +26,10 @@ from experiments.tasks.shapes.study import STUDY as SHAPES
 from experiments.tasks.shapes.study import lighted
 from experiments.tasks.showing import SHARED, TOKENS, TWICE
 from experiments.tasks.sounds.study import STUDY as SOUNDS
+from vitrail.data import open_dataset
 from vitrail.surgery.recording import Recording
 from vitrail.tokens import Role, TokenLayout, TokenSpan
-from vitrail.training import Arrays, open_examples
+from vitrail.training import Arrays
 
 STUDIES = {"shapes": SHAPES, "groups": GROUPS, "sounds": SOUNDS, "pets": PETS}
 TWO_EACH = TokenLayout((TokenSpan(Role.TASK, 2, "colour"), TokenSpan(Role.TASK, 2, "shape")), (1, 2, 3))
@@ -91,7 +92,10 @@ def test_a_probe_reads_what_a_token_holds_and_nothing_else() -> None:
     for rows in (slice(0, 300), slice(300, 400)):
         own = {name: values[rows] for name, values in labels.items()}
         empty = Arrays(torch.zeros(len(own["colour"]), 1, 1, 1), own)
-        parts += [Recording(TWO_EACH, (1,), tokens={1: tokens[rows]}), open_examples(empty, labels=tuple(labels))]
+        parts += [
+            Recording(TWO_EACH, (1,), tokens={1: tokens[rows]}),
+            open_dataset(empty, labels=tuple(labels), labeled=True),
+        ]
     found = knows(*parts)
     for token, task in product(labels, labels):
         assert found[token][task] == 1.0 if token == task else found[token][task] < 0.4

@@ -18,7 +18,7 @@ import vitrail
 from tests.fakes import ToyViT
 from tests.surgery.models import ALL, distance, leaving, run
 from vitrail.adapters import find
-from vitrail.data import open_collection, read_image, to_tensor
+from vitrail.data import open_dataset, read_image, to_tensor
 from vitrail.errors import (
     BrokenPass,
     ImageError,
@@ -203,7 +203,7 @@ def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) ->
     expects = find(toy).adapter.preprocessing(toy)
     prepared = to_tensor([read_image(path) for path in sorted(tmp_path.iterdir())], expects)
     expected = vitrail.record(toy, prepared, "norms").norms[2]
-    for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_collection(tmp_path)):
+    for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_dataset(tmp_path)):
         assert torch.allclose(vitrail.record(toy, given, "norms", batch_size=2).norms[2], expected)
     (tmp_path / "broken.png").write_bytes(b"no picture")
     with pytest.warns(VitrailWarning, match=r"could not be read, 1 of the pictures.*broken\.png"):

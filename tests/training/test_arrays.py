@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from vitrail.data.augment.normalize import Normalising
 
 from tests.training.toys import FIELDS, same, weights
+from vitrail.data import open_dataset
 from vitrail.data.augment.arrays import ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.augment.mix import Mix
-from vitrail.data.loading.loader import make_feed
+from vitrail.data.loading.loader import make_loader
 from vitrail.data.loading.order import generator
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, TrainingError
-from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, open_examples, train
+from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, train
 from vitrail.training.run_directory import Labels
 
 SMALL = {name: value for name, value in FIELDS.items() if name not in ("image_size", "patch_size", "tokens")}
@@ -63,7 +64,7 @@ def test_sounds_are_learned_with_a_token_for_each_task(tmp_path: Path) -> None:
     assert model.config.in_chans == 1
     assert labels.classes == {"tone": ("0", "1"), "voice": ("bright", "dark")}
     values = sounds()._values.double()
-    assert isinstance(labels.preprocessing, Normalising)
+    assert isinstance(labels.preprocessing, InputSpec)
     assert labels.preprocessing.mean == pytest.approx((values.mean().item(),))
     assert labels.preprocessing.std == pytest.approx((values.std(correction=0).item(),))
 
@@ -84,7 +85,7 @@ def test_clips_are_learned_in_blocks_of_time_and_space(tmp_path: Path) -> None:
     assert run.evaluation.count == 16
     model, labels = load_trained(run.last)
     assert model.config.image_size == (4, 16, 16)
-    assert labels.preprocessing == Normalising((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 255)
+    assert labels.preprocessing == InputSpec.of_arrays((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 255)
     assert evaluate(run.folder, clips(16, 1), merge={"r": 1}, seconds=0).accuracy["fused"] > 0.9
     # A model by itself says how bytes are normalised; they are colours.
     assert evaluate(model, clips(16, 1), seconds=0, look=0).accuracy == (
@@ -153,11 +154,11 @@ def test_models_of_other_libraries_and_trained_ones(tmp_path: Path) -> None:
     first = train(data=sounds(), out=str(tmp_path / "timm"), **fields)
     narrow = Arrays(sounds()._values[..., :16], sounds().labelled("voice").numbers)
     fields = {**SMALL, "epochs": 1, "model": str(first.last), "options": {}}
-    half = open_examples(narrow).take(0.5, 0)
+    half = open_dataset(narrow, labeled=True).take(0.5, 0)
     second = train(data=half, out=str(tmp_path / "on"), **fields)
     model, labels = load_trained(second.last)
     assert model.patch_embed.img_size == (16, 16)  # type: ignore[union-attr]
-    assert labels.preprocessing == half.normalising() != open_examples(narrow).normalising()
+    assert labels.preprocessing == half.statistics() != open_dataset(narrow, labeled=True).statistics()
     assert evaluate(second.last, narrow, seconds=0).count == 64
 
 
@@ -169,13 +170,13 @@ def test_models_of_other_libraries_and_trained_ones(tmp_path: Path) -> None:
 def test_two_processes_see_what_one_sees(keep: Any, make: Any) -> None:
     """From the array to the mixed batch."""
     arrays = make(12)
-    examples = open_examples(arrays, labels=tuple(arrays._labels))
-    expects = examples.normalising()
+    examples = open_dataset(arrays, labels=tuple(arrays._labels), labeled=True)
+    expects = examples.statistics()
     assert expects is not None
     augment, mix = ArrayAugment("strong", expects), Mix(0.8, 1.0)
 
     def batch(rank: int, world: int) -> tuple[Tensor, ...]:
-        feed = make_feed(examples, side=1, device="cpu", batch=8, seed=3, rank=rank, world=world, keep=keep)
+        feed = make_loader(examples, side=1, device="cpu", batch=8, seed=3, rank=rank, world=world, keep=keep)
         rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
         found = feed.batch(2)
         for value, index in zip(found.images, found.indices, strict=True):
@@ -193,24 +194,26 @@ def test_a_share_is_normalised_by_its_own_rows() -> None:
         torch.randn(10, 2, 4, 6, generator=generator("cpu", 0)).double() * 3 + torch.arange(2.0).view(2, 1, 1) * 1e4
     )
     values[:, 1] = 7
-    kept, _ = open_examples(Arrays(values, [0, 1] * 5)).split(0.3, 0)
-    found = kept.normalising()
+    kept, _ = open_dataset(Arrays(values, [0, 1] * 5), labeled=True).split(0.3, 0)
+    found = kept.statistics()
     rows = values[kept._rows]
     assert found is not None
     assert found.mean == pytest.approx((rows[:, 0].mean().item(), 7))
     assert found.std == pytest.approx((rows[:, 0].std(correction=0).item(), 1))  # a constant channel is left at zero
     assert found(rows)[:, 1].abs().max() == 0
     with pytest.raises(InvalidOption, match="channel 1 has values that are not finite"):
-        open_examples(Arrays(values * torch.tensor([1, torch.inf]).view(2, 1, 1), [0] * 10)).normalising()
+        open_dataset(Arrays(values * torch.tensor([1, torch.inf]).view(2, 1, 1), [0] * 10), labeled=True).statistics()
 
 
 def test_bytes_of_three_channels_are_prepared_as_pictures_are() -> None:
     values = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
-    expects = open_examples(Arrays(values, [0, 1, 0, 1])).normalising()
+    expects = open_dataset(Arrays(values, [0, 1, 0, 1]), labeled=True).statistics()
     assert expects is not None
     as_pictures = Augment("none", 8, expects.mean, expects.std).plain(values)  # type: ignore[arg-type]
     assert torch.equal(ArrayAugment("light", expects).plain(values), as_pictures)
-    assert open_examples(Arrays(values[:, :2], [0] * 4)).normalising() == Normalising((0.5, 0.5), (0.5, 0.5), 255)
+    assert open_dataset(Arrays(values[:, :2], [0] * 4), labeled=True).statistics() == InputSpec.of_arrays(
+        (0.5, 0.5), (0.5, 0.5), 255
+    )
 
 
 # ---------------------------------------------------------------- labels and refusals
@@ -233,17 +236,17 @@ def test_labels_and_names() -> None:
     assert Arrays(values, [0] * 4)._values.data_ptr() == values.ctypes.data  # as it is, a file mapped to memory, say
     arrays = Arrays(values, {"tone": np.array([2, 0, -1, 1]), "voice": ["b", "a", "a", None]})
     assert repr(arrays) == "Arrays(4 × (1, 2, 2), float32, tone: 3 classes, voice: 2 classes)"
-    tones = open_examples(arrays, labels=("tone",))
+    tones = open_dataset(arrays, labels=("tone",), labeled=True)
     assert (tones.labels[:, 0].tolist(), tones.unlabelled, tones.name(2)) == ([2, 0, 1], 1, "number 3")
-    both = open_examples(arrays, labels=("voice", "tone"))
+    both = open_dataset(arrays, labels=("voice", "tone"), labeled=True)
     assert both.labels.tolist() == [[1, 2], [0, 0]]
     named = Arrays(values, ["cat", "dog", "cat", "dog"], classes=["eel", "dog", "cat"], names=list("wxyz"))
-    examples = open_examples(named)
+    examples = open_dataset(named, labeled=True)
     assert examples.classes == {"label": ("eel", "dog", "cat")}
     assert (examples.labels[:, 0].tolist(), examples.names) == ([2, 1, 2, 1], list("wxyz"))
-    known = open_examples(named, classes={"label": ("dog", "cat")})
+    known = open_dataset(named, classes={"label": ("dog", "cat")}, labeled=True)
     assert known.labels[:, 0].tolist() == [1, 0, 1, 0]
-    assert open_examples(Arrays(values, [0, 1, 1, 0], classes=["x", "y"])).classes == {"label": ("x", "y")}
+    assert open_dataset(Arrays(values, [0, 1, 1, 0], classes=["x", "y"]), labeled=True).classes == {"label": ("x", "y")}
 
 
 @pytest.mark.parametrize(

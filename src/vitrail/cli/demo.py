@@ -85,16 +85,16 @@ def _load(name: str) -> Loaded:
     library, colon, _ = name.partition(":")
     if colon and library in ADAPTERS and not name.startswith(PREFIX):
         raise InvalidOption(
-            f"{name}: the demo shows models that vitrail train saved, which have class names; name a run directory. For "
-            f"models of {ADAPTERS[library]} use vitrail merge and vitrail inspect"
+            f"{name}: the demo shows models that vitrail train saved, which have class names; name a run directory. "
+            f"For models of {ADAPTERS[library]} use vitrail merge and vitrail inspect"
         )
     model_of(named(name))  # raises for a folder without a model
     with console.err.status(f"Loading {name}"):
         loaded = load(name, random=False, device="cpu")
     if not loaded.questions:
         raise InvalidOption(
-            f"{name} has no class names; expected a model that vitrail train saved, with labels.json beside it. For other "
-            "models use vitrail merge"
+            f"{name} has no class names; expected a model that vitrail train saved, with labels.json beside it. For "
+            "other models use vitrail merge"
         )
     return loaded
 

@@ -51,7 +51,8 @@ def run_merge(
     if random:
         console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
 
-    names = Names(folder, ("glass", "side-by-side"), file_names(dataset))
+    paths = file_names(dataset)
+    names = Names(folder, ("glass", "side-by-side"), paths)
     results: list[Result] = []
     with console.progress() as bar:
         task = bar.add_task("Merging", total=len(good))
@@ -63,7 +64,7 @@ def run_merge(
             else:
                 if not results:
                     predict(loaded, image)  # the first pass is slower, and would count as the one without merging
-                files = names.for_picture(file_names(dataset)[index])
+                files = names.for_picture(paths[index])
                 results.append(_merge_one(loaded, options, image, dataset.name(index), files))
             bar.advance(task)
     if not results:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.data.augment.geometry import crop, cubic, random_boxes, turning, warp
+from vitrail.data.augment.geometry import affine, crop, cubic, random_boxes, warp
 
 v2 = pytest.importorskip("torchvision.transforms.v2.functional", reason="the reference is torchvision's")
 BICUBIC = pytest.importorskip("torchvision.transforms").InterpolationMode.BICUBIC
@@ -62,7 +62,7 @@ def test_warp_without_a_turn_is_the_crop(flipped: bool) -> None:
 def test_turns_are_torchvisions(angle: float, shear: tuple[float, float], shift: tuple[float, float]) -> None:
     images = waves(1, 64)
     whole = torch.zeros(1, 2), torch.full((1, 2), 64.0), torch.tensor([False])
-    turn = turning(torch.tensor([math.radians(angle)]), torch.tensor([shear]), torch.tensor([shift]))
+    turn = affine(torch.tensor([math.radians(angle)]), torch.tensor([shear]), torch.tensor([shift]))
     made = warp(images, *whole, turn, 64)
     degrees = [math.degrees(math.atan(shear[0])), math.degrees(math.atan(shear[1]))]
     move = [round(64 * shift[0]), round(64 * shift[1])]
@@ -79,10 +79,10 @@ def test_a_turned_box_shows_what_is_beside_it() -> None:
     """A box in the middle, turned by a quarter, is the quarter turn of that box; nothing is filled in."""
     images = waves(1, 64)
     start, size = torch.tensor([[16.0, 16.0]]), torch.tensor([[32.0, 32.0]])
-    turn = turning(torch.tensor([math.pi / 2]), torch.zeros(1, 2), torch.zeros(1, 2))
+    turn = affine(torch.tensor([math.pi / 2]), torch.zeros(1, 2), torch.zeros(1, 2))
     made = warp(images, start, size, torch.tensor([False]), turn, 32)
     torch.testing.assert_close(made, images[:, :, 16:48, 16:48].rot90(-1, (2, 3)), atol=1e-4, rtol=0)
-    moved = turning(torch.zeros(1), torch.zeros(1, 2), torch.tensor([[0.25, 0.0]]))
+    moved = affine(torch.zeros(1), torch.zeros(1, 2), torch.tensor([[0.25, 0.0]]))
     made = warp(images, start, size, torch.tensor([False]), moved, 32)
     torch.testing.assert_close(made, images[:, :, 16:48, 8:40], atol=1e-4, rtol=0)
 

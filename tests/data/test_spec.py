@@ -7,14 +7,14 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.data import Preprocessing, to_tensor
+from vitrail.data import InputSpec, to_tensor
 from vitrail.errors import InvalidOption, UnsupportedInput
 
-PLAIN = Preprocessing((8, 12), (0, 0, 0), (1, 1, 1))
+PLAIN = InputSpec((8, 12), (0, 0, 0), (1, 1, 1))
 
 
 def test_values_are_normalised_for_each_colour() -> None:
-    prepared = Preprocessing((4, 6), mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 2))
+    prepared = InputSpec((4, 6), mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 2))
     batch = to_tensor([Image.new("RGB", (9, 7), (255, 51, 0))], prepared)
     assert batch.shape == (1, 3, 4, 6)
     assert batch.dtype == torch.float32
@@ -61,7 +61,7 @@ def test_no_pictures_is_an_error() -> None:
 
 
 def test_preprocessing_is_frozen_comparable_and_made_of_tuples() -> None:
-    prepared = Preprocessing([8, np.int64(12)], [0, 0, 0], [1, 1, 1])  # type: ignore[arg-type]
+    prepared = InputSpec([8, np.int64(12)], [0, 0, 0], [1, 1, 1])  # type: ignore[arg-type]
     assert prepared == PLAIN
     assert hash(prepared) == hash(PLAIN)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -81,4 +81,4 @@ def test_preprocessing_is_frozen_comparable_and_made_of_tuples() -> None:
 )
 def test_wrong_preprocessing_is_an_error(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
-        Preprocessing(**{"size": (4, 4), **wrong})  # type: ignore[arg-type]
+        InputSpec(**{"size": (4, 4), **wrong})  # type: ignore[arg-type]

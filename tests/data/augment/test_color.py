@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from vitrail.data.augment.color import blur, box, erase, grey, jitter, solarise
+from vitrail.data.augment.color import blur, box_mask, erase, gray, jitter, solarize
 
 v2 = pytest.importorskip("torchvision.transforms.v2.functional", reason="the reference is torchvision's")
 
@@ -15,8 +15,8 @@ def images() -> torch.Tensor:
     return torch.rand(5, 3, 24, 24)
 
 
-def test_grey(images: torch.Tensor) -> None:
-    torch.testing.assert_close(grey(images), v2.rgb_to_grayscale(images))
+def test_gray(images: torch.Tensor) -> None:
+    torch.testing.assert_close(gray(images), v2.rgb_to_grayscale(images))
 
 
 def test_jitter(images: torch.Tensor) -> None:
@@ -39,14 +39,14 @@ def test_the_order_of_jitter_matters_only_by_clipping() -> None:
     torch.testing.assert_close(made, other, atol=1e-5, rtol=0)
 
 
-def test_solarise(images: torch.Tensor) -> None:
-    torch.testing.assert_close(solarise(images), v2.solarize(images, 128 / 255))
+def test_solarize(images: torch.Tensor) -> None:
+    torch.testing.assert_close(solarize(images), v2.solarize(images, 128 / 255))
 
 
 def test_solarise_is_pillows() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(16, 16)
     theirs = torch.from_numpy(np.array(ImageOps.solarize(Image.fromarray(values.numpy()))))
-    assert torch.equal((solarise(values / 255) * 255).round().byte(), theirs)
+    assert torch.equal((solarize(values / 255) * 255).round().byte(), theirs)
 
 
 def test_blur(images: torch.Tensor) -> None:
@@ -68,6 +68,6 @@ def test_erase(images: torch.Tensor) -> None:
         torch.testing.assert_close(made[number], v2.erase(image, *place, colour[number][:, None, None]))
 
 
-def test_box() -> None:
-    inside = box(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 2.0]]), 3, 4)
+def test_box_mask() -> None:
+    inside = box_mask(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 2.0]]), 3, 4)
     assert inside.int().tolist() == [[[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]]

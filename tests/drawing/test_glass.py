@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vitrail.drawing import stained_glass
-from vitrail.drawing.glass import LEAD_COLOUR
+from vitrail.drawing.glass import LEAD_COLOR
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 
@@ -20,7 +20,7 @@ def glass(pixels: np.ndarray, groups: object, **options: float) -> np.ndarray:
 
 
 def is_lead(painted: np.ndarray) -> np.ndarray:
-    return (painted == LEAD_COLOUR).all(-1)
+    return (painted == LEAD_COLOR).all(-1)
 
 
 def slow_glass(pixels: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def test_lead_edges_are_smooth_and_their_weight_is_right() -> None:
     """A line of 2.5 pixels darkens as much as 2.5 pixels would, wherever it falls on the pixel grid."""
     pixels = np.full((40, 101, 3), 220, dtype=np.uint8)
     darkness = 220 - glass(pixels, [[0, 1, 2]], lead=2.5)[20, :, 0].astype(float)
-    assert darkness.sum() / (220 - LEAD_COLOUR[0]) == pytest.approx(2 * 2.5, abs=0.05)
+    assert darkness.sum() / (220 - LEAD_COLOR[0]) == pytest.approx(2 * 2.5, abs=0.05)
 
 
 def test_bends_are_closed_and_corners_rounded() -> None:
@@ -130,7 +130,7 @@ def test_bends_are_closed_and_corners_rounded() -> None:
 def test_default_leads_grow_with_the_picture(size: tuple[int, int], grid: tuple[int, int], width: float) -> None:
     groups = np.broadcast_to(np.arange(grid[1]), grid)
     row = 250 - glass(np.full((*size, 3), 250, dtype=np.uint8), groups)[size[0] // 2, :, 0].astype(float)
-    assert row.sum() / (250 - LEAD_COLOUR[0]) / (grid[1] - 1) == pytest.approx(width, rel=0.1)
+    assert row.sum() / (250 - LEAD_COLOR[0]) / (grid[1] - 1) == pytest.approx(width, rel=0.1)
 
 
 def test_every_pane_shows_its_colour_even_on_the_finest_grid() -> None:

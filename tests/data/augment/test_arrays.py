@@ -3,14 +3,14 @@
 import pytest
 import torch
 from torch import Tensor
-from vitrail.data.augment.normalize import Normalising
 
-from vitrail.data.augment.arrays import DRAWS, REACH, ArrayAugment, hidden, shifted, spread_over
+from vitrail.data.augment.arrays import DRAWS, REACH, ArrayAugment, mask_band, shift, whole_number
 from vitrail.data.loading.order import generator
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 
 SHAPES = {"spectrograms": (6, 2, 16, 24), "clips": (6, 3, 8, 9, 17)}
-NORMALISING = {2: Normalising((1.0, -2.0), (2.0, 0.5)), 3: Normalising((0.5,) * 3, (0.25,) * 3, 255)}
+NORMALISING = {2: InputSpec.of_arrays((1.0, -2.0), (2.0, 0.5)), 3: InputSpec.of_arrays((0.5,) * 3, (0.25,) * 3, 255)}
 
 
 def values(kind: str) -> Tensor:
@@ -20,7 +20,7 @@ def values(kind: str) -> Tensor:
     return torch.randn(shape, generator=generator("cpu", 1), dtype=torch.float64)
 
 
-def brute(sample: Tensor, strength: str, numbers: list[float], normalising: Normalising) -> Tensor:
+def brute(sample: Tensor, strength: str, numbers: list[float], normalising: InputSpec) -> Tensor:
     """One sample, one value after the other."""
     made = torch.zeros(sample.shape, dtype=torch.float64)
     sides = sample.shape[1:]
@@ -71,24 +71,24 @@ def test_the_same_for_any_number_of_processes(kind: str, strength: str) -> None:
 
 def test_shifts_and_bands_one_by_one() -> None:
     line = torch.arange(1.0, 7.0).expand(3, 1, 2, 6)
-    moved = shifted(line, 3, torch.tensor([0, 2, -1]))
+    moved = shift(line, 3, torch.tensor([0, 2, -1]))
     assert moved[:, 0, 1].tolist() == [[1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4], [2, 3, 4, 5, 6, 0]]
-    dark = hidden(line, 3, torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2]))
+    dark = mask_band(line, 3, torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2]))
     assert dark[:, 0, 0].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 0, 4, 5, 6], [1, 2, 3, 4, 0, 0]]
 
 
 def test_settled_it_only_normalises() -> None:
     values, draw = torch.randn(3, 2, 8, 12), torch.Generator().manual_seed(0)
-    augment = ArrayAugment("strong", Normalising((0.5, 1.0), (2.0, 3.0)))
+    augment = ArrayAugment("strong", InputSpec.of_arrays((0.5, 1.0), (2.0, 3.0)))
     assert torch.equal(augment.settled()(values, draw), augment.plain(values))
     assert not torch.equal(augment(values, draw), augment.plain(values))
 
 
 def test_numbers_are_spread_evenly() -> None:
-    counts = (spread_over((torch.arange(7000) + 0.5) / 7000, -3, 3) + 3).bincount()
+    counts = (whole_number((torch.arange(7000) + 0.5) / 7000, -3, 3) + 3).bincount()
     assert counts.tolist() == [1000] * 7
     highest = torch.tensor([0, 1, 4])
-    assert torch.equal(spread_over(torch.ones(3), 0, highest), highest)
+    assert torch.equal(whole_number(torch.ones(3), 0, highest), highest)
 
 
 def test_no_number_is_read_back_from_the_device() -> None:
@@ -109,4 +109,4 @@ def test_refusals() -> None:
         ArrayAugment("flip", NORMALISING[2])
     for wrong in ({"mean": (), "std": ()}, {"mean": (0,), "std": (0,)}, {"mean": (float("nan"),), "std": (1,)}):
         with pytest.raises(InvalidOption, match="one finite number for each channel"):
-            Normalising(**wrong)
+            InputSpec.of_arrays(**wrong)

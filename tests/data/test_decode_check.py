@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.pictures.test_reading import BAD
+from tests.data.test_decode import BAD
 from vitrail.data import check_image, read_image
 from vitrail.errors import ImageError
 

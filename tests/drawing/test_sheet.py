@@ -51,9 +51,9 @@ def test_smaller_pictures_are_centred() -> None:
 
 def test_wrong_sheets_are_errors() -> None:
     picture = Image.new("RGB", (9, 9))
-    with pytest.raises(InvalidOption, match="0 pictures"):
+    with pytest.raises(InvalidOption, match="0 images"):
         contact_sheet([])
-    with pytest.raises(InvalidOption, match="2 pictures and 1 captions"):
+    with pytest.raises(InvalidOption, match="2 images and 1 captions"):
         contact_sheet([picture, picture], ["only one"])
     with pytest.raises(InvalidOption, match="columns=0"):
         contact_sheet([picture], columns=0)

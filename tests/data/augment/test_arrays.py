@@ -105,8 +105,8 @@ def test_autocast_leaves_it_exact() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InvalidOption, match="augment='flip': arrays know none, light, medium, strong"):
+    with pytest.raises(InvalidOption, match="augment='flip'"):
         ArrayAugment("flip", NORMALISING[2])
     for wrong in ({"mean": (), "std": ()}, {"mean": (0,), "std": (0,)}, {"mean": (float("nan"),), "std": (1,)}):
-        with pytest.raises(InvalidOption, match="one finite number for each channel"):
+        with pytest.raises(InvalidOption, match="channels"):
             InputSpec.of_arrays(**wrong)

@@ -26,7 +26,7 @@ def images() -> Tensor:
 
 def numbers(count: int, **given: float | list[float]) -> Tensor:
     """Numbers as they are drawn, with some of them given: by default the whole picture, unchanged."""
-    usual = {"area": 1.0, "ratio": 0.5, "flip": 1.0, "choice": 0.99, "blur": 0.0, "turned": 1.0, "erased": 1.0}
+    usual = {"area": 1.0, "ratio": 0.5, "flip": 1.0, "choice": 0.99, "blur": 0.0, "warped": 1.0, "erased": 1.0}
     table = torch.full((count, sum(WIDTHS)), 0.5)
     found = Draws(*table.split(WIDTHS, 1))
     for name, value in (usual | given).items():
@@ -183,7 +183,7 @@ def test_autocast_leaves_it_exact(images: Tensor) -> None:
         ({"ratio": (1.2, 1.3)}, "ratio="),
         ({"jitter": 1.0}, "jitter=1.0"),
         ({"erasing": 1.5}, "erasing=1.5"),
-        ({"std": (1.0, 0.0, 1.0)}, "a spread above 0"),
+        ({"std": (1.0, 0.0, 1.0)}, "std above 0"),
     ],
 )
 def test_refusals(given: dict[str, Any], message: str) -> None:
@@ -192,5 +192,5 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
 
 
 def test_rows_must_fit(images: Tensor) -> None:
-    with pytest.raises(InvalidOption, match="that is 4 pictures of the whole batch, and 12 were given"):
+    with pytest.raises(InvalidOption, match="4 rows of the global batch, for 12"):
         Augment("light", 8)(images, generator("cpu", 0), slice(0, 4), 24)

@@ -129,7 +129,7 @@ def test_refusals(given: dict[str, Any]) -> None:
 
 
 def test_pairs_need_two(images: Tensor) -> None:
-    with pytest.raises(InvalidOption, match="7 pictures cannot be mixed in pairs"):
+    with pytest.raises(InvalidOption, match="7 images"):
         Mix(0.8)(images[:7], generator("cpu", 0))
     with pytest.raises(InvalidOption, match="mixed in pairs"):
         Mix(0.8)(images[1:3], generator("cpu", 0), slice(1, 3), 8)

@@ -72,9 +72,9 @@ def test_repeats(distinct: int, repeats: int) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InvalidOption, match="There are 3 examples, fewer than one batch of 4"):
+    with pytest.raises(InvalidOption, match="3 samples, fewer than one batch of 4"):
         Order(3, 4, 0)
-    with pytest.raises(InvalidOption, match="repeats=3: a batch of 8"):
+    with pytest.raises(InvalidOption, match="repeats=3"):
         Order(10, 8, 0, 3)
     for bad in ({"batch": 0}, {"batch": 4, "repeats": 0}):
         with pytest.raises(InvalidOption):

@@ -167,7 +167,7 @@ def test_mistakes_are_answered_in_words(run: Path, pictures: Path, tmp_path: Pat
     assert result.exit_code == 2
     assert "could not be made" in result.stderr
     vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "nameless")
-    with pytest.raises(InvalidOption, match="does not know the names of its classes"):
+    with pytest.raises(InvalidOption, match="no class names"):
         run_demo(tmp_path / "out", str(tmp_path / "nameless"), [pictures])
     with pytest.raises(ModelLoadError, match="none holds no model; expected a folder of a run"):
         run_demo(tmp_path / "out", str(tmp_path / "none"), [pictures])
@@ -183,7 +183,7 @@ def test_models_without_names_of_classes_are_refused_before_anything_is_fetched(
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())
     assert said.startswith(f"Error: {name}: the demo shows models that vitrail train saved")
-    assert said.endswith(f"for models of {library} there are vitrail merge and vitrail inspect.")
+    assert f"models of {library}" in said
     assert "--random-weights" not in said  # the demo has no such option
 
 

@@ -113,7 +113,7 @@ MISTAKES = {
     "not a ViT": (("timm:resnet18", "--random-weights"), "ResNet is not a supported model"),
     "wrong size": ((MODEL, "--random-weights", "--size", "33"), "--size 33x33 is not a whole number of patches"),
     "no size": ((MODEL, "--size", "large"), "'large' is not a size"),
-    "labels of files": ((MODEL, "--labels", "breed"), "names a column of a parquet file"),
+    "labels of files": ((MODEL, "--labels", "breed"), "names a column"),
     "no page": ((MODEL, "-o", "report.pdf"), "-o report.pdf: expected the name of a page, like report.html"),
     "no folder": ((MODEL, "-o", "nowhere/report.html"), "no file can be written there"),
     "negative limit": ((MODEL, "--limit", "-1"), "'--limit'"),
@@ -141,13 +141,13 @@ def test_no_readable_picture_is_found_before_the_model_is_loaded(
         (tmp_path / name).write_text("no picture")
     result = run(MODEL, tmp_path, "-o", tmp_path / "report.html")
     assert result.exit_code == 2
-    assert "None of the 2 pictures could be read" in result.stderr
+    assert "none of the 2 images could be read" in result.stderr
 
 
 def test_a_size_that_the_model_does_not_take(reports: FakeReports, saved_vit: Path, tmp_path: Path) -> None:
     result = run(f"hf:{saved_vit}", "--size", "64", "--device", "cpu", "-o", tmp_path / "a.html")
     assert result.exit_code == 2
-    assert "does not take pictures of 64 × 64 pixels" in one_line(result.stderr)
+    assert "does not take images of 64 × 64 pixels" in one_line(result.stderr)
     assert reports.calls == []
 
 

@@ -60,7 +60,7 @@ def run_merge(
             try:
                 image = dataset.read(index).image
             except ImageError as error:
-                skipped.append(_skip(dataset.name(index), error))
+                skipped.append(_skip(dataset, index, error))
             else:
                 if not results:
                     predict(loaded, image)  # the first pass is slower, and would count as the one without merging
@@ -95,7 +95,7 @@ def check_images(dataset: Dataset) -> tuple[list[int], list[Skipped]]:
         except ImageError as error:
             if len(dataset) == 1:
                 raise
-            skipped.append(_skip(dataset.name(index), error))
+            skipped.append(_skip(dataset, index, error))
             continue
         if paths is None:
             good += range(index, len(dataset))
@@ -116,9 +116,9 @@ def file_names(dataset: Dataset) -> Sequence[Path]:
     return dataset.paths or [Path(re.sub(r"[^\w./-]+", "-", name)) for name in dataset.names]
 
 
-def _skip(name: str, error: ImageError) -> Skipped:
+def _skip(dataset: Dataset, index: int, error: ImageError) -> Skipped:
     console.complain(f"Skipped {error}")
-    return Skipped(name, str(error))
+    return Skipped(str(dataset.paths[index]) if dataset.paths else dataset.name(index), str(error))
 
 
 def _none_readable(count: int) -> ImageError:

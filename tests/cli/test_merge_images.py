@@ -39,12 +39,12 @@ def test_unreadable_pictures_are_found_before_the_model_is_loaded(
     (tmp_path / "b.png").write_text("no picture")
     result = run(tmp_path / "b.png")
     assert result.exit_code == 2
-    assert "not a picture" in result.stderr
+    assert "not an image" in result.stderr
     (tmp_path / "c.png").touch()
     result = run(tmp_path / "b.png", tmp_path / "c.png")
     assert result.exit_code == 2
     assert result.stderr.count("Skipped") == 2
-    assert "None of the 2 pictures could be read" in result.stderr
+    assert "none of the 2 images could be read" in result.stderr
 
 
 def test_damage_that_shows_only_later_is_skipped_then(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_damage_that_shows_only_later_is_skipped_then(tmp_path: Path) -> None:
     cut_off(tmp_path / "d.jpg")
     result = run(tmp_path / "a.jpg", tmp_path / "d.jpg", "-o", tmp_path / "none")
     assert result.exit_code == 2
-    assert "None of the 2 pictures could be read" in result.stderr
+    assert "none of the 2 images could be read" in result.stderr
     assert not (tmp_path / "none" / "summary.json").exists()
 
 

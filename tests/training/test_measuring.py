@@ -26,7 +26,7 @@ def test_at_another_size(photos: str, tmp_path: Path, model: str) -> None:
     found = evaluate(run.folder, photos, size=48, seconds=0)
     net, labels = load_trained(run.folder)
     examples = open_dataset(photos, labeled=True)
-    pictures = torch.stack([examples.read(row, 48) for row in range(len(examples))]).float() / 255
+    pictures = torch.stack([examples.tensor(row, 48) for row in range(len(examples))]).float() / 255
     mean, std = (torch.tensor(value)[:, None, None] for value in (labels.preprocessing.mean, labels.preprocessing.std))  # type: ignore[union-attr]
     with torch.no_grad():
         loss = F.cross_entropy(net.eval()((pictures - mean) / std), examples.labels[:, 0])

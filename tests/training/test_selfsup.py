@@ -223,7 +223,7 @@ def test_refused() -> None:
         SelfLearner(tiny(num_classes=0), prototypes=1)
     with pytest.raises(UnsupportedInput, match="views"):
         headless()(torch.zeros(2, 3, 16, 16))
-    with pytest.raises(InvalidOption, match="alike"):
+    with pytest.raises(InvalidOption, match="views"):
         Views(Augment("flip", 16))
     with pytest.raises(InvalidOption, match="even size"):
         Views(Augment("light", 15))

@@ -119,7 +119,7 @@ def test_masks_of_drawn_shapes_belong_to_their_pictures() -> None:
     assert data.masks is not None
     assert drawn.masks is not None
     assert torch.equal(data.masks(), drawn.masks.float())
-    assert all(torch.equal(data.validation.read(row, 0), drawn.images[row]) for row in range(48))
+    assert all(torch.equal(data.validation.tensor(row, 0), drawn.images[row]) for row in range(48))
 
 
 def test_pictures_are_dark_where_nobody_looks() -> None:

@@ -93,7 +93,7 @@ def test_numbers_that_are_not_finite_are_counted_and_named() -> None:
     problems = report.problems
     assert problems["num_not_finite_pictures"] == 1
     assert problems["num_not_finite_tokens"] > 0
-    assert {place["name"] for place in problems["not_finite"]} == {"picture 3"}
+    assert {place["name"] for place in problems["not_finite"]} == {"image 3"}
     assert report.norms["verdict"] == "artifacts"
     assert report.data["pictures"] == 24
     assert report.data["kept"]["features"] == 23

@@ -155,7 +155,7 @@ def _check_groups(groups: Any) -> NDArray[np.intp]:
     array = np.asarray(groups)
     if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise UnsupportedInput(
-            f"groups has shape {array.shape} and dtype {array.dtype}; expected integers (h, w), one for each cell of the "
-            "patch grid. Reshape a row of trace.groups to the grid of its layout"
+            f"groups has shape {array.shape} and dtype {array.dtype}; expected integers (h, w), one for each cell of "
+            "the patch grid. Reshape a row of trace.groups to the grid of its layout"
         )
     return np.unique(array, return_inverse=True)[1].reshape(array.shape)

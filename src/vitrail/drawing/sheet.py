@@ -32,8 +32,8 @@ def contact_sheet(
     """
     if not images or (captions and len(captions) != len(images)):
         raise InvalidOption(
-            f"{len(images)} images and {len(captions)} captions: expected at least one image, and one caption for each or "
-            "none"
+            f"{len(images)} images and {len(captions)} captions: expected one image or more, and one caption for "
+            "each or none"
         )
     if columns is not None and columns < 1:
         raise InvalidOption(f"columns={columns}: expected 1 or more, or None for all images in one row")

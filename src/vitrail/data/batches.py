@@ -1,24 +1,21 @@
 """Batches of whatever a user passes as images: any dataset, a tensor, or batches of their own.
 
 Every sample has an index, the same in every process and in every pass, so that results of several processes can be put
-in order and single samples can be read again.
+in order and single samples can be read again. Imported by ``import vitrail``, and so without Pillow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
-from vitrail.data.dataset import Dataset, open_dataset
 from vitrail.data.sample import Batch
-from vitrail.data.sources import Source, are_paths
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -32,6 +29,7 @@ class Batches:
 
     Attributes:
         data: a dataset, a tensor of preprocessed images, or an iterable of batches of such.
+        kind: which of these, as reports name it.
         labels: labels of a tensor's images.
         limit: most samples to yield.
         only: indices of the samples to yield, in rising order; None for all.
@@ -40,7 +38,8 @@ class Batches:
         skipped: samples that could not be read in the last pass, each with the reason.
     """
 
-    data: Dataset | Tensor | Iterable[Any]
+    data: Any
+    kind: Literal["collection", "tensor", "batches"]
     labels: Tensor | None = None
     limit: int | None = None
     only: tuple[int, ...] | None = None
@@ -49,23 +48,17 @@ class Batches:
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @property
-    def kind(self) -> str:
-        """Kind of the data, as reports name it."""
-        return (
-            "collection" if isinstance(self.data, Dataset) else "tensor" if isinstance(self.data, Tensor) else "batches"
-        )
-
-    @property
     def total(self) -> int | None:
         """Number of samples, readable or not; None where it is not known before they are read."""
-        sized: Any = self.data if isinstance(self.data, Dataset | Tensor) else getattr(self.data, "dataset", None)
+        sized: Any = getattr(self.data, "dataset", None) if self.kind == "batches" else self.data
         total = len(sized) if hasattr(sized, "__len__") else None
         return self.limit if total is None else min(total, self.limit or total)
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """Names of the classes, if the data has them."""
-        return self.data.class_names if isinstance(self.data, Dataset) else None
+        names: tuple[str, ...] | None = self.data.class_names if self.kind == "collection" else None
+        return names
 
     @property
     def runs_once(self) -> bool:
@@ -99,22 +92,20 @@ class Batches:
             raise InvalidOption(f"batch_size={batch_size!r}: expected 1 or more")
         if self.only == ():
             return
-        if isinstance(self.data, Dataset):
-            yield from self._of_dataset(self.data, spec, batch_size or BATCH_SIZE, rank, world_size)
-        elif isinstance(self.data, Tensor):
-            yield from self._of_tensor(self.data, batch_size or len(self.data), rank, world_size)
+        if self.kind == "collection":
+            yield from self._of_dataset(spec, batch_size or BATCH_SIZE, rank, world_size)
+        elif self.kind == "tensor":
+            yield from self._of_tensor(batch_size or len(self.data), rank, world_size)
         else:
-            yield from self._of_batches(self.data, rank, world_size)
+            yield from self._of_batches(rank, world_size)
 
-    def _of_dataset(
-        self, dataset: Dataset, spec: InputSpec, batch_size: int, rank: int, world_size: int
-    ) -> Iterator[Batch]:
-        indices = (range(len(dataset)) if self.only is None else self.only)[: self.limit]
+    def _of_dataset(self, spec: InputSpec, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
+        indices = (range(len(self.data)) if self.only is None else self.only)[: self.limit]
         if rank >= len(indices):
             return
         skipped: list[tuple[str, str]] = []
         try:
-            yield from dataset.batches(
+            yield from self.data.batches(
                 spec,
                 batch_size,
                 indices=indices,
@@ -125,19 +116,19 @@ class Batches:
         finally:
             self.skipped = skipped
 
-    def _of_tensor(self, images: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
+    def _of_tensor(self, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
         every = torch.arange(self.total or 0) if self.only is None else torch.tensor(self.only, dtype=torch.long)
         for places in every[rank::world_size].split(batch_size):
             if len(places):
                 indices = tuple(places.tolist())
                 labels = None if self.labels is None else self.labels[places]
                 contiguous = indices[-1] - indices[0] == len(indices) - 1  # then a view will do
-                where = slice(indices[0], indices[-1] + 1) if contiguous else places.to(images.device)
-                yield Batch(images[where], indices, _numbered(indices), labels)
+                where = slice(indices[0], indices[-1] + 1) if contiguous else places.to(self.data.device)
+                yield Batch(self.data[where], indices, _numbered(indices), labels)
 
-    def _of_batches(self, batches: Iterable[Any], rank: int, world_size: int) -> Iterator[Batch]:
+    def _of_batches(self, rank: int, world_size: int) -> Iterator[Batch]:
         start = 0
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self.data):
             images, labels = batch_parts(batch, self.with_labels, self.frames)
             if self.limit is not None:
                 images = images[: self.limit - start]
@@ -182,18 +173,21 @@ def open_batches(
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise InvalidOption(f"limit={limit!r}: expected 1 or more samples")
-    if isinstance(data, Dataset):
-        return Batches(data, limit=limit)
-    if _is_dataset(data):
-        return Batches(open_dataset(data, limit=limit, labels=() if labels is None else labels), limit=limit)
     if isinstance(data, Tensor):
         if data.dim() != 4 + frames or not len(data):
             raise UnsupportedInput(f"expected {_shape(frames)}, one or more; got a tensor of {tuple(data.shape)}")
-        return Batches(data, _as_labels(labels, len(data)), limit)
+        return Batches(data, "tensor", _as_labels(labels, len(data)), limit)
+    from vitrail.data.dataset import Dataset, open_dataset
+
+    if isinstance(data, Dataset):
+        return Batches(data, "collection", limit=limit)
+    if _is_source(data):
+        dataset = open_dataset(data, limit=limit, labels=() if labels is None else labels)
+        return Batches(dataset, "collection", limit=limit)
     if isinstance(data, Iterable):
         if labels is not None:
             raise InvalidOption("labels of batches come with them, as (images, labels); leave labels out")
-        return Batches(data, limit=limit, with_labels=with_labels, frames=frames)
+        return Batches(data, "batches", limit=limit, with_labels=with_labels, frames=frames)
     raise UnsupportedInput(
         "expected images: files, a folder, a dataset, a tensor (B, C, H, W), or batches of such tensors; got "
         f"{type(data).__name__}"
@@ -210,8 +204,12 @@ def batch_parts(batch: Any, with_labels: bool = True, frames: bool = False) -> t
     return images, _as_labels(parts[1], len(images)) if with_labels and len(parts) > 1 else None
 
 
-def _is_dataset(data: Any) -> bool:
-    """Return whether data is a source of samples, and not a tensor or batches."""
+def _is_source(data: Any) -> bool:
+    """Return whether data is what :func:`open_dataset` opens, and not batches."""
+    from PIL import Image
+
+    from vitrail.data.sources import Source, are_paths
+
     if are_paths(data) or isinstance(data, Source):
         return True
     if isinstance(data, list | tuple):

@@ -134,7 +134,7 @@ def test_readme_begins_with_the_two_commands() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::vitrail.errors.VitrailWarning")
-@pytest.mark.parametrize("page", ["README.md", "docs/inspect.md", "docs/methods.md", "docs/speed.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md", "docs/inspect.md", "docs/methods.md", "docs/speed.md"])
 def test_examples_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = code_blocks(page, "python")

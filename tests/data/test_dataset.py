@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import vitrail.data
+import vitrail.pictures
 from tests.data.files import Pairs, class_folders, encoded, picture, shard, table
 from tests.data.test_decode import png
 from vitrail.data import Arrays, Dataset, InputSpec, open_dataset, to_tensor
@@ -112,6 +113,10 @@ def test_former_names() -> None:
         assert len(vitrail.data.open_collection()) == 3
     with pytest.warns(DeprecationWarning, match="use vitrail.data.InputSpec"):
         assert vitrail.data.Preprocessing is InputSpec
+    with pytest.warns(DeprecationWarning, match="use vitrail.data.read_image"):
+        assert vitrail.pictures.read_picture is vitrail.data.read_image
+    with pytest.warns(DeprecationWarning, match="use vitrail.data.open_dataset"):
+        assert vitrail.pictures.open_collection is open_dataset
     with pytest.warns(DeprecationWarning, match="open_dataset"):
         examples = open_examples(Arrays(torch.zeros(3, 1, 2, 2), [0, 1, None]))
     assert (len(examples), examples.num_unlabeled) == (2, 1)

@@ -41,14 +41,14 @@ Pictures = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="PICTURES_OR_DATA",
-        help="Picture files, a folder of them or of class folders, or parquet files; the sample pictures by default.",
+        help="Image files, folders, class folders, parquet files, shards or hf:OWNER/NAME; by default the samples.",
         show_default=False,
     ),
 ]
 Limit = Annotated[
     int, typer.Option(min=0, metavar="N", help="Most pictures to look at, spread over the data; 0 for all.")
 ]
-Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of a parquet file with the classes.")]
+Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="Label column of the data.")]
 Probes = Annotated[bool, typer.Option("--probes/--no-probes", help="Fit probes, which takes the longest.")]
 Cure = Annotated[
     bool,

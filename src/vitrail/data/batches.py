@@ -33,7 +33,7 @@ class Batches:
         labels: labels of a tensor's images.
         limit: most samples to yield.
         only: indices of the samples to yield, in rising order; None for all.
-        with_labels: whether the second part of a batch holds labels.
+        with_labels: whether the second part of the user's batches holds labels.
         frames: whether tensors are videos (B, C, T, H, W).
         skipped: samples that could not be read in the last pass, each with the reason.
     """
@@ -168,7 +168,7 @@ def open_batches(
             such, each a tensor or a tuple that begins with one.
         limit: most samples to take.
         labels: label column of a dataset; for a tensor, one whole number for each image.
-        with_labels: whether batches that are tuples have labels in second place.
+        with_labels: whether to read labels; those of batches are the second part of a tuple.
         frames: whether tensors are videos (B, C, T, H, W).
     """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -182,7 +182,8 @@ def open_batches(
     if isinstance(data, Dataset):
         return Batches(data, "collection", limit=limit)
     if _is_source(data):
-        dataset = open_dataset(data, limit=limit, labels=() if labels is None else labels)
+        columns = (() if labels is None else labels) if with_labels else None
+        dataset = open_dataset(data, limit=limit, labels=columns)
         return Batches(dataset, "collection", limit=limit)
     if isinstance(data, Iterable):
         if labels is not None:

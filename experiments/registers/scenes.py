@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 from PIL import Image
@@ -39,10 +39,7 @@ class RenderedScenes(Source):
     def labels(self, column: str | None) -> Labels:
         return Labels(self._classes, SHAPES)
 
-    def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
-        return partial(self._read, row)
-
-    def _read(self, row: int) -> Sample:
+    def read(self, row: int) -> Sample:
         """Return an image with its mask and the bounding box of the shape."""
         box = bounding_box(self._masks[row])
         assert box is not None, "a shape is never empty"

@@ -13,7 +13,7 @@ import vitrail.data
 import vitrail.pictures
 from tests.data.files import Pairs, class_folders, encoded, picture, shard, table
 from tests.data.test_decode import png
-from vitrail.data import Arrays, Dataset, InputSpec, open_dataset, to_tensor
+from vitrail.data import Arrays, Dataset, InputSpec, Sample, Source, open_dataset, to_tensor
 from vitrail.data.decode import center_square
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 from vitrail.training import open_examples
@@ -104,6 +104,25 @@ def test_arrays_that_are_no_images_need_a_model_for_arrays() -> None:
     (batch,) = dataset.batches(spec, 3)
     assert batch.images.shape == (3, 2, 4, 6)
     assert batch.images.mean().abs() < 1e-5
+
+
+class Squares(Source):
+    """A source in as few lines as can be."""
+
+    names = ("dark", "light")
+
+    def read(self, row: int) -> Sample:
+        if row:
+            raise ImageError("light: there is none")
+        return Sample(Image.new("RGB", (4, 4)), self.names[row])
+
+
+def test_a_source_of_the_users_own() -> None:
+    dataset = open_dataset(Squares())
+    (batch,) = dataset.batches(SPEC, 2)
+    assert (batch.names, batch.labels, dataset.skipped) == (("dark",), None, [("light", "light: there is none")])
+    with pytest.raises(InvalidOption, match="no label columns"):
+        open_dataset(Squares(), labels="kind")
 
 
 def test_former_names() -> None:

@@ -1,6 +1,7 @@
 """Pictures as a model expects them: the whole picture, at its size, normalised."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -82,3 +83,14 @@ def test_preprocessing_is_frozen_comparable_and_made_of_tuples() -> None:
 def test_wrong_preprocessing_is_an_error(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         InputSpec(**{"size": (4, 4), **wrong})  # type: ignore[arg-type]
+
+
+def test_specifications_of_saved_models_stay_readable() -> None:
+    """Models of images were saved with size, mean and std; those of arrays with mean, std and scale."""
+    images = InputSpec.from_dict({"size": [8, 12], "mean": [0, 0, 0], "std": [1, 1, 1]})
+    assert images == PLAIN
+    arrays = InputSpec.from_dict({"mean": [0.5], "std": [2.0], "scale": 255})
+    assert (arrays.is_array, arrays.of_bytes, arrays.shape) == (True, True, (1,))
+    assert arrays.normalize(torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)).eq(0.25).all()
+    for spec in (images, arrays):
+        assert InputSpec.from_dict(json.loads(json.dumps(dataclasses.asdict(spec)))) == spec

@@ -133,7 +133,7 @@ class Dataset:
         Raises:
             ImageError: it cannot be read, or its mask or boxes cannot.
         """
-        sample = self._source.fetch(self._rows[index])()
+        sample = self._source.read(self._rows[index])
         numbers = zip(self.classes, self.labels[index].tolist(), strict=True)
         labels = {column: number for column, number in numbers if number >= 0}
         return sample._replace(label=labels.get(next(iter(self.classes), "")), labels=labels)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,8 +71,8 @@ class Arrays(Source):
             raise InvalidOption(f"{asked}; these arrays have {', '.join(self._labels) or 'none'}")
         return self._labels[column]
 
-    def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
-        return partial(Sample, self._values[row], self.names[row])
+    def read(self, row: int) -> Sample:
+        return Sample(self._values[row], self.names[row])
 
     def statistics(self, rows: Sequence[int]) -> InputSpec:
         """Return how to normalize these rows: bytes as colors, numbers by mean and standard deviation per channel."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ class Labels(NamedTuple):
 
 
 class Source:
-    """Samples by row, with names and labels. Derive a class from it to add a data format.
+    """Samples by row, with names and labels. To add a data format, derive a class with ``names`` and ``read``.
 
     Attributes:
         names: name of each sample; their number is the length of the source.
@@ -51,15 +52,25 @@ class Source:
         return len(self.names)
 
     def labels(self, column: str | None) -> Labels:
-        """Return a label column; None for the column that is most likely the class.
+        """Return a label column; None for the column that is most likely the class. By default there are none.
 
         Raises:
             InvalidOption: there is no such column.
         """
-        raise NotImplementedError
+        if column is not None:
+            raise InvalidOption(f"labels={column!r}: {type(self).__name__} has no label columns")
+        return Labels([None] * len(self))
+
+    def read(self, row: int) -> Sample:
+        """Read one sample.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        return self.fetch(row)()
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
-        """Read the bytes of a sample and return a function that decodes them.
+        """Read the bytes of a sample and return a function that decodes them; by default both are :meth:`read`.
 
         Called by one thread, fastest in rising order; the returned function may run in any thread.
 
@@ -70,7 +81,7 @@ class Source:
         Raises:
             ImageError: the sample cannot be read; so does the returned function.
         """
-        raise NotImplementedError
+        return partial(self.read, row)
 
     def statistics(self, rows: Sequence[int]) -> InputSpec | None:
         """Return the input specification of a model trained on these rows; None: the model has its own."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.data.decode import read_image
@@ -34,12 +33,8 @@ class FolderSource(Source):
         numbers = {name: number for number, name in enumerate(names)}
         return Labels([numbers[folder] for folder in self._folders], names)
 
-    def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
-        return partial(_read, self.paths[row], self.names[row])
-
-
-def _read(path: Path, name: str) -> Sample:
-    return Sample(read_image(path), name)
+    def read(self, row: int) -> Sample:
+        return Sample(read_image(self.paths[row]), self.names[row])
 
 
 def _class_folders(paths: Sequence[Path], root: Path | None) -> list[str] | None:

@@ -26,7 +26,7 @@ SHAPES = {"wide": (60, 40), "tall": (30, 70)}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that learnt three colours, with a class token and two registers."""
+    """A model that learnt three colors, with a class token and two registers."""
     folder = tmp_path_factory.mktemp("run")
     photos = make_photos(folder / "photos")
     options = {"width": 32, "depth": 4, "heads": 2}
@@ -98,7 +98,7 @@ def test_everything_is_there_to_look_at(
     assert f"| tall | {first.name} {first.probability:.0%} |" in text
 
 
-def test_sheets_hold_picture_and_maps_without_overlap() -> None:
+def test_sheets_hold_image_and_maps_without_overlap() -> None:
     picture = Image.new("RGB", (40, 20), (200, 30, 30))
     glass = Image.new("RGB", (40, 20), (10, 200, 10))
     guesses = {"label": [Guess("käse|" * 20, 0.75), Guess("猫", 0.25)]}
@@ -134,7 +134,7 @@ def test_a_larger_weight_is_lighter_whatever_lies_under_it() -> None:
         assert dark > light, small
 
 
-def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_picture() -> None:
+def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_image() -> None:
     black_and_white = Image.fromarray(np.array([[0, 255], [0, 255]], dtype=np.uint8)).convert("RGB")
     made = np.asarray(over(black_and_white, np.array([[0.0, 0.0], [0.2, 0.2]])))
     dark, bright = np.array([68, 1, 84]), np.array([253, 231, 37])
@@ -143,13 +143,13 @@ def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_picture() -> Non
         assert made[row, 0].tolist() == np.rint(DARKEST * colour).tolist()
 
 
-def test_drawings_are_pictures_that_differ_and_stay_the_same() -> None:
+def test_drawings_are_images_that_differ_and_stay_the_same() -> None:
     made = {name: draw() for name, draw in drawings().items() if name != "golf-ball"}
     assert {name: picture.size for name, picture in made.items()} == {"parachute": (420, 540), "church": (600, 420)}
     assert np.asarray(made["church"])[300, 233].tolist() == [64, 62, 82]  # the door
 
 
-def test_the_command_takes_a_model_pictures_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_a_model_images_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("vitrail.cli.demo.run_demo", lambda *args: calls.append(args))
     assert CliRunner().invoke(app, ["demo"]).exit_code == 0

@@ -162,7 +162,7 @@ def test_too_many_merges_are_one_note(photos: Path, tmp_path: Path) -> None:
     assert result.stderr.count("merges were asked for") == 1
 
 
-def test_pictures_of_one_name_and_pictures_in_the_output_folder_are_kept_apart(photos: Path) -> None:
+def test_images_of_one_name_and_images_in_the_output_folder_are_kept_apart(photos: Path) -> None:
     (photos / "more").mkdir()
     Image.new("RGB", (8, 8), "red").save(photos / "more" / "a.png")
     Image.new("RGB", (9, 9), "blue").save(photos / "b-glass.png")
@@ -178,7 +178,7 @@ def test_pictures_of_one_name_and_pictures_in_the_output_folder_are_kept_apart(p
 # ---------------------------------------------------------------- mistakes
 
 
-def test_bad_pictures_among_good_ones_are_reported_and_skipped(photos: Path, tmp_path: Path) -> None:
+def test_bad_images_among_good_ones_are_reported_and_skipped(photos: Path, tmp_path: Path) -> None:
     (photos / "aa.png").write_bytes((photos / "a.png").read_bytes()[:60])
     out = tmp_path / "out"
     result = run("merge", MODEL, photos, "-r", "1", "-o", out, *TINY)
@@ -194,7 +194,7 @@ def test_bad_pictures_among_good_ones_are_reported_and_skipped(photos: Path, tmp
     assert (out / "b-glass.png").exists()
 
 
-def test_only_bad_pictures_are_an_error(photos: Path, tmp_path: Path) -> None:
+def test_only_bad_images_are_an_error(photos: Path, tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         (photos / name).write_bytes(b"")
     result = run("merge", MODEL, photos, "-r", "1", "-o", tmp_path / "out", *TINY)
@@ -266,7 +266,7 @@ def test_a_size_that_the_model_refuses_is_answered_in_words(photos: Path, saved_
     assert "does not take images of 64 × 64 pixels" in result.stderr
 
 
-def test_an_output_that_says_nothing_about_the_picture_is_answered_in_words() -> None:
+def test_an_output_that_says_nothing_about_the_image_is_answered_in_words() -> None:
     from vitrail.cli._prediction import _values
 
     with pytest.raises(UnsupportedInput, match=r"dict.*logits"):

@@ -1,4 +1,4 @@
-"""Small sets of labelled pictures in every form that examples may come in."""
+"""Small sets of labeled images in every form that samples may come in."""
 
 import io
 import json
@@ -15,7 +15,7 @@ BROKEN = b"this is not a picture"
 
 
 def picture(number: int, size: tuple[int, int] = (12, 12)) -> Image.Image:
-    """A picture whose colours tell its number, and its left from its right."""
+    """A image whose colors tell its number, and its left from its right."""
     values = np.zeros((size[1], size[0], 3), dtype=np.uint8)
     values[..., 0] = number
     values[..., 1] = np.arange(size[0], dtype=np.uint8) * 3
@@ -30,7 +30,7 @@ def encoded(number: int, size: tuple[int, int] = (12, 12)) -> bytes:
 
 
 def class_folders(root: Path, count: int = 12, broken: tuple[int, ...] = (), classes: str = "ab") -> Path:
-    """Picture ``number`` is of class ``number % len(classes)``; in the order of files, one class follows the other."""
+    """Image ``number`` is of class ``number % len(classes)``; in the order of files, one class follows the other."""
     for number in range(count):
         folder = root / classes[number % len(classes)]
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def class_folders(root: Path, count: int = 12, broken: tuple[int, ...] = (), cla
 
 
 def table(path: Path, count: int = 12, broken: tuple[int, ...] = (), **columns: list[Any]) -> Path:
-    """A parquet file of so many pictures with these columns beside them."""
+    """A parquet file of so many images with these columns beside them."""
     arrow = pytest.importorskip("pyarrow", reason="parquet files need it")
     from pyarrow import parquet
 

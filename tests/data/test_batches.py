@@ -42,7 +42,7 @@ def kinds(folder: Path, images: Tensor) -> list[Any]:
     return [folder, str(folder), sorted(folder.iterdir()), open_dataset(folder), images, images.split(2), loader]
 
 
-def test_every_kind_of_data_is_the_same_pictures(folder: Path, images: Tensor) -> None:
+def test_every_kind_of_data_is_the_same_images(folder: Path, images: Tensor) -> None:
     for data in kinds(folder, images):
         feed = open_batches(data)
         for _ in range(2):  # and again
@@ -53,7 +53,7 @@ def test_every_kind_of_data_is_the_same_pictures(folder: Path, images: Tensor) -
         assert feed.repeatable() is feed
 
 
-def test_some_pictures_are_those_with_their_numbers(folder: Path, images: Tensor) -> None:
+def test_some_images_are_those_with_their_numbers(folder: Path, images: Tensor) -> None:
     for data in kinds(folder, images):
         indices, found = walk(open_batches(data).select([5, 0, 3]))
         assert indices == [0, 3, 5]
@@ -118,6 +118,6 @@ def test_second_parts_of_batches_count_only_as_labels(images: Tensor) -> None:
 
 
 @pytest.mark.parametrize("data", [None, 7, torch.zeros(3, 8, 8), torch.zeros(0, 3, 8, 8)])
-def test_what_is_no_picture_is_refused(data: Any) -> None:
+def test_what_is_no_image_is_refused(data: Any) -> None:
     with pytest.raises(UnsupportedInput, match="got"):
         open_batches(data)

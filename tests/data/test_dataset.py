@@ -321,7 +321,7 @@ def test_parquet_with_several_columns(tmp_path: Path) -> None:
         open_dataset(path, labels=("breed", "breed"), labeled=True)
 
 
-def test_pictures_without_a_class_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_images_without_a_class_are_left_out_and_counted(tmp_path: Path) -> None:
     path = table(tmp_path / "set.parquet", 5, label=[0, None, 1, -1, 2], other=[0, 0, None, 0, 0])
     dataset = open_dataset(path, labeled=True)
     assert (numbers(dataset), dataset.num_unlabeled) == ([0, 2, 4], 2)
@@ -387,7 +387,7 @@ def test_square_takes_the_middle() -> None:
 
 
 @pytest.mark.parametrize("size", [(30, 60), (60, 30)])
-def test_square_is_the_middle_of_the_resized_picture(size: tuple[int, int]) -> None:
+def test_square_is_the_middle_of_the_resized_image(size: tuple[int, int]) -> None:
     image = Image.fromarray(np.random.randint(0, 256, (*size, 3), dtype=np.uint8))
     whole = image.resize((image.width * 16 // 30, image.height * 16 // 30), Image.Resampling.BICUBIC)
     left, top = (whole.width - 16) // 2, (whole.height - 16) // 2

@@ -1,4 +1,4 @@
-"""Every kind of picture becomes the right RGB; every kind of bad file becomes one clear error."""
+"""Every kind of image becomes the right RGB; every kind of bad file becomes one clear error."""
 
 import os
 import struct
@@ -38,10 +38,10 @@ def png(width: int, height: int, *, kind: int = 2, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
-# ---------------------------------------------------------------- good pictures
+# ---------------------------------------------------------------- good images
 
 
-def test_greyscale(tmp_path: Path) -> None:
+def test_grayscale(tmp_path: Path) -> None:
     image = Image.fromarray(np.array([[0, 77, 255]], dtype=np.uint8))
     assert pixels(save(tmp_path / "a.png", image)) == [(0, 0, 0), (77, 77, 77), (255, 255, 255)]
 
@@ -78,7 +78,7 @@ def test_sixteen_bits_are_scaled_not_clipped(tmp_path: Path, suffix: str) -> Non
     assert [grey for grey, _, _ in pixels(save(tmp_path / f"a.{suffix}", image))] == [0, 1, 128, 255]
 
 
-def test_float_grey_runs_from_zero_to_one(tmp_path: Path) -> None:
+def test_float_gray_runs_from_zero_to_one(tmp_path: Path) -> None:
     image = Image.fromarray(np.array([[0, 0.2, 1]], dtype=np.float32))
     assert [grey for grey, _, _ in pixels(save(tmp_path / "a.tif", image))] == [0, 51, 255]
 
@@ -98,11 +98,11 @@ def test_transparency_lies_on_white(tmp_path: Path) -> None:
     assert half == (255, 127, 127)
 
 
-def test_grey_with_alpha_lies_on_white(tmp_path: Path) -> None:
+def test_gray_with_alpha_lies_on_white(tmp_path: Path) -> None:
     assert pixels(save(tmp_path / "a.png", Image.new("LA", (1, 1), (10, 0)))) == [WHITE]
 
 
-def test_rgb_with_a_transparent_colour_lies_on_white(tmp_path: Path) -> None:
+def test_rgb_with_a_transparent_color_lies_on_white(tmp_path: Path) -> None:
     image = Image.new("RGB", (2, 1), RED)
     image.putpixel((1, 0), GREEN)
     assert pixels(save(tmp_path / "a.png", image, transparency=RED)) == [WHITE, GREEN]
@@ -145,12 +145,12 @@ def test_orientation_is_applied_to_jpeg_and_not_twice(tmp_path: Path) -> None:
     assert read_image(save(tmp_path / "b.jpg", picture, exif=picture.getexif())).size == (4, 8)
 
 
-def test_broken_exif_does_not_cost_the_picture(tmp_path: Path) -> None:
+def test_broken_exif_does_not_cost_the_image(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", Image.new("RGB", (2, 1), RED), exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01")
     assert pixels(path) == [RED, RED]
 
 
-def test_metadata_that_the_parser_chokes_on_does_not_cost_the_picture(
+def test_metadata_that_the_parser_chokes_on_does_not_cost_the_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choke(image: Image.Image) -> None:
@@ -171,12 +171,12 @@ def test_the_file_is_closed_and_may_be_replaced(tmp_path: Path) -> None:
     assert picture.getpixel((1, 0)) == RED
 
 
-def test_rgb_picture_is_passed_through_untouched() -> None:
+def test_rgb_image_is_passed_through_untouched() -> None:
     image = Image.new("RGB", (2, 2))
     assert as_rgb(image) is image
 
 
-# ---------------------------------------------------------------- bad pictures
+# ---------------------------------------------------------------- bad images
 
 
 def truncated(path: Path) -> None:
@@ -240,7 +240,7 @@ def test_size_limit_is_checked_before_decoding(tmp_path: Path, monkeypatch: pyte
         read_image(path)
 
 
-def test_pictures_up_to_the_limit_are_read_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_up_to_the_limit_are_read_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "a.png", Image.new("RGB", (4, 3)))
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 8)  # Pillow warns from here on, and refuses from 16
     assert read_image(path).size == (4, 3)

@@ -1,4 +1,4 @@
-"""A picture is checked without being decoded, and nothing that can be read is refused."""
+"""A image is checked without being decoded, and nothing that can be read is refused."""
 
 import zlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from vitrail.errors import ImageError
 
 
 @pytest.mark.parametrize("suffix", ["bmp", "gif", "jpg", "png", "tif", "webp"])
-def test_good_pictures_have_one_frame(tmp_path: Path, suffix: str) -> None:
+def test_good_images_have_one_frame(tmp_path: Path, suffix: str) -> None:
     Image.new("RGB", (4, 3)).save(tmp_path / f"a.{suffix}")
     assert check_image(tmp_path / f"a.{suffix}") == 1
 
@@ -30,7 +30,7 @@ def test_frames_are_counted(tmp_path: Path, suffix: str) -> None:
     assert check_image(tmp_path / f"a.{suffix}") == 3
 
 
-def test_a_second_picture_in_a_photograph_is_no_frame(tmp_path: Path) -> None:
+def test_a_second_image_in_a_photograph_is_no_frame(tmp_path: Path) -> None:
     picture = Image.new("RGB", (8, 8))
     picture.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[picture])
     assert check_image(tmp_path / "a.jpg") == 1

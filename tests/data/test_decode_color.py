@@ -1,4 +1,4 @@
-"""Colour profiles are applied where they are good, and otherwise the picture is taken as it is."""
+"""Colour profiles are applied where they are good, and otherwise the image is taken as it is."""
 
 import struct
 from pathlib import Path
@@ -65,7 +65,7 @@ def near(pixel: np.ndarray, colour: tuple[int, int, int], by: int = 3) -> bool:
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "jpg", "webp"])
-def test_colours_are_those_that_were_meant(tmp_path: Path, suffix: str) -> None:
+def test_colors_are_those_that_were_meant(tmp_path: Path, suffix: str) -> None:
     image = Image.new("RGB", (8, 8), RED)
     options = {"lossless": True} if suffix == "webp" else {}
     values = read(tmp_path / f"a.{suffix}", image, icc_profile=SWAPPED, **options)
@@ -80,7 +80,7 @@ def test_gamma(tmp_path: Path) -> None:
     assert near(read(tmp_path / "b.png", image.convert("L"), icc_profile=grey_profile(1.0))[0, 0], (expected,) * 3)
 
 
-def test_deep_greys(tmp_path: Path) -> None:
+def test_deep_grays(tmp_path: Path) -> None:
     image = Image.fromarray(np.full((2, 2), 55 * 257, dtype=np.uint16))
     assert read(tmp_path / "a.png", image)[0, 0].tolist() == [55] * 3
     assert read(tmp_path / "b.png", image, icc_profile=grey_profile(1.0))[0, 0, 0] == pytest.approx(128, abs=3)
@@ -102,7 +102,7 @@ def test_transparency_stays(tmp_path: Path) -> None:
     assert values[0, 0].tolist() == list(WHITE)
 
 
-def test_palettes_and_transparent_colours(tmp_path: Path) -> None:
+def test_palettes_and_transparent_colors(tmp_path: Path) -> None:
     image = Image.new("P", (2, 1), 0)
     image.putpalette([*RED, *BLUE])
     image.putpixel((1, 0), 1)
@@ -132,6 +132,6 @@ def test_other_profiles_are_passed_over(tmp_path: Path, data: bytes) -> None:
     assert read(tmp_path / "a.png", Image.new("RGB", (2, 2), RED), icc_profile=data)[0, 0].tolist() == list(RED)
 
 
-def test_cmyk_with_the_profile_of_another_kind_of_picture(tmp_path: Path) -> None:
+def test_cmyk_with_the_profile_of_another_kind_of_image(tmp_path: Path) -> None:
     image = Image.new("CMYK", (2, 1), (0, 255, 255, 0))
     assert read(tmp_path / "a.tif", image, icc_profile=SWAPPED)[0, 0].tolist() == list(RED)

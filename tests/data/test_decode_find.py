@@ -1,4 +1,4 @@
-"""Files and folders become a list of pictures."""
+"""Files and folders become a list of images."""
 
 from pathlib import Path
 

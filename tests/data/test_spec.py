@@ -1,4 +1,4 @@
-"""Pictures as a model expects them: the whole picture, at its size, normalised."""
+"""Images as a model expects them: the whole image, at its size, normalized."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from vitrail.errors import InvalidOption, UnsupportedInput
 PLAIN = InputSpec((8, 12), (0, 0, 0), (1, 1, 1))
 
 
-def test_values_are_normalised_for_each_colour() -> None:
+def test_values_are_normalized_for_each_color() -> None:
     prepared = InputSpec((4, 6), mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 2))
     batch = to_tensor([Image.new("RGB", (9, 7), (255, 51, 0))], prepared)
     assert batch.shape == (1, 3, 4, 6)
@@ -30,7 +30,7 @@ def test_right_size_passes_through_exactly() -> None:
 
 
 def test_nothing_is_cropped() -> None:
-    """Each quarter of the picture ends up in the same quarter of the tensor, whatever its shape."""
+    """Each quarter of the image ends up in the same quarter of the tensor, whatever its shape."""
     pixels = np.zeros((60, 20, 3), dtype=np.uint8)
     pixels[:30, :10], pixels[:30, 10:], pixels[30:, :10] = 80, 160, 240
     batch = to_tensor([Image.fromarray(pixels)], PLAIN)[0, 0] * 255
@@ -45,18 +45,18 @@ def test_shrinking_is_antialiased() -> None:
     assert (inner - 0.5).abs().max() < 0.02
 
 
-def test_batch_keeps_order_and_takes_any_kind_of_picture() -> None:
+def test_batch_keeps_order_and_takes_any_kind_of_image() -> None:
     pictures = [Image.new("L", (3, 3), 51), Image.new("RGBA", (5, 2), (0, 0, 0, 0)), Image.new("RGB", (9, 9))]
     batch = to_tensor(pictures, PLAIN)
     assert batch.shape == (3, 3, 8, 12)
     torch.testing.assert_close(batch.mean((1, 2, 3)), torch.tensor([0.2, 1.0, 0.0]))
 
 
-def test_one_picture_needs_no_list() -> None:
+def test_one_image_needs_no_list() -> None:
     assert to_tensor(Image.new("RGB", (9, 9)), PLAIN).shape == (1, 3, 8, 12)  # type: ignore[arg-type]
 
 
-def test_no_pictures_is_an_error() -> None:
+def test_no_images_is_an_error() -> None:
     with pytest.raises(UnsupportedInput, match="no images"):
         to_tensor([], PLAIN)
 

@@ -1,4 +1,4 @@
-"""The stained-glass picture: exact mean colours, and leads between different groups and nowhere else."""
+"""The stained-glass image: exact mean colors, and leads between different groups and nowhere else."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def is_lead(painted: np.ndarray) -> np.ndarray:
 
 
 def slow_glass(pixels: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The picture without leads in plain loops: each pixel belongs to the cell that holds its centre."""
+    """The image without leads in plain loops: each pixel belongs to the cell that holds its centre."""
     (height, width), (rows, columns) = pixels.shape[:2], groups.shape
     members: dict[int, list[tuple[int, int]]] = {}
     for y in range(height):
@@ -50,13 +50,13 @@ def slow_glass(pixels: np.ndarray, groups: np.ndarray) -> np.ndarray:
         )
     ),
 )
-def test_every_group_has_its_mean_colour(height: int, width: int, groups: np.ndarray) -> None:
-    """Also where the grid does not divide the picture, or is finer than its pixels."""
+def test_every_group_has_its_mean_color(height: int, width: int, groups: np.ndarray) -> None:
+    """Also where the grid does not divide the image, or is finer than its pixels."""
     pixels = noise(height, width)
     np.testing.assert_array_equal(glass(pixels, groups, lead=0), slow_glass(pixels, groups))
 
 
-def test_cells_of_a_group_far_apart_share_one_colour() -> None:
+def test_cells_of_a_group_far_apart_share_one_color() -> None:
     pixels = np.zeros((10, 40, 3), dtype=np.uint8)
     pixels[:, :10] = 200
     pixels[:, 30:] = (100, 0, 50)
@@ -127,13 +127,13 @@ def test_bends_are_closed_and_corners_rounded() -> None:
         ((64, 64), (32, 32), 0.4),
     ],
 )
-def test_default_leads_grow_with_the_picture(size: tuple[int, int], grid: tuple[int, int], width: float) -> None:
+def test_default_leads_grow_with_the_image(size: tuple[int, int], grid: tuple[int, int], width: float) -> None:
     groups = np.broadcast_to(np.arange(grid[1]), grid)
     row = 250 - glass(np.full((*size, 3), 250, dtype=np.uint8), groups)[size[0] // 2, :, 0].astype(float)
     assert row.sum() / (250 - LEAD_COLOR[0]) / (grid[1] - 1) == pytest.approx(width, rel=0.1)
 
 
-def test_every_pane_shows_its_colour_even_on_the_finest_grid() -> None:
+def test_every_pane_shows_its_color_even_on_the_finest_grid() -> None:
     pixels = np.kron(noise(32, 32), np.ones((4, 4, 1), dtype=np.uint8))
     painted = glass(pixels, np.arange(32 * 32).reshape(32, 32))
     for y, x in ((0, 0), (13, 20), (31, 31)):
@@ -141,13 +141,13 @@ def test_every_pane_shows_its_colour_even_on_the_finest_grid() -> None:
         assert (centre == pixels[4 * y, 4 * x]).all()
 
 
-def test_a_picture_painted_in_strips_has_no_seams() -> None:
-    """A tall picture takes several strips; turned on its side it takes one, and must be the same."""
+def test_a_image_painted_in_strips_has_no_seams() -> None:
+    """A tall image takes several strips; turned on its side it takes one, and must be the same."""
     pixels, groups = noise(700, 90), np.random.default_rng(1).integers(0, 4, (20, 5))
     np.testing.assert_array_equal(glass(pixels, groups), glass(pixels.transpose(1, 0, 2), groups.T).transpose(1, 0, 2))
 
 
-def test_the_picture_keeps_its_size_and_is_not_changed() -> None:
+def test_the_image_keeps_its_size_and_is_not_changed() -> None:
     picture = Image.fromarray(noise(31, 47))
     before = picture.copy()
     painted = stained_glass(picture, np.arange(12).reshape(3, 4))
@@ -156,7 +156,7 @@ def test_the_picture_keeps_its_size_and_is_not_changed() -> None:
     assert picture == before
 
 
-def test_any_kind_of_picture_and_of_integers() -> None:
+def test_any_kind_of_image_and_of_integers() -> None:
     import torch
 
     picture = Image.new("RGBA", (10, 10), (0, 0, 0, 0))
@@ -180,6 +180,6 @@ def test_lead_wider_than_a_cell_is_as_wide_as_a_cell() -> None:
     np.testing.assert_array_equal(glass(pixels, [[0, 1], [2, 3]], lead=99), glass(pixels, [[0, 1], [2, 3]], lead=20))
 
 
-def test_empty_picture_is_an_error() -> None:
+def test_empty_image_is_an_error() -> None:
     with pytest.raises(UnsupportedInput, match="no pixels"):
         stained_glass(Image.new("RGB", (0, 5)), [[1]])

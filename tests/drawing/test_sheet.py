@@ -1,4 +1,4 @@
-"""Contact sheets and the sample pictures."""
+"""Contact sheets and the sample images."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from vitrail.drawing.sheet import PAPER
 from vitrail.errors import InvalidOption
 
 
-def test_pictures_lie_beside_each_other_at_their_own_resolution() -> None:
+def test_images_lie_beside_each_other_at_their_own_resolution() -> None:
     first, second = Image.new("RGB", (100, 50), "red"), Image.new("RGB", (100, 50), "blue")
     sheet = contact_sheet([first, second])
     assert sheet.size == (4 + 100 + 4 + 100 + 4, 4 + 50 + 4)
@@ -29,7 +29,7 @@ def test_columns_make_rows() -> None:
     assert sheet.getpixel((150, 80)) == PAPER
 
 
-def test_captions_and_title_are_written_outside_the_pictures() -> None:
+def test_captions_and_title_are_written_outside_the_images() -> None:
     pictures = [Image.new("RGB", (200, 100), "red")] * 2
     bare = contact_sheet(pictures)
     sheet = contact_sheet(pictures, ["one", "two"], title="both")
@@ -43,7 +43,7 @@ def test_captions_and_title_are_written_outside_the_pictures() -> None:
     assert (pixels[bottom + 1 :, 210:] != PAPER).any()
 
 
-def test_smaller_pictures_are_centred() -> None:
+def test_smaller_images_are_centred() -> None:
     sheet = contact_sheet([Image.new("RGB", (100, 100)), Image.new("RGB", (20, 40), "red")])
     ys, xs = np.nonzero((np.asarray(sheet) == (255, 0, 0)).all(-1))
     assert (ys.min(), ys.max(), xs.min(), xs.max()) == (4 + 30, 4 + 69, 108 + 40, 108 + 59)

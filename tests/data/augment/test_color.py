@@ -1,4 +1,4 @@
-"""Changes of colour and sharpness, against torchvision's own with the same parameters."""
+"""Changes of color and sharpness, against torchvision's own with the same parameters."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_solarize(images: torch.Tensor) -> None:
     torch.testing.assert_close(solarize(images), v2.solarize(images, 128 / 255))
 
 
-def test_solarise_is_pillows() -> None:
+def test_solarize_is_pillows() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(16, 16)
     theirs = torch.from_numpy(np.array(ImageOps.solarize(Image.fromarray(values.numpy()))))
     assert torch.equal((solarize(values / 255) * 255).round().byte(), theirs)

@@ -15,7 +15,7 @@ NO_TURN = torch.eye(2, 3)
 
 
 def waves(count: int, side: int) -> Tensor:
-    """Smooth pictures that are different at every place."""
+    """Smooth images that are different at every place."""
     place = torch.linspace(0, 3, side)
     phase = torch.rand(count, 3, 1, 1) * 6
     return 0.5 + 0.4 * torch.sin(phase + 2 * place[:, None]) * torch.cos(3 * place[None, :] + phase)

@@ -25,7 +25,7 @@ def images() -> Tensor:
 
 
 def numbers(count: int, **given: float | list[float]) -> Tensor:
-    """Numbers as they are drawn, with some of them given: by default the whole picture, unchanged."""
+    """Numbers as they are drawn, with some of them given: by default the whole image, unchanged."""
     usual = {"area": 1.0, "ratio": 0.5, "flip": 1.0, "choice": 0.99, "blur": 0.0, "warped": 1.0, "erased": 1.0}
     table = torch.full((count, sum(WIDTHS)), 0.5)
     found = Draws(*table.split(WIDTHS, 1))
@@ -137,7 +137,7 @@ def test_erasing() -> None:
 
 @pytest.mark.parametrize("strength", always(["strong"], ["medium", "strong"]))
 def test_it_compiles_in_one_piece(images: Tensor, strength: Strength) -> None:
-    """Followed by the compiler as a whole, for any picture: no shape depends on a number, and none is read back."""
+    """Followed by the compiler as a whole, for any image: no shape depends on a number, and none is read back."""
     own = Augment(strength, 32)
     table = torch.rand(12, sum(WIDTHS))
     compiled = torch.compile(Augment.apply, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Mixup and cutmix: against torchvision's arithmetic, picture by picture, and against the Beta distribution."""
+"""Mixup and cutmix: against torchvision's arithmetic, image by image, and against the Beta distribution."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def test_mixup(images: Tensor) -> None:
 
 
 def boxed(image: Tensor, other: Tensor, share: float, place: tuple[float, float]) -> tuple[Tensor, float]:
-    """As torchvision's CutMix: a box around a pixel, cut off at the border; and what is left of the first picture."""
+    """As torchvision's CutMix: a box around a pixel, cut off at the border; and what is left of the first image."""
     height, width = image.shape[-2:]
     row, column = int(place[0] * height), int(place[1] * width)
     reach = 0.5 * (1 - share) ** 0.5

@@ -36,7 +36,7 @@ def examples(tmp_path: Path) -> Dataset:
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Dataset:
-    """By index: 0 1 2 3 4 5 are pictures 0 2 4 6 8 10, and 6 to 11 are 1 3 5 7 9 11."""
+    """By index: 0 1 2 3 4 5 are images 0 2 4 6 8 10, and 6 to 11 are 1 3 5 7 9 11."""
     return open_dataset(class_folders(tmp_path / "damaged", 12, broken=(4, 6, 11)), labeled=True)
 
 
@@ -70,7 +70,7 @@ def source(kind: str, folder: Path) -> Dataset:
 
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("kind", ["folders", "parquet", "shards"])
-def test_feeds_agree_at_any_step(tmp_path: Path, kind: str, repeats: int) -> None:
+def test_loaders_agree_at_any_step(tmp_path: Path, kind: str, repeats: int) -> None:
     examples = source(kind, tmp_path)
     resident, workers = (loader(examples, keep, repeats=repeats) for keep in KINDS)
     for step in (0, 1, 2, 3, 7, 8, 2):
@@ -102,7 +102,7 @@ def test_sweep(examples: Dataset, keep: str) -> None:
 
 
 @pytest.mark.parametrize("keep", KINDS)
-def test_a_feed_for_sweeps_alone(examples: Dataset, keep: str) -> None:
+def test_a_loader_for_sweeps_alone(examples: Dataset, keep: str) -> None:
     made = loader(examples.take(0.1, 0), keep, batch=None)
     assert (made.count, made.steps_per_epoch) == (1, 0)
     assert len(list(made.sweep(64))) == 1
@@ -117,11 +117,11 @@ def test_sweeps_do_not_disturb_steps(examples: Dataset) -> None:
     assert same(made.batch(1), other.batch(1))
 
 
-# ---------------------------------------------------------------- unreadable pictures
+# ---------------------------------------------------------------- unreadable images
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_pictures_are_replaced_named_and_left_out(damaged: Dataset, workers: int) -> None:
+def test_unreadable_images_are_replaced_named_and_left_out(damaged: Dataset, workers: int) -> None:
     """2 and 3 cannot be read, nor 11, the last: 4 stands for the first two, 0 for the last."""
     resident = loader(damaged, "device", max_unreadable=0.25, workers=workers)
     streaming = loader(damaged, "workers", max_unreadable=0.25)
@@ -139,7 +139,7 @@ def test_unreadable_pictures_are_replaced_named_and_left_out(damaged: Dataset, w
         assert seen.tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10]
 
 
-def test_too_many_unreadable_pictures(damaged: Dataset) -> None:
+def test_too_many_unreadable_images(damaged: Dataset) -> None:
     with pytest.raises(ImageError, match=r"(?s)2 of 12 images cannot be read.*share of 0.1:\n.*004.png"):
         loader(damaged, "device", max_unreadable=0.1)
     streaming = loader(damaged, "workers", max_unreadable=0.1)
@@ -156,7 +156,7 @@ def test_nothing_readable_at_all(tmp_path: Path) -> None:
             loader(examples, keep, max_unreadable=1.0).batch(0)
 
 
-# ---------------------------------------------------------------- where pictures are kept
+# ---------------------------------------------------------------- where images are kept
 
 
 def test_the_choice(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

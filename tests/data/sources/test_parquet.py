@@ -54,7 +54,7 @@ def reds(dataset: Dataset) -> list[int]:
     return [dataset.read(index).image.getpixel((0, 0))[0] for index in range(len(dataset))]
 
 
-def test_parquet_pictures_labels_and_names(tmp_path: Path) -> None:
+def test_parquet_images_labels_and_names(tmp_path: Path) -> None:
     rows = [row(number, other=7, label=number % 2, label_name=["cat", "dog"][number % 2]) for number in range(5)]
     dataset = open_dataset(table(tmp_path / "a.parquet", rows))
     assert dataset.names == tuple(f"{number}.png" for number in range(5))
@@ -120,7 +120,7 @@ def test_names_of_classes_from_hugging_face(tmp_path: Path) -> None:
     assert open_dataset(path).class_names is None
 
 
-def test_partly_labelled_data(tmp_path: Path) -> None:
+def test_partly_labeled_data(tmp_path: Path) -> None:
     rows = [row(0, label=2), row(1, label=None), row(2, label=-1), row(3, label=0)]
     dataset = open_dataset(table(tmp_path / "a.parquet", rows))
     assert labels(dataset) == [2, -1, -1, 0]
@@ -160,7 +160,7 @@ def test_trimaps_masks_and_boxes(tmp_path: Path) -> None:
     assert sample.name == "b.parquet, row 0"
 
 
-def test_colours_and_opacity_of_masks(tmp_path: Path) -> None:
+def test_colors_and_opacity_of_masks(tmp_path: Path) -> None:
     rgba = np.zeros((10, 20, 4), dtype=np.uint8)
     rgba[..., 3], rgba[:, :5, 1] = 255, 200
     path = table(tmp_path / "a.parquet", [row(0, mask={"bytes": encoded(Image.fromarray(rgba))})])
@@ -202,7 +202,7 @@ def test_broken_rows_are_skipped_and_named(tmp_path: Path, name: str) -> None:
     assert "a.parquet, row 1" in why
 
 
-def test_no_pictures_in_a_parquet_file(tmp_path: Path) -> None:
+def test_no_images_in_a_parquet_file(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", [{"audio": {"bytes": b"RIFF", "path": "a.wav"}, "digit": 1}])
     with pytest.raises(ImageError, match=r"no column holds images.*'audio', 'digit'"):
         open_dataset(path)
@@ -236,7 +236,7 @@ def test_a_damaged_row_group_costs_its_own_rows_alone(tmp_path: Path) -> None:
     assert [reason.partition(" (")[0] for _, reason in dataset.skipped] == ["a.parquet, row 2", "a.parquet, row 3"]
 
 
-def test_pictures_are_streamed_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_streamed_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.sources.parquet.PIECE_ROWS", 3)
     path = table(tmp_path / "a.parquet", [row(number) for number in range(20)], group=10)
     source = ParquetSource([path])

@@ -1,4 +1,4 @@
-"""Webdataset shards: tar files as examples, whatever is beside the pictures."""
+"""Webdataset shards: tar files as samples, whatever is beside the images."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def test_columns(tmp_path: Path) -> None:
         open_dataset(path, labeled=True)
 
 
-def test_pictures_alone(tmp_path: Path) -> None:
+def test_images_alone(tmp_path: Path) -> None:
     path = shard(
         tmp_path / "set.tar", {"a": {"png": encoded(3)}, "b": {"txt": b"no picture"}, "c": {"png": encoded(4)}}
     )

@@ -49,7 +49,7 @@ def test_listed_targets_are_taken_without_reading() -> None:
         Image.new("L", (12, 12), 7),
     ],
 )
-def test_whatever_is_a_picture(value: Any) -> None:
+def test_whatever_is_a_image(value: Any) -> None:
     assert open_dataset(Pairs([(value, 0)]), labeled=True).tensor(0, 12).eq(7).all()
 
 

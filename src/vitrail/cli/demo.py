@@ -29,7 +29,7 @@ from vitrail.data import Dataset, open_dataset, samples, to_tensor
 from vitrail.data.decode import EXTENSIONS
 from vitrail.data.sample_images import drawings
 from vitrail.errors import InvalidOption
-from vitrail.report.shown import MOST_TOKENS
+from vitrail.report.sections.attention import MAX_TOKENS
 from vitrail.tokens import token_names
 
 MODEL = "vitrail:tiny"
@@ -183,7 +183,7 @@ def attention_maps(loaded: Loaded, image: Image.Image) -> dict[str, NDArray[Any]
     batch = to_tensor([image], loaded.preprocessing).to(loaded.device)
     seen = vitrail.record(loaded.model, batch, "attention", layers=-1)
     rows = seen.attention[seen.layers[-1]]
-    maps = token_maps(rows, seen.layout)[0].mean(0)[:MOST_TOKENS].flatten(1, 2).double().cpu().numpy()
+    maps = token_maps(rows, seen.layout)[0].mean(0)[:MAX_TOKENS].flatten(1, 2).double().cpu().numpy()
     names = token_names(seen.layout.special)
     return {names[query]: np.asarray(values) for query, values in zip(seen.queries, maps, strict=False)}
 

@@ -41,7 +41,7 @@ Images = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="IMAGES",
-        help="Image files, directories, class directories, parquet files, shards or hf:OWNER/NAME. Default: sample images.",
+        help="Image files, directories, parquet files, shards, hf:OWNER/NAME. Default: sample images.",
         show_default=False,
     ),
 ]

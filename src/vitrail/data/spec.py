@@ -87,6 +87,8 @@ class InputSpec:
         with full_precision(values.device):
             return normalize(values.float() / self.scale if self.of_bytes else values.float(), self.mean, self.std)
 
+    __call__ = normalize
+
 
 Preprocessing = InputSpec
 """Former name of :class:`InputSpec`."""

@@ -35,7 +35,7 @@ from experiments.registers.report import highest_norm, outliers_left
 from experiments.registers.scenes import DataWithScenes
 from experiments.registers.study import STUDY, register_arm
 from vitrail.analysis.survey import survey
-from vitrail.data.collection import Collection
+from vitrail.data import Dataset
 from vitrail.errors import InvalidOption
 from vitrail.models.saving import write_whole
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
@@ -119,7 +119,7 @@ def resume_training(
 # Results.
 
 
-def measure_checkpoints(folder: Path, scenes: Collection, device: torch.device) -> dict[str, Any]:
+def measure_checkpoints(folder: Path, scenes: Dataset, device: torch.device) -> dict[str, Any]:
     """Return the norms by layer of every checkpoint, and the first epoch with artifacts."""
     per_epoch = read_log(folder / "log.jsonl", "epoch")[0]["step"]
 

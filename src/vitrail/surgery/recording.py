@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.surgery.hooks import Seen, watch
 from vitrail.surgery.selection import BY_LAYER
@@ -23,7 +23,7 @@ Layers = dict[int, Tensor]
 Pictures = Any
 """A file, a folder, several files, a parquet file; a collection of them; prepared pictures (B, C, H, W), or videos
 (B, C, T, H, W) for a model of such; or batches of them, each a tensor or a tuple that begins with one: whatever
-:func:`~vitrail.data.batches.open_feed` takes."""
+:func:`~vitrail.data.batches.open_batches` takes."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor
     """Give batches of whatever pictures are; what could not be read is left out, and said."""
     embedding = found.adapter.patch_embedding(found.trunk)
     frames = any(isinstance(part, nn.Conv3d) for part in embedding.modules())
-    feed = data if isinstance(data, Feed) else open_feed(data, with_labels=False, frames=frames)
+    feed = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=frames)
     for piece in feed.batches(found.adapter.preprocessing(found.trunk), batch_size):
         yield piece.images
     if feed.skipped:

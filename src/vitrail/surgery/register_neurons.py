@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.surgery.recording import Pictures, Recording, stream
 from vitrail.surgery.selection import check_layers, is_whole
@@ -88,7 +88,7 @@ def find_register_neurons(
     if threshold is not None and not (isinstance(threshold, int | float) and math.isfinite(threshold)):
         raise InvalidOption(f"the threshold is a norm, a finite number; got {threshold!r}")
     wanted = None if layers is None else check_layers(layers, len(find(model).blocks))
-    feed = open_feed(data, with_labels=False).lasting()
+    feed = open_batches(data, with_labels=False).repeatable()
     least = 0.0
     if threshold is None:
         threshold, least = _usual_threshold(model, feed, batch_size), LEAST_FACTOR
@@ -137,7 +137,7 @@ def _patch_norms(recording: Recording) -> Tensor:
     return norms
 
 
-def _usual_threshold(model: nn.Module, feed: Feed, batch_size: int | None) -> float:
+def _usual_threshold(model: nn.Module, feed: Batches, batch_size: int | None) -> float:
     """Give the mean plus three standard deviations of the norms after the last block."""
     count, total, squares = 0, 0.0, 0.0
     for recording in stream(model, feed, "norms", -1, batch_size=batch_size, device="cpu"):
@@ -151,7 +151,7 @@ def _usual_threshold(model: nn.Module, feed: Feed, batch_size: int | None) -> fl
     return mean + 3 * math.sqrt(max(0.0, squares / count - mean**2))
 
 
-def _lengths(model: nn.Module, feed: Feed, batch_size: int | None, threshold: float) -> _Lengths:
+def _lengths(model: nn.Module, feed: Batches, batch_size: int | None, threshold: float) -> _Lengths:
     """Sum up how long artifacts and other patches are after each block."""
     depth = len(find(model).blocks)
     found = _Lengths(torch.zeros(depth, dtype=torch.float64), torch.zeros(depth, dtype=torch.float64))
@@ -185,7 +185,7 @@ def _check_apart(found: _Lengths, threshold: float, least: float) -> None:
 
 
 def _activations(
-    model: nn.Module, feed: Feed, batch_size: int | None, threshold: float, layers: list[int]
+    model: nn.Module, feed: Batches, batch_size: int | None, threshold: float, layers: list[int]
 ) -> dict[int, Tensor]:
     """Give the mean activation (hidden,) of each neuron of some blocks where artifacts are."""
     last = len(find(model).blocks) - 1

@@ -27,7 +27,7 @@ from vitrail._atomic_files import held
 from vitrail._distributed import place
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.training import Evaluation, Run, evaluate, train
-from vitrail.training.config.checks import check_value
+from vitrail.training.config import OPTIONS
 from vitrail.training.interrupt import Interrupted, Stop
 
 HELD = 0.1
@@ -208,7 +208,7 @@ class Runner:
 
     def _check(self) -> None:
         """See that nothing is wrong for all runs, which would be no failure of one, and that nobody wants to stop."""
-        check_value("device", self.device)
+        OPTIONS["device"].check(self.device)
         place(self.device)
         self.study.data()
         if self.stop.wanted:

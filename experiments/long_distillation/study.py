@@ -9,7 +9,7 @@ from experiments.common.data import imagenette
 from experiments.common.plots import INK, dots, figure
 from experiments.common.study import Arm, Column, Rows, RunOf, Study
 from experiments.common.tables import by_arm
-from vitrail.training.config.config import read_yaml
+from vitrail.training.config import read_yaml
 
 PUBLISHED = 94.24
 """fastai's leaderboard: convolutional nets, 128 pixels, 200 epochs, from nothing."""

@@ -108,7 +108,7 @@ def go_on(folder: Path, wanted: Mapping[str, Any], data: WithScenes, seconds: fl
     given = {**wanted, "data": data.train, "validation": data.watched(256), "device": device, "out": str(folder)}
     begun = any((folder / CHECKPOINTS).glob("step-*"))
     try:
-        return train(resume=begun, overwrite=not begun, seconds=seconds, tell=tell, **given)
+        return train(resume=begun, overwrite=not begun, seconds=seconds, on_event=tell, **given)
     except Interrupted:
         return None
 

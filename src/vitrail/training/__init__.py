@@ -1,22 +1,27 @@
-"""Training and evaluating: one command or one call, from labelled pictures or arrays to a model folder.
+"""Training and evaluation: from labeled images or arrays to a model directory.
 
-train, Config, PRESETS          a run, what it is asked for, and what one word stands for
-Run, load_trained, Labels       a finished run, and a trained model with the names of its classes
-evaluate, Evaluation            how good a model is, head by head and fused
-open_examples, Examples         labelled pictures, wherever they come from
-Arrays                          labelled tensors: sounds, videos, anything
-Event, read_log                 what a run says while it goes on, and what it said
+train, Config, PRESETS          train a model; its options; default values by name
+Run, load_trained, Labels       a finished run; a trained model with its class names
+evaluate, Evaluation            accuracy of a model, head by head and fused
+open_examples, Examples         labeled images from any source
+Arrays                          labeled tensors: spectrograms, videos, anything
+Event, read_log                 progress of a run, and its log
 """
 
-from vitrail.data.dataset import Examples, open_examples
-from vitrail.data.sources.arrays import Arrays
-from vitrail.training.config.config import Config
-from vitrail.training.config.presets import PRESETS
-from vitrail.training.evaluation.evaluator import evaluate
-from vitrail.training.evaluation.result import Evaluation
-from vitrail.training.log import Event, read_log
-from vitrail.training.run_directory import Labels, Run, load_trained
-from vitrail.training.trainer import train
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitrail.data.dataset import Examples, open_examples
+    from vitrail.data.sources.arrays import Arrays
+    from vitrail.training.config import PRESETS, Config
+    from vitrail.training.evaluation.evaluator import evaluate
+    from vitrail.training.evaluation.result import Evaluation
+    from vitrail.training.log import Event, read_log
+    from vitrail.training.run_directory import Labels, Run, load_trained
+    from vitrail.training.trainer import train
 
 __all__ = [
     "PRESETS",
@@ -33,3 +38,21 @@ __all__ = [
     "read_log",
     "train",
 ]
+
+_HOMES = {
+    "Arrays": "vitrail.data.sources.arrays",
+    **dict.fromkeys(("Examples", "open_examples"), "vitrail.data.dataset"),
+    **dict.fromkeys(("PRESETS", "Config"), "vitrail.training.config"),
+    "evaluate": "vitrail.training.evaluation.evaluator",
+    "Evaluation": "vitrail.training.evaluation.result",
+    **dict.fromkeys(("Event", "read_log"), "vitrail.training.log"),
+    **dict.fromkeys(("Labels", "Run", "load_trained"), "vitrail.training.run_directory"),
+    "train": "vitrail.training.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use, so that the command line starts fast."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

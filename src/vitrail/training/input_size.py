@@ -13,7 +13,7 @@ from vitrail.data.decoded import Form
 from vitrail.data.sources.arrays import Arrays, bytes_like_pictures
 from vitrail.data.spec import Preprocessing
 from vitrail.errors import InvalidOption
-from vitrail.training.config.config import Config
+from vitrail.training.config import Config
 
 
 def own_form(data: Any) -> Form | None:

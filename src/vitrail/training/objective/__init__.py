@@ -1,1 +1,1 @@
-"""What a model learns: losses by role, teachers, self-distillation."""
+"""What a model learns: targets, losses, teachers."""

@@ -235,7 +235,7 @@ def test_a_long_run_goes_on_in_the_middle(tmp_path: Path, monkeypatch: pytest.Mo
                 raise KeyboardInterrupt
 
         asked.append(given["resume"])
-        return train(**given, tell=tell if len(asked) == 1 else None)
+        return train(**given, on_event=tell if len(asked) == 1 else None)
 
     Runner(study, tmp_path / "whole", device="cpu").run()
     monkeypatch.setattr(running, "train", cut_off)

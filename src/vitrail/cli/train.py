@@ -89,8 +89,8 @@ def _train(given: dict[str, Any], resume: bool, overwrite: bool, seconds: float 
     from vitrail.training.interrupt import Interrupted, OutOfTime
 
     try:
-        with _progress() as tell, said_once():
-            return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, tell=tell, **given)
+        with _progress() as on_event, said_once():
+            return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, on_event=on_event, **given)
     except Interrupted as stop:
         console.complain(str(stop))
         raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop

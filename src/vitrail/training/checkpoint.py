@@ -155,9 +155,25 @@ class Checkpoints:
         values: dict[str, Any] = json.loads((self.path(step) / META).read_text(encoding="utf-8"))
         return values
 
+    @torch.no_grad()
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy a checkpoint into tensors in place; the world size may differ, the names must not."""
-        load_tensors(self.path(step), tensors)
+        path = self.path(step)
+        if (path / SHARDS).is_dir():
+            _load_shards(path / SHARDS, tensors)
+            return
+        try:
+            stored: dict[str, Tensor] = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise TrainingError(f"cannot read {path / STATE}: {_reason(error)}") from error
+        _check_names(path, set(stored), tensors)
+        for name, value in tensors.items():
+            source = stored[name]
+            if source.shape != value.shape:
+                raise TrainingError(f"{path}: {name} has shape {tuple(source.shape)}; expected {tuple(value.shape)}")
+            if isinstance(value, DTensor):
+                source = distribute_tensor(source.to(value.device), value.device_mesh, value.placements)
+            value.copy_(source)
 
     def clear(self) -> None:
         """Remove drafts left by a crash."""
@@ -177,28 +193,6 @@ def find_fault(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return _reason(error)
     return None
-
-
-def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of a checkpoint directory into tensors in place."""
-    if (path / SHARDS).is_dir():
-        _load_shards(path / SHARDS, tensors)
-        return
-    try:
-        stored: dict[str, Tensor] = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise TrainingError(f"cannot read {path / STATE}: {_reason(error)}") from error
-    _check_names(path, set(stored), tensors)
-    with torch.no_grad():
-        for name, value in tensors.items():
-            source = stored[name]
-            if source.shape != value.shape:
-                raise TrainingError(
-                    f"{path}: {name} has shape {tuple(source.shape)}; this run expects {tuple(value.shape)}"
-                )
-            if isinstance(value, DTensor):
-                source = distribute_tensor(source.to(value.device), value.device_mesh, value.placements)
-            value.copy_(source)
 
 
 def _save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -64,6 +64,8 @@ def check_distillation(config: Config) -> None:
         for name in ("distillation", "distillation_weight", "temperature"):
             if getattr(config, name) is not None:
                 raise InvalidOption(f"{name}={getattr(config, name)!r} needs a teacher")
+        if config.feature_weight:
+            raise InvalidOption(f"feature_weight={config.feature_weight} needs a teacher")
     if config.temperature is not None and config.distillation != "soft":
         raise InvalidOption(f"temperature needs distillation='soft'; got distillation={config.distillation!r}")
 

@@ -58,6 +58,8 @@ def _parse_validation(value: Any) -> Any:
 def _parse_tasks(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
+    if not isinstance(value, list | tuple):
+        raise ValueError
     return tuple(value)
 
 
@@ -137,7 +139,7 @@ class Config:
         OBJECTIVE, choice("hard", "soft", "features"), None, "What to learn from the teacher; hard by default."
     )
     distillation_weight: float | None = option(
-        OBJECTIVE, number(0, above=True), None, "Weight of the teacher's loss; 0.5, or 0.1 for soft, by default."
+        OBJECTIVE, number(0, 1, above=True), None, "Weight of the teacher's loss; 0.5, or 0.1 for soft, by default."
     )
     temperature: float | None = option(
         OBJECTIVE, number(0, above=True), None, "Temperature of soft distillation; 3 by default."

@@ -113,20 +113,18 @@ def choice(*names: str) -> Kind:
     """Accept one of some names."""
 
     def parse(value: Any) -> str:
-        if value not in names:
-            raise ValueError
+        _require(value in names)
         return str(value)
 
     return Kind(f"one of {', '.join(names)}", "|".join(names), parse, choices=names)
 
 
 def integer(minimum: int) -> Kind:
-    """Accept integers that are not smaller than a minimum."""
+    """Accept integers from a minimum on."""
 
     def parse(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ValueError
-        return value
+        _require(isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
+        return int(value)
 
     return Kind(f"an integer of at least {minimum}", "N", parse, int)
 
@@ -135,14 +133,9 @@ def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: b
     """Accept numbers in a range; ``above`` and ``below`` exclude its ends. Text such as ``"1e-3"`` is converted."""
 
     def parse(value: Any) -> float:
-        if isinstance(value, bool):
-            raise ValueError
-        try:
-            x = float(value)
-        except TypeError:
-            raise ValueError from None
-        if not isfinite(x) or not (low < x if above else low <= x) or not (x < high if below else x <= high):
-            raise ValueError
+        _require(isinstance(value, int | float | str) and not isinstance(value, bool))
+        x = float(value)
+        _require(isfinite(x) and (low < x if above else low <= x) and (x < high if below else x <= high))
         return x
 
     start = f"above {low:g}" if above else f"of at least {low:g}"
@@ -152,13 +145,11 @@ def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: b
 
 def sizes() -> Kind:
     """Accept a positive integer, or two or three of them."""
-    one = integer(1)
+    size = integer(1).parse
 
-    def parse(value: Any) -> int | tuple[int, ...]:
-        if isinstance(value, list | tuple) and len(value) in (2, 3):
-            return tuple(one.parse(each) for each in value)
-        size: int = one.parse(value)
-        return size
+    def parse(value: Any) -> Any:
+        several = isinstance(value, list | tuple) and len(value) in (2, 3)
+        return tuple(map(size, value)) if several else size(value)
 
     return Kind("an integer of at least 1, or two or three of them", "N", parse, int)
 
@@ -167,32 +158,33 @@ def flag() -> Kind:
     """Accept true or false."""
 
     def parse(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
+        _require(isinstance(value, bool))
+        return bool(value)
 
     return Kind("true or false", "", parse, bool)
 
 
-def text(metavar: str = "TEXT", expected: str = "text") -> Kind:
+def text(metavar: str) -> Kind:
     """Accept text that is not empty."""
 
     def parse(value: Any) -> str:
-        if not isinstance(value, str) or not value:
-            raise ValueError
-        return value
+        _require(isinstance(value, str) and bool(value))
+        return str(value)
 
-    return Kind(expected, metavar, parse)
+    return Kind("text", metavar, parse)
 
 
 def mapping() -> Kind:
     """Accept a mapping of names to values; on the command line it is written in YAML."""
 
     def parse(value: Any) -> dict[str, Any]:
-        if isinstance(value, str):
-            value = read_value(value)
-        if not isinstance(value, Mapping):
-            raise ValueError
+        value = read_value(value) if isinstance(value, str) else value
+        _require(isinstance(value, Mapping))
         return dict(value)
 
     return Kind("a mapping such as {name: value}", "YAML", parse)
+
+
+def _require(valid: bool) -> None:
+    if not valid:
+        raise ValueError

@@ -149,7 +149,7 @@ class HeadMetrics:
     def __init__(self, heads: Heads, targets: Sequence[Target], device: torch.device, *, single: bool) -> None:
         self.notes: list[str] = []
         self.targets, self.seen = targets, 0
-        self._fused = (*heads.own, *([heads.distilled] if heads.distilled else []))
+        self._fused = heads.fused
         self._single = single
         self._tallies: dict[str, Tally] = {}
         self._device = device
@@ -162,7 +162,6 @@ class HeadMetrics:
                 self._tallies[self._name(target, head)] = Tally(len(target.classes), device)
 
     def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
-        """Count a batch; ``heard`` holds the outputs of each token's head and is cleared."""
         for target in self.targets:
             truth = labels[:, target.column]
             logits = output.logits if target.own else output.by_role[target.name]
@@ -179,7 +178,6 @@ class HeadMetrics:
         heard.clear()
 
     def reduce(self) -> None:
-        """Add up over ranks."""
         for tally in self._tallies.values():
             all_reduce(tally.sums)
         nonfinite = int(all_reduce(self._nonfinite).item())
@@ -194,7 +192,6 @@ class HeadMetrics:
             raise UnsupportedInput("there are no samples to evaluate")
 
     def results(self) -> dict[str, Any]:
-        """Return fields of `Evaluation`."""
         tallies = {name: tally for name, tally in self._tallies.items() if tally.count}
         classes = {target.label: target.classes for target in self.targets}
         return {**_results(tallies, classes), "disagreement": self._disagreement()}
@@ -237,16 +234,14 @@ class NeighborMetrics:
         self._tallies = {name: Tally(len(names), device) for name, names in self._classes.items()}
 
     def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
-        """Keep a batch's pooled features, which a model without heads returns as logits."""
         heard.clear()
-        if output.logits is None:
+        if output.logits is None:  # else pooled features
             raise UnsupportedInput("nothing to evaluate: the model has neither heads nor pooled features")
         self._features.append(output.logits.float())
         self._labels.append(labels)
         self.seen += len(labels)
 
     def reduce(self) -> None:
-        """Classify this rank's samples by the samples of all ranks, and add up."""
         mine = (torch.cat(self._features), torch.cat(self._labels)) if self.seen else None
         rank, every = _gather(mine)
         parts = [part for part in every if part is not None]
@@ -265,7 +260,6 @@ class NeighborMetrics:
             all_reduce(tally.sums)
 
     def results(self) -> dict[str, Any]:
-        """Return fields of `Evaluation`."""
         return _results(self._tallies, self._classes)
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.errors import InvalidOption, UnsupportedInput
-
-Reduction = Literal["batchmean", "numel", "sum"]
-FeatureLoss = Literal["cosine", "smooth_l1"]
+from vitrail.errors import UnsupportedInput
 
 
 def cross_entropy(
@@ -33,10 +28,6 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), smoothing=0.1).item() == torch.tensor(4.0).log().item()
     True
     """
-    if not 0 <= smoothing < 1:
-        raise InvalidOption(f"smoothing={smoothing}: expected a number of at least 0 and below 1")
-    if (partner is None) != (share is None):
-        raise InvalidOption("mixed samples need both partner and share; got only one of them")
     log_p = _float(logits).log_softmax(-1)
     true = _pick(log_p, labels)
     if partner is not None and share is not None:
@@ -50,54 +41,33 @@ def hard_distillation(student: Tensor, teacher: Tensor) -> Tensor:
     return cross_entropy(student, teacher.argmax(-1))
 
 
-def soft_distillation(
-    student: Tensor, teacher: Tensor, temperature: float = 3.0, reduction: Reduction = "batchmean"
-) -> Tensor:
-    """Return the KL divergence of student from teacher logits (B, C) at a temperature τ, times τ².
+def soft_distillation(student: Tensor, teacher: Tensor, temperature: float = 3.0) -> Tensor:
+    """Return the KL divergence of student from teacher logits (B, C) at a temperature τ, times τ², per sample.
 
-    The factor keeps the scale of gradients independent of the temperature. ``reduction`` divides the sum by the number
-    of samples (``batchmean``), by samples and classes (``numel``, as in DeiT's code), or by nothing (``sum``).
+    The factor keeps the scale of gradients independent of the temperature. DeiT's code also divides by the number of
+    classes.
     """
     _check_shapes(student, teacher)
-    if temperature <= 0:
-        raise InvalidOption(f"temperature={temperature}: expected a number above 0")
-    if reduction not in get_args(Reduction):
-        raise InvalidOption(f"reduction={reduction!r}: expected one of {', '.join(get_args(Reduction))}")
     log_q = (_float(student) / temperature).log_softmax(-1)
     log_p = (_float(teacher) / temperature).log_softmax(-1)
-    total = (log_p.exp() * (log_p - log_q)).sum() * temperature**2
-    return total / {"batchmean": len(student), "numel": student.numel(), "sum": 1}[reduction]
+    return (log_p.exp() * (log_p - log_q)).sum() * temperature**2 / len(student)
 
 
-def feature_distillation(student: Tensor, teacher: Tensor, kind: FeatureLoss = "cosine") -> Tensor:
-    """Return the distance of tokens (B, N, D) from the teacher's, averaged over samples and tokens.
-
-    ``cosine`` is one minus the cosine similarity. ``smooth_l1`` is the Huber loss, averaged over channels, against
-    teacher tokens normalized over channels, because the scale of features differs between teachers.
-    """
+def feature_distillation(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return one minus the cosine similarity of tokens (B, N, D) with the teacher's, averaged over tokens."""
     _check_shapes(student, teacher)
-    x, y = _float(student), _float(teacher)
-    if kind == "cosine":
-        return (1 - F.cosine_similarity(x, y, dim=-1)).mean()
-    if kind == "smooth_l1":
-        return F.smooth_l1_loss(x, F.layer_norm(y, y.shape[-1:]))
-    raise InvalidOption(f"feature_loss={kind!r}: expected one of {', '.join(get_args(FeatureLoss))}")
+    return (1 - F.cosine_similarity(_float(student), _float(teacher), dim=-1)).mean()
 
 
-def reconstruction(predicted: Tensor, patches: Tensor, mask: Tensor, normalise: bool = True) -> Tensor:
-    """Return the mean squared error of the pixels (B, P, K) of masked patches (MAE); 0 if none is masked.
+def reconstruction(predicted: Tensor, patches: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean squared error of the pixels (B, P, K) of masked patches (MAE).
 
-    Args:
-        predicted: predicted pixels.
-        patches: true pixels, as `patches_of` returns them.
-        mask: (B, P), true for masked patches.
-        normalise: normalize each true patch to mean 0 and variance 1.
+    Each true patch is normalized to mean 0 and variance 1. ``mask`` (B, P) is true for masked patches; the loss is 0 if
+    there are none.
     """
     _check_shapes(predicted, patches)
-    target = _float(patches)
-    if normalise:
-        variance, mean = torch.var_mean(target, -1, keepdim=True)
-        target = (target - mean) / (variance + 1e-6).sqrt()
+    variance, mean = torch.var_mean(_float(patches), -1, keepdim=True)
+    target = (_float(patches) - mean) / (variance + 1e-6).sqrt()
     return _masked_mean((_float(predicted) - target).square().mean(-1), mask)
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.errors import InvalidOption
 from vitrail.heads import Output
 from vitrail.heads.pooling import linear
 from vitrail.training.config.config import DISTILLATION_WEIGHTS
 from vitrail.training.evaluation.outputs import feature_width
 from vitrail.training.objective.losses import (
-    FeatureLoss,
-    Reduction,
     cross_entropy,
     feature_distillation,
     hard_distillation,
@@ -63,8 +61,8 @@ class Objective(nn.Module):
         distillation: ``hard``, ``soft`` or ``features``; None without a teacher.
         teacher: the teacher; not kept.
         share: λ; 0.5 by default, 0.1 for ``soft``.
-        temperature, reduction: of ``soft``; see `soft_distillation`.
-        feature_weight, feature_loss: of features; see `feature_distillation`.
+        temperature: of ``soft``.
+        feature_weight: weight of ``features`` in addition to ``hard`` or ``soft``.
         weights: weight of each target, or ``"uncertainty"``.
     """
 
@@ -78,17 +76,14 @@ class Objective(nn.Module):
         teacher: Teacher | None = None,
         share: float | None = None,
         temperature: float = 3.0,
-        reduction: Reduction = "batchmean",
         feature_weight: float = 0.0,
-        feature_loss: FeatureLoss = "cosine",
         weights: Mapping[str, float] | Literal["uncertainty"] | None = None,
     ) -> None:
         super().__init__()
         self.heads = find_heads(model)
         self.targets = assign_targets(model, classes)
-        self.distillation, self.smoothing = distillation, smoothing
-        self.temperature, self.reduction, self.feature_loss = temperature, reduction, feature_loss
-        self._check_teacher(teacher, feature_weight)
+        self.distillation, self.smoothing, self.temperature = distillation, smoothing, temperature
+        self._check_heads()
         self.share = DISTILLATION_WEIGHTS[distillation] if share is None and distillation else share or 0.0
         self.feature_weight = self.share if distillation == "features" else feature_weight
         self._outputs = required_outputs(self.heads, self.targets)
@@ -116,7 +111,7 @@ class Objective(nn.Module):
         features: Tensor | None = None,
     ) -> Terms:
         """Return the loss of an output, given labels (B, T) and the teacher's output."""
-        self._check_batch(output, labels, taught)
+        self._check_outputs(output, taught)
         partner, share = mixed if mixed is not None and mixed[0] is not None else (None, None)
         parts: dict[str, Tensor] = {}
         each = []
@@ -160,7 +155,7 @@ class Objective(nn.Module):
                 if self.distillation == "hard":
                     losses.append(hard_distillation(student, target.read(teacher)))
                 else:
-                    losses.append(soft_distillation(student, target.read(teacher), self.temperature, self.reduction))
+                    losses.append(soft_distillation(student, target.read(teacher), self.temperature))
         return torch.stack(losses).mean()
 
     def _compare_features(self, features: Tensor, taught: TeacherOutput) -> Tensor:
@@ -173,54 +168,36 @@ class Objective(nn.Module):
         elif target.shape[2:] != features.shape[2:]:
             target = F.interpolate(target, features.shape[2:], mode="bilinear", antialias=True)
         student = self.projector(features.flatten(2).transpose(1, 2))
-        return feature_distillation(student, target.flatten(2).transpose(1, 2), self.feature_loss)
+        return feature_distillation(student, target.flatten(2).transpose(1, 2))
 
-    def _check_teacher(self, teacher: Teacher | None, feature_weight: float) -> None:
-        kind, head = self.distillation, self.heads.distilled
-        if kind is not None and kind not in get_args(Distillation):
-            raise InvalidOption(f"distillation={kind!r}: expected one of {', '.join(get_args(Distillation))}")
-        if (kind is None) != (teacher is None):
-            raise InvalidOption(f"distillation={kind!r} with {'a' if teacher else 'no'} teacher: give both or neither")
-        if head is not None and kind == "features":
+    def _check_heads(self) -> None:
+        head = self.heads.distilled
+        if head is not None and self.distillation == "features":
             raise InvalidOption(
                 f"distillation='features' does not train the head of the token {head!r}: use 'hard' or 'soft' (with "
                 "feature_weight for features), or remove the token"
             )
-        if kind in ("hard", "soft") and not self.heads.fused:
+        if self.distillation in ("hard", "soft") and not self.heads.fused:
             raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
-        if feature_weight and kind is None:
-            raise InvalidOption(f"feature_weight={feature_weight} needs a teacher")
-        if (feature_weight or kind == "features") and teacher is not None and teacher.width is None:
-            raise InvalidOption("the teacher returns no features; create it with features=True")
 
-    def _check_batch(self, output: Output, labels: Tensor, taught: TeacherOutput | None) -> None:
-        """Check shapes, which are the same in every step, so that a wrong batch does not become a wrong number."""
-        if labels.ndim != 2 or labels.shape[1] != len(self.targets):
-            names = ", ".join(target.name for target in self.targets)
-            raise UnsupportedInput(f"expected labels (images, {len(self.targets)}: {names}); got {tuple(labels.shape)}")
+    def _check_outputs(self, output: Output, taught: TeacherOutput | None) -> None:
+        """Check the number of outputs, which some models reveal only when they run."""
         for head, expected in self._outputs.items():
-            if head not in output.by_role:
-                raise UnsupportedInput(f"the model returned no output of {head!r}, only {', '.join(output.by_role)}")
             check_outputs(head, output.by_role[head].shape[1], expected)
-        if self.distillation is not None and taught is None:
-            raise UnsupportedInput("distillation needs the teacher's output for each batch")
         if taught is not None and self.distillation in ("hard", "soft"):
             expected = sum(len(target.classes) for target in self.targets if target.own)
             if taught.logits.shape[1] != expected:
-                raise InvalidOption(
-                    f"the teacher has {taught.logits.shape[1]} outputs, the student {expected} classes; for a teacher "
-                    "with more classes, give the indices of the student's classes (outputs)"
-                )
+                raise InvalidOption(f"the teacher has {taught.logits.shape[1]} outputs, the student {expected} classes")
 
 
 def _target_weights(
     given: Mapping[str, float] | Literal["uncertainty"] | None, targets: Sequence[Target]
 ) -> tuple[float, ...]:
-    if given is None or given == "uncertainty":
+    if given is None or isinstance(given, str):
         return (1 / len(targets),) * len(targets)
-    if isinstance(given, str):
-        raise InvalidOption(f"weights={given!r}: expected a number for each target, or 'uncertainty'")
     names = [target.name for target in targets]
     if set(given) != set(names) or any(not isfinite(value) or value < 0 for value in given.values()):
-        raise InvalidOption(f"weights={dict(given)}: expected a number of at least 0 for each of {', '.join(names)}")
+        raise InvalidOption(
+            f"task_weights={dict(given)}: expected a number of at least 0 for each of {', '.join(names)}"
+        )
     return tuple(float(given[name]) for name in names)

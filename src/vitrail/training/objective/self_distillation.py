@@ -99,8 +99,6 @@ class SelfLearner(nn.Module):
         super().__init__()
         if not isinstance(model, ViT):
             raise UnsupportedModel(f"recipe='dino' needs a Vitrail model; got {type(model).__name__}")
-        if any(isinstance(part, nn.Linear) for part in model.heads.children()):
-            raise InvalidOption("recipe='dino' needs a model without heads; build it with num_classes=0")
         if not isinstance(prototypes, int) or isinstance(prototypes, bool) or prototypes < 2:
             raise InvalidOption(f"prototypes={prototypes!r}: expected an integer of at least 2")
         hides = patches != 0 or reconstruct != 0

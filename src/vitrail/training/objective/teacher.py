@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import preprocessing
 from vitrail.data.spec import Preprocessing
-from vitrail.errors import InvalidOption, UnsupportedModel
+from vitrail.errors import UnsupportedModel
 from vitrail.training.evaluation.outputs import feature_width, forward_output, forward_output_and_map
 
 
@@ -53,8 +53,6 @@ class Teacher:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if dtype is not None and not dtype.is_floating_point:
-            raise InvalidOption(f"dtype={dtype}: expected a floating-point dtype for the teacher")
         self.width = feature_width(model) if features else None
         self.features = features
         self.model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)

@@ -173,7 +173,7 @@ def test_what_is_asked_for_is_compiled(photos: str, tmp_path: Path, monkeypatch:
     for module in (augment, mixing):
         monkeypatch.setattr(module, "compiled", compiled)
     pictures = {"Augment.apply", "Mix.apply"}
-    wanted = {"off": set(), "pictures": pictures, "blocks": {"Block", *pictures}, "whole": {"Learner", *pictures}}
+    wanted = {"off": set(), "augment": pictures, "blocks": {"Block", *pictures}, "whole": {"Learner", *pictures}}
     for how, what in wanted.items():
         asked.clear()
         said: list[Event] = []

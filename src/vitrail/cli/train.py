@@ -143,7 +143,7 @@ def _update_bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> N
 
 
 def _print_next_steps(run: Run) -> None:
-    """Print what the run wrote, and commands to go on with."""
+    """Print what the run wrote, and the commands to run next."""
     from vitrail.adapters.saved import read_config, read_labels
     from vitrail.models.saving import ARCHITECTURE, CONFIG
 

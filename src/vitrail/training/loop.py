@@ -173,7 +173,7 @@ class Loop:
     def _report_unreadable(self, done: int) -> None:
         """Log images that turned out to be unreadable."""
         setup = self.setup
-        skipped = [*setup.loader.skipped, *(setup.held.skipped if setup.held is not None else ())]
+        skipped = [*setup.loader.skipped, *(setup.held_out.skipped if setup.held_out is not None else ())]
         if len(skipped) > self._unreadable:
             self._unreadable = len(skipped)
             setup.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
@@ -182,14 +182,14 @@ class Loop:
     def _evaluate(self, done: int) -> None:
         """Evaluate on the held-out data, and write the model if it is the best so far."""
         setup = self.setup
-        if setup.held is None:
+        if setup.held_out is None:
             return
         if setup.crew.device.type == "cuda":
             torch.cuda.synchronize()
-        count = setup.held.count
+        count = setup.held_out.count
         with setup.ema.applied() if setup.ema is not None else nullcontext():
             found = evaluate_model(
-                setup.models.model, setup.held, prepare=setup.augment.plain, batch=min(256, count),
+                setup.models.model, setup.held_out, prepare=setup.augment.plain, batch=min(256, count),
                 dtype=torch.bfloat16 if setup.config.half else None, look=0 if setup.sharded else 256, seconds=0,
                 progress=lambda seen: setup.on_event(Event("evaluating", seen * setup.crew.world, count)),
             )  # fmt: skip

@@ -80,7 +80,7 @@ class Setup:
         wrapped: the learner as it is called: itself, or in DDP.
         loader: data loader of the training data.
         data: fingerprint of the training data.
-        held: data loader of the held-out data.
+        held_out: data loader of the held-out data.
         plain_augment: replaces ``augment`` in the final plain epochs.
     """
 
@@ -91,7 +91,7 @@ class Setup:
     optimizer: torch.optim.Optimizer
     ema: Ema | None
     loader: Feed
-    held: Feed | None
+    held_out: Feed | None
     data: dict[str, Any]
     classes: dict[str, tuple[str, ...]]
     preprocessing: Expects
@@ -240,7 +240,7 @@ def make_setup(
         optimizer=make_optimizer(models.learner, config.lr or 0.0, config.weight_decay or 0.0, config.optimizer),
         ema=Ema(models.model, config.ema) if config.ema else None,
         loader=loader,
-        held=held_loader,
+        held_out=held_loader,
         data=fingerprint(examples),
         classes=dict(loader.classes),
         preprocessing=preprocessing,

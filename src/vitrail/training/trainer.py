@@ -111,7 +111,7 @@ def _prepare(
     config = replace(config, side=config.side or config.image_size)
     setup = crew.together(lambda: make_setup(config, crew, examples, held, models, on_event))
     directory = stack.enter_context(ExitStack())
-    for opened in (setup.log, setup.loader, setup.held):
+    for opened in (setup.log, setup.loader, setup.held_out):
         if opened is not None:
             stack.callback(opened.close)
     loop = Loop(setup)
@@ -135,7 +135,7 @@ def _create_directory(folder: Path, resume: bool, overwrite: bool, stack: ExitSt
 
 def _introduce(setup: Setup, start: int, total: int) -> None:
     """Log and report the size of data, model and run."""
-    config, held = setup.config, 0 if setup.held is None else setup.held.count
+    config, held = setup.config, 0 if setup.held_out is None else setup.held_out.count
     counts = {name: len(names) for name, names in setup.classes.items()}
     parameters = sum(weight.numel() for weight in setup.models.model.parameters())
     setup.log.write(

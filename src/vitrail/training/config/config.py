@@ -69,8 +69,8 @@ def _parse_tokens(value: Any) -> Any:
 
 def _parse_compile(value: Any) -> Any:
     if isinstance(value, bool):  # as YAML reads on and off
-        value = "whole" if value else "off"
-    return _COMPILE.parse(value)
+        return "whole" if value else "off"
+    return _COMPILE.parse("augment" if value == "pictures" else value)  # its name before 0.3
 
 
 def _parse_interval(value: Any) -> Any:
@@ -78,7 +78,7 @@ def _parse_interval(value: Any) -> Any:
     return value
 
 
-_COMPILE = choice("whole", "blocks", "pictures", "off")
+_COMPILE = choice("whole", "blocks", "augment", "off")
 _INTERVAL = Kind("a number of epochs, or text such as '2 epochs' or '200 steps'", "EVERY", _parse_interval)
 
 
@@ -198,7 +198,7 @@ class Config:
     )  # fmt: skip
     compile: str | None = option(
         MACHINE, replace(_COMPILE, parse=_parse_compile), None, resumable=True,
-        help="Compile the whole step, the model's blocks, only the augmentation (pictures), or nothing.",
+        help="Compile the whole step, the model's blocks, only the augmentation, or nothing.",
     )  # fmt: skip
     graphs: bool | None = option(
         MACHINE, flag(), None, "Capture the step as a CUDA graph; default on a single GPU.", resumable=True
@@ -260,7 +260,7 @@ class Config:
             "batch_size": batch,
             "lr": lr_for(self.preset, batch),
             "dtype": "bf16" if cuda else "fp32",
-            "compile": ("blocks" if self.own else "pictures") if cuda else "off",  # convnets take minutes to compile
+            "compile": ("blocks" if self.own else "augment") if cuda else "off",  # convnets take minutes to compile
             "device": "cuda" if cuda else "cpu",
             "evaluate_every": max(1, epochs // 20),
             "save_every": max(1, epochs // 20),

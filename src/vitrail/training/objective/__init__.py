@@ -1,1 +1,1 @@
-"""What a model learns: targets, losses, teachers."""
+"""The objective: targets, losses, teachers."""

@@ -38,7 +38,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights within a ``with`` block."""
+        """Use the averaged weights in the model within a ``with`` block."""
         kept = {name: value.clone() for name, value in self._live.items()}
         self._copy(self.tensors)
         try:

@@ -95,10 +95,6 @@ class Config:
         help="Training data: a folder with one subfolder per class, parquet files, shards (wds:…), hf:OWNER/NAME, "
         "torchvision:NAME:ROOT; from Python also a dataset or `Arrays`.",
     )  # fmt: skip
-    model: str = option(
-        MODEL, text("MODEL"), "vit_tiny_patch16",
-        help="A Vitrail model, timm:NAME, hf:REPO, or a run or model directory to fine-tune.",
-    )  # fmt: skip
     validation: Any = option(
         DATA, Kind("a fraction between 0 and 1, data, or none", "DATA", _parse_validation), 0.1, resumable=True,
         help="Held-out data, the fraction of the training data to hold out, or none for no evaluation.",
@@ -119,6 +115,10 @@ class Config:
         DATA, number(0, 1), 0.01, "Fraction of images that may be unreadable.", resumable=True
     )
 
+    model: str = option(
+        MODEL, text("MODEL"), "vit_tiny_patch16",
+        help="A Vitrail model, timm:NAME, hf:REPO, or a run or model directory to fine-tune.",
+    )  # fmt: skip
     options: dict[str, Any] = option(MODEL, mapping(), {}, "More options of the model's constructor.")
     pretrained: bool | None = option(MODEL, flag(), None, "Start from the library's pretrained weights.")
     image_size: Any = option(MODEL, sizes(), None, "Input size in pixels.")

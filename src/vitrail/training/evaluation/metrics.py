@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,36 +101,12 @@ class Tally:
         return (self.sums[place] / self.sums[0]).item()
 
 
-class Metrics(Protocol):
-    """Collects the outputs of batches and computes the figures of an `Evaluation`.
-
-    Attributes:
-        seen: samples that this rank has counted.
-        notes: what could not be measured.
-    """
-
-    seen: int
-    notes: list[str]
-
-    def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
-        """Count a batch; ``heard`` holds the outputs of each token's head and is cleared."""
-        ...
-
-    def reduce(self) -> None:
-        """Add up over ranks; every rank must call it."""
-        ...
-
-    def results(self) -> dict[str, Any]:
-        """Return fields of `Evaluation`."""
-        ...
-
-
 def make_metrics(
     model: nn.Module,
     classes: Mapping[str, Sequence[str]],
     device: torch.device,
     known: Mapping[str, Sequence[str]] | None = None,
-) -> Metrics:
+) -> HeadMetrics | NeighborMetrics:
     """Return metrics of a model's heads, or of its nearest neighbors if it has none.
 
     ``known`` holds the classes of everything that the model predicts, if the labels cover only some of it.
@@ -144,7 +120,10 @@ def make_metrics(
 
 
 class HeadMetrics:
-    """Metrics of every head and of the fused prediction; ``single`` if the class heads have one target."""
+    """Metrics of every head and of the fused prediction; ``single`` if the class heads have one target.
+
+    ``seen`` counts the samples of this rank; ``notes`` say what could not be measured.
+    """
 
     def __init__(self, heads: Heads, targets: Sequence[Target], device: torch.device, *, single: bool) -> None:
         self.notes: list[str] = []
@@ -162,6 +141,7 @@ class HeadMetrics:
                 self._tallies[self._name(target, head)] = Tally(len(target.classes), device)
 
     def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
+        """Count a batch; ``heard`` holds the outputs of each token's head and is cleared."""
         for target in self.targets:
             truth = labels[:, target.column]
             logits = output.logits if target.own else output.by_role[target.name]
@@ -178,6 +158,7 @@ class HeadMetrics:
         heard.clear()
 
     def reduce(self) -> None:
+        """Add up over ranks; every rank must call it."""
         for tally in self._tallies.values():
             all_reduce(tally.sums)
         nonfinite = int(all_reduce(self._nonfinite).item())
@@ -192,6 +173,7 @@ class HeadMetrics:
             raise UnsupportedInput("there are no samples to evaluate")
 
     def results(self) -> dict[str, Any]:
+        """Return fields of `Evaluation`."""
         tallies = {name: tally for name, tally in self._tallies.items() if tally.count}
         classes = {target.label: target.classes for target in self.targets}
         return {**_results(tallies, classes), "disagreement": self._disagreement()}

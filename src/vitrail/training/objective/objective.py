@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.errors import InvalidOption
 from vitrail.heads import Output
 from vitrail.heads.pooling import linear
-from vitrail.training.config.config import DISTILLATION_WEIGHTS
+from vitrail.training.config.config import DISTILLATION_WEIGHTS, Config
 from vitrail.training.evaluation.outputs import feature_width
 from vitrail.training.objective.losses import (
     cross_entropy,
@@ -92,6 +92,23 @@ class Objective(nn.Module):
         self.log_variance = nn.Parameter(torch.zeros(len(self.targets))) if weights == "uncertainty" else None
         width = feature_width(model) if self.wants_features else 0
         self.projector = linear(width, teacher.width) if teacher and teacher.width and width else None
+
+    @classmethod
+    def from_config(
+        cls, config: Config, model: nn.Module, classes: Mapping[str, Sequence[str]], teacher: Teacher | None
+    ) -> Objective:
+        """Return the objective of a resolved config."""
+        return cls(
+            model,
+            classes,
+            smoothing=config.smoothing or 0.0,
+            distillation=config.distillation,  # type: ignore[arg-type]
+            teacher=teacher,
+            share=config.distillation_weight,
+            temperature=config.temperature or 3.0,
+            feature_weight=config.feature_weight,
+            weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
+        )
 
     @property
     def wants_features(self) -> bool:

@@ -6,6 +6,19 @@ evaluate, Evaluation            accuracy of a model, head by head and fused
 open_examples, Examples         labeled images from any source
 Arrays                          labeled tensors: spectrograms, videos, anything
 Event, read_log                 progress of a run, and its log
+
+Modules, in the order of a run:
+
+config/                         options, declared once; presets; checks
+trainer                         `train`: checks everything before it writes anything
+setup                           data, model, teacher, objective and optimizer of a run
+loop, step                      the training loop; one step, captured as a CUDA graph where possible
+objective/                      targets, losses, teachers, self-distillation
+optim/                          optimizers, learning rate schedule, EMA
+evaluation/                     outputs, metrics, token diagnostics, `evaluate`
+run_directory, log              files of a run
+checkpoint, resume, interrupt   how a run stops and continues
+distributed                     DDP and FSDP
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.analysis.norms.distribution import Norms
+from vitrail.analysis.norms import Norms
 from vitrail.analysis.result import Result
 from vitrail.analysis.roles import Disagreement, Roles
 

@@ -31,7 +31,7 @@ from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder, read_labe
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.models.saving import WEIGHTS, write_folder, write_whole
-from vitrail.training.config.config import read_yaml
+from vitrail.training.config import read_yaml
 from vitrail.training.run_directory import BEST, LOG, SETTINGS, Labels, load_trained
 
 MOST_BYTES, MOST_PARAMETERS = 12 * 2**20, 6_000_000

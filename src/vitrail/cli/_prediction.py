@@ -75,9 +75,9 @@ def paint(
 def _call(loaded: Loaded, batch: Tensor) -> Any:
     if not loaded.questions:
         return loaded.model(batch)
-    from vitrail.training.evaluation.outputs import answer
+    from vitrail.training.evaluation.outputs import forward_output
 
-    return answer(loaded.model, batch)
+    return forward_output(loaded.model, batch)
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:

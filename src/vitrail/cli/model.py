@@ -26,7 +26,7 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, Unsu
 from vitrail.models import ViT
 
 if TYPE_CHECKING:
-    from vitrail.training.objective.targets import Question
+    from vitrail.training.objective.targets import Target
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Loaded:
     layout: vitrail.TokenLayout
     device: torch.device
     random: bool
-    questions: tuple[Question, ...] = ()
+    questions: tuple[Target, ...] = ()
 
     @property
     def weights(self) -> str:
@@ -102,20 +102,20 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
     looks = "vitrail.record" if len(shape) > 3 else "vitrail.record or vitrail.inspect"
     raise UnsupportedInput(
         f"{name} takes arrays{kind}, {' × '.join(map(str, shape))}, and this command is for models that take pictures. "
-        "From Python, measure it with vitrail.training.evaluation.pass_ on Arrays, merged or not, look inside with "
+        "From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, look inside with "
         f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
         "labels.preprocessing normalises arrays for it."
     )
 
 
-def _questions(model: nn.Module) -> tuple[Question, ...]:
+def _questions(model: nn.Module) -> tuple[Target, ...]:
     """Say which of a model's outputs are which classes, where these have names."""
     names = vitrail.class_names(model)
     if not names:
         return ()
-    from vitrail.training.objective.targets import ask as ask_for
+    from vitrail.training.objective.targets import assign_targets
 
-    return ask_for(model, names)
+    return assign_targets(model, names)
 
 
 def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:

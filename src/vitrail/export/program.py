@@ -16,7 +16,7 @@ from vitrail.export.base import first_line
 from vitrail.heads import Output
 
 if TYPE_CHECKING:
-    from vitrail.training.objective.targets import Question
+    from vitrail.training.objective.targets import Target
 
 
 class Plain(nn.Module):
@@ -43,14 +43,14 @@ class Plain(nn.Module):
         return named_tensors(said)
 
 
-def _questions(model: nn.Module) -> tuple[Question, ...]:
+def _questions(model: nn.Module) -> tuple[Target, ...]:
     """Say what a model answers, where training taught it several things."""
     names = class_names(model)
     if len(names) < 2:
         return ()
-    from vitrail.training.objective.targets import ask
+    from vitrail.training.objective.targets import assign_targets
 
-    return ask(model, names)
+    return assign_targets(model, names)
 
 
 def named_tensors(result: Any) -> dict[str, Tensor]:

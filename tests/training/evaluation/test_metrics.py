@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitrail.training.evaluation.metrics import BINS, Tally, neighbour_logits, reduce
+from vitrail.training.evaluation.metrics import BINS, Tally, all_reduce, neighbor_logits
 
 
 def filled(classes: int = 7, batches: int = 3) -> tuple[Tally, torch.Tensor, torch.Tensor]:
@@ -65,14 +65,14 @@ def test_sums_add_up_over_processes() -> None:
     both.sums = left.sums + right.sums
     assert both.accuracy == pytest.approx((left.accuracy + right.accuracy) / 2)
     before = left.sums.clone()
-    reduce(left.sums)  # alone, it changes nothing
+    all_reduce(left.sums)  # alone, it changes nothing
     assert torch.equal(left.sums, before)
 
 
 def test_neighbours_vote() -> None:
     memory, labels = torch.randn(30, 8, dtype=torch.float64), torch.randint(3, (30,))
     asked = torch.randn(5, 8, dtype=torch.float64)
-    found = neighbour_logits(memory, labels, asked, 3, k=4, temperature=0.1)
+    found = neighbor_logits(memory, labels, asked, 3, k=4, temperature=0.1)
     for row, x in zip(found, asked, strict=True):
         cosine = F.cosine_similarity(memory, x[None])
         near = cosine.argsort(descending=True)[:4]

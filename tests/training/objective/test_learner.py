@@ -14,9 +14,8 @@ from tests.training.models import ANIMALS, CLASS, DISTILLATION, Net, tiny
 from tests.training.toys import FIELDS, make_photos, same, weights
 from vitrail.errors import InvalidOption
 from vitrail.models import ViT
-from vitrail.training import Config, train
-from vitrail.training.bf16_weights import rounded
-from vitrail.training.objective.learner import Learner
+from vitrail.training import Config, evaluate, train
+from vitrail.training.objective.learner import Learner, cast_weights
 from vitrail.training.objective.objective import Objective
 from vitrail.training.objective.teacher import Teacher
 
@@ -37,7 +36,7 @@ def test_equals_a_model_in_bfloat16(merged: bool) -> None:
         vitrail.merge(short, r=2)
     expected = short(IMAGES.bfloat16())
     expected.float().square().sum().backward()
-    with rounded(model):
+    with cast_weights(model):
         found = model(IMAGES.bfloat16())
     found.float().square().sum().backward()
     assert found.dtype == torch.bfloat16
@@ -59,7 +58,7 @@ class Shared(nn.Module):
 def test_shared_weights_stay_shared_and_statistics_stay_float32() -> None:
     model = Shared()
     before = dict(model.named_parameters(remove_duplicate=False))
-    with rounded(model):
+    with cast_weights(model):
         assert model.first.weight is model.second.weight
         assert model.first.weight.dtype == model.second.bias.dtype == torch.bfloat16
         assert model.norm.weight.dtype == model.norm.running_mean.dtype == torch.float32  # type: ignore[union-attr]
@@ -72,7 +71,7 @@ def test_shared_weights_stay_shared_and_statistics_stay_float32() -> None:
 def test_weights_come_back_after_an_error() -> None:
     model = tiny()
     before = dict(model.named_parameters())
-    with pytest.raises(ZeroDivisionError), rounded(model):
+    with pytest.raises(ZeroDivisionError), cast_weights(model):
         1 / 0  # noqa: B018
     assert all(weight is before[name] for name, weight in model.named_parameters())
 
@@ -84,7 +83,7 @@ def test_learner_rounds_the_model_and_not_the_objective() -> None:
     taught = teacher(IMAGES)
     exact = Learner(deepcopy(model).train(), deepcopy(objective))(IMAGES, LABELS, None, taught)
     with torch.autocast("cpu", torch.bfloat16):
-        terms = Learner(model.train(), objective, rounds=True)(IMAGES, LABELS, None, taught)
+        terms = Learner(model.train(), objective, bf16_weights=True)(IMAGES, LABELS, None, taught)
     terms.total.backward()
     assert terms.total.dtype == torch.float32
     assert terms.total.item() == pytest.approx(exact.total.item(), rel=0.02)
@@ -104,7 +103,7 @@ def test_compiled_blocks_are_not_compiled_anew_for_each_step() -> None:
     for block in model.blocks:
         block.compile(backend=count)
     for _ in range(3):
-        with rounded(model):
+        with cast_weights(model):
             model(IMAGES.bfloat16()).sum().backward()
     assert 1 <= len(graphs) <= len(model.blocks)
     assert all(weight.grad is not None for weight in model.parameters())
@@ -117,12 +116,12 @@ def test_a_run_learns_with_rounded_weights(tmp_path: Path) -> None:
     last = {name: weights(Path(run.folder) / "last") for name, run in runs.items()}
     assert all(weight.dtype == torch.float32 for weight in last["bf16-weights"].values())
     assert not same(last["bf16"], last["bf16-weights"])
-    losses = {name: vitrail.training.evaluation.pass_(run.folder, photos, seconds=0).loss for name, run in runs.items()}
+    losses = {name: evaluate(run.folder, photos, seconds=0).loss for name, run in runs.items()}
     assert losses["bf16-weights"] == pytest.approx(losses["fp32"], abs=0.1)
     assert losses["bf16-weights"] < 0.5
 
 
 @pytest.mark.parametrize(("name", "value"), [("recipe", "dino"), ("shard", "fsdp"), ("compile", "whole")])
 def test_what_does_not_go_together_is_refused(name: str, value: str) -> None:
-    with pytest.raises(InvalidOption, match=f"bf16-weights does not go with {name}={value}"):
+    with pytest.raises(InvalidOption, match=f"bf16-weights does not work with {name}={value}"):
         Config(data="photos", dtype="bf16-weights", **{name: value})  # type: ignore[arg-type]

@@ -1,80 +1,88 @@
 """What a run is asked for: every mistake is an error that names the field, and everything can be written down."""
 
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training.toys import ROOT
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.models import ViT
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training import PRESETS, Config, train
-from vitrail.training.config.config import read_yaml
+from vitrail.training.config import OPTIONS, options_table, read_yaml
 from vitrail.training.config.presets import batch_for, ema_for, lr_for
-from vitrail.training.config.syntax import MergePlan, read_every, read_merge, read_tokens
+from vitrail.training.config.syntax import MergePlan, read_interval, read_merge, read_tokens
 from vitrail.training.model import build
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"data": None}, "data is missing"),
-    "unknown field": ({"epoch": 3}, r"no option 'epoch'; did you mean 'epochs'\?"),
+    "unknown field": ({"epoch": 3}, r"unknown training option 'epoch'; did you mean 'epochs'"),
     "unknown model": ({"model": "vit_tiny_patch_16"}, r"model='vit_tiny_patch_16'.*did you mean 'vit_tiny_patch16'"),
     "unknown preset": ({"preset": "smal"}, r"preset='smal'.*did you mean 'small'"),
-    "unknown augmentation": ({"augment": "heavy"}, "augment='heavy'; expected one of none, flip, light"),
-    "no epochs": ({"epochs": 0}, "epochs=0; expected a whole number, 1 or more"),
-    "half an epoch": ({"epochs": 0.5}, r"epochs=0\.5; expected a whole number"),
-    "true epochs": ({"epochs": True}, "epochs=True; expected a whole number"),
-    "negative lr": ({"lr": -1.0}, r"lr=-1\.0; expected a number above 0"),
-    "lr is a word": ({"lr": "fast"}, "lr='fast'; expected a number above 0"),
-    "all smoothed": ({"smoothing": 1.0}, r"smoothing=1\.0; expected a share, 0 or more and less than 1"),
-    "more than all": ({"share": 1.5}, r"share=1\.5; expected a share above 0"),
-    "validation of all": ({"validation": 1.0}, r"validation=1\.0; expected a share between 0 and 1"),
+    "unknown augmentation": ({"augment": "heavy"}, "augment='heavy': expected one of none, flip, light"),
+    "no epochs": ({"epochs": 0}, "epochs=0: expected an integer of at least 1"),
+    "half an epoch": ({"epochs": 0.5}, r"epochs=0\.5: expected an integer"),
+    "true epochs": ({"epochs": True}, "epochs=True: expected an integer"),
+    "negative lr": ({"lr": -1.0}, r"lr=-1\.0: expected a number above 0"),
+    "lr is a word": ({"lr": "fast"}, "lr='fast': expected a number above 0"),
+    "all smoothed": ({"smoothing": 1.0}, r"smoothing=1\.0: expected a number of at least 0 and below 1"),
+    "more than all": ({"share": 1.5}, r"share=1\.5: expected a number above 0 and at most 1"),
+    "validation of all": ({"validation": 1.0}, r"validation=1\.0: expected a fraction between 0 and 1"),
     "distillation without teacher": (
         {"tokens": "cls,distillation"},
-        "tokens: a distillation token learns from a teach",
+        "tokens: a distillation token needs a teacher",
     ),
-    "distilled model without teacher": ({"model": "deit_tiny_patch16_distilled"}, "model: a distillation token learns"),
+    "distilled model without teacher": (
+        {"model": "deit_tiny_patch16_distilled"},
+        "model: a distillation token needs a teacher",
+    ),
     "answers about dropped patches": (
         {"recipe": "dino", "recipe_options": {"patches": 1.0}, "options": {"patch_drop": 0.5}},
         "recipe_options: patches needs every patch",
     ),
     "features of dropped patches": (
         {"teacher": "timm:x", "feature_weight": 1.0, "options": {"patch_drop": 0.5}},
-        "feature_weight needs every patch, and options: patch_drop leaves some out",
+        "feature_weight needs every patch",
     ),
-    "graphs of a word": ({"graphs": "yes"}, "graphs='yes'; expected true or false"),
+    "graphs of a word": ({"graphs": "yes"}, "graphs='yes': expected true or false"),
     "soft without teacher": ({"distillation": "soft"}, "distillation='soft' needs a teacher"),
     "temperature of hard": (
         {"teacher": "t", "distillation": "hard", "temperature": 2},
-        "temperature is for distillation='soft'",
+        "temperature needs distillation='soft'",
     ),
-    "unknown token": ({"tokens": "cls,registr=4"}, r"tokens: there is no 'registr'.*did you mean 'register'"),
-    "no number of tokens": ({"tokens": "register=many"}, "tokens: 'register=many' has no whole number"),
-    "shared by nothing": ({"heads": "shared"}, "heads='shared' is for several tasks"),
+    "unknown token": ({"tokens": "cls,registr=4"}, r"tokens: unknown token 'registr'.*did you mean 'register'"),
+    "no number of tokens": ({"tokens": "register=many"}, "tokens: 'register=many' has no valid count"),
+    "shared by nothing": ({"heads": "shared"}, "heads='shared' needs tasks"),
     "tasks and labels": ({"tasks": "a,b", "labels": "c"}, "labels='c' and tasks="),
-    "task twice": ({"tasks": "a,a"}, r"tasks=\['a', 'a'\]; expected each column once"),
+    "task twice": ({"tasks": "a,a"}, r"tasks=\['a', 'a'\]: expected each column once"),
     "task is no name": ({"tasks": "a b"}, "tasks: 'a b' cannot name a token"),
-    "weight of no task": ({"tasks": "a,b", "task_weights": {"c": 1}}, "task_weights: 'c' is none of the tasks"),
-    "tokens of another model": ({"model": "timm:resnet18", "tokens": "cls"}, "tokens is for our own models"),
-    "patches of another model": ({"model": "timm:resnet18", "patch_size": 8}, "patch_size is for our own models"),
-    "weights that do not exist": ({"pretrained": True}, "pretrained: there are no weights"),
-    "long warm-up": ({"epochs": 2, "warmup_epochs": 3}, "warmup_epochs=3 is more than epochs=2"),
+    "weight of no task": ({"tasks": "a,b", "task_weights": {"c": 1}}, "task_weights: 'c' is not a task"),
+    "tokens of another model": ({"model": "timm:resnet18", "tokens": "cls"}, "tokens is for Vitrail models"),
+    "patches of another model": ({"model": "timm:resnet18", "patch_size": 8}, "patch_size is for Vitrail models"),
+    "weights that do not exist": ({"pretrained": True}, "no pretrained weights"),
+    "long warm-up": ({"epochs": 2, "warmup_epochs": 3}, "warmup_epochs=3 exceeds epochs=2"),
     "parts that do not fit": ({"batch_size": 8, "accumulate": 3}, "accumulate=3 does not divide batch_size=8"),
-    "merge without amount": ({"merge": "schedule=constant"}, "expected one of r, keep and gflops"),
-    "merge by unknown": ({"merge": {"rr": 8}}, "merge: there is no 'rr'"),
+    "merge without amount": ({"merge": "schedule=constant"}, "exactly one of r, keep and gflops"),
+    "merge by unknown": ({"merge": {"rr": 8}}, "merge: unknown key 'rr'"),
     "merge without value": ({"merge": "r"}, "merge: 'r' has no value"),
     "merge from half": ({"merge": {"r": 8, "from_epoch": 0.5}}, r"merge: from_epoch=0\.5"),
-    "save now and then": ({"save_every": "often"}, "save_every='often'; expected a number of epochs"),
-    "options is a list": ({"options": [1]}, r"options=\[1\]; expected a mapping"),
+    "save now and then": ({"save_every": "often"}, "save_every='often': expected a number of epochs"),
+    "options is a list": ({"options": [1]}, r"options=\[1\]: expected a mapping"),
     "dino with labels' things": (
         {"recipe": "dino", "mixup": 0.2},
-        "recipe='dino' learns without labels; it takes no mix",
+        "recipe='dino' .*does not take mixup",
     ),
-    "dino with one view": ({"recipe": "dino", "augment": "flip"}, "learns from views that differ"),
-    "no labels to learn": ({"labels": "none"}, "labels='none' is for recipe='dino'"),
+    "dino with one view": ({"recipe": "dino", "augment": "flip"}, "needs views that differ"),
+    "no labels to learn": ({"labels": "none"}, "labels='none' needs recipe='dino'"),
     "width given twice": ({"options": {"drop_path": 0.1}}, "options: drop_path has a field of its own"),
     "odd size": ({"image_size": 30}, r"image_size \(30, 30\) is not a whole number of patches"),
-    "mixed in pairs": ({"mixup": 0.1, "batch_size": 6, "accumulate": 2}, "batch_size=6 cannot be shared out.*mixed in"),
-    "larger than the data": ({"batch_size": 512}, "batch_size=512 is more than the 24 pictures"),
+    "mixed in pairs": (
+        {"mixup": 0.1, "batch_size": 6, "accumulate": 2},
+        "batch_size=6 is not divisible by 4.*mixed in pairs",
+    ),
+    "larger than the data": ({"batch_size": 512}, "batch_size=512 exceeds the 24 training images"),
     "no such column": ({"tasks": "colour,shape"}, "colour"),
     "no such teacher": ({"teacher": "timm:no_such_model"}, "teacher='timm:no_such_model'"),
 }
@@ -92,7 +100,7 @@ def test_mistakes_name_the_field_and_write_nothing(mistake: str, photos: str, tm
 def test_a_folder_that_holds_something_is_left_alone(photos: str, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(TrainingError, match="holds something that is no run, and nothing was changed"):
+        with pytest.raises(TrainingError, match="not a run directory; nothing was changed"):
             train(data=photos, out=str(tmp_path), preset="tiny", overwrite=overwrite, device="cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -140,7 +148,7 @@ def test_yaml_there_and_back(tmp_path: Path) -> None:
     path.write_text("data: x\nlr: 1e-3\ncompile: off\n")  # YAML 1.1 reads text and a truth value
     read = Config.from_yaml(path)
     assert (read.lr, read.compile) == (1e-3, "off")
-    for text, expected in (("- 1", "holds list"), ("a: [", "could not be read as YAML")):
+    for text, expected in (("- 1", "holds a list"), ("a: [", "cannot read .* as YAML")):
         path.write_text(text)
         with pytest.raises(InvalidOption, match=expected):
             Config.from_yaml(path)
@@ -185,12 +193,12 @@ def test_merging_by_words_and_by_epoch() -> None:
 
 
 def test_distances() -> None:
-    steps, epochs = read_every("x", "3 steps"), read_every("x", 2)
+    steps, epochs = read_interval("3 steps"), read_interval(2)
     assert [step for step in range(1, 13) if steps.due(step, 4)] == [3, 6, 9, 12]
     assert [step for step in range(1, 25) if epochs.due(step, 4)] == [8, 16, 24]
 
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -211,3 +219,21 @@ def test_recipes_of_ours_can_be_read_and_built(file: Path) -> None:
 def test_a_field_that_is_empty_is_named(name: str) -> None:
     with pytest.raises(InvalidOption, match=f"^{name} is empty; give a value, or leave it out for "):
         Config(data="photos", **{name: None})
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_declared_in_full(name: str) -> None:
+    option = OPTIONS[name]
+    assert option.help.endswith(".")
+    assert option.flags[-1].startswith("--" + name.replace("_", "-"))
+    if option.default is not MISSING and option.default is not None:
+        assert option.check(option.default) == option.default
+    if name not in ("data", "validation", "tokens"):  # these take any object
+        with pytest.raises(InvalidOption, match=name):
+            option.check(object())
+
+
+def test_the_docs_have_the_table_of_options() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    found = page.partition("<!-- options -->\n")[2].partition("<!-- end of options -->")[0]
+    assert found == options_table(), "run python tools/training_options.py"

@@ -9,7 +9,7 @@ import torch
 from tests.training.toys import FIELDS
 from vitrail.data import open_dataset
 from vitrail.training import Arrays, Config, Event, evaluate, read_log, train
-from vitrail.training.data_warnings import remarks
+from vitrail.training.data_warnings import data_notes
 
 SMALL: dict[str, Any] = {
     **{name: value for name, value in FIELDS.items() if name not in ("image_size", "tokens")},
@@ -29,28 +29,23 @@ def test_samples_without_a_class_by_any_task_are_left_out_and_counted(tmp_path: 
     complete = [row for row in range(12) if tone[row] >= 0 and voice[row] is not None]
     assert open_dataset(given, labels=("tone", "voice"), labeled=True)._rows == complete
     said: list[Event] = []
-    run = train(data=given, validation=given, out=str(tmp_path / "run"), tell=said.append, **{
+    run = train(data=given, validation=given, out=str(tmp_path / "run"), on_event=said.append, **{
         name: value for name, value in SMALL.items() if name != "validation"
     })  # fmt: skip
-    expected = [
-        f"{name}: {12 - len(complete)} samples have no class by one of tone, voice (none is given, or a negative "
-        "number) and are left out."
-        for name in ("data", "validation")
-    ]
-    assert [event.text for event in said if event.kind == "note"] == expected
-    assert [line["text"] for line in read_log(run.folder / "log.jsonl", "note")] == expected
+    notes = [event.text for event in said if event.kind == "note"]
+    skipped = f"skipped {12 - len(complete)} samples without a label"
+    assert [text.partition(" (")[0] for text in notes] == [f"data: {skipped}", f"validation: {skipped}"]
+    assert [line["text"] for line in read_log(run.folder / "log.jsonl", "note")] == notes
     assert run.evaluation.count == len(complete)
     found = evaluate(run.last, given, labels=("tone",), seconds=0, look=0)
     assert found.count == 10
-    assert "data: 2 samples have no class by tone (none is given, or a negative number) and are left out." in (
-        found.notes
-    )
+    assert any("skipped 2 samples without a label" in text and text.endswith("in tone.") for text in found.notes)
 
 
 def test_what_is_held_out_is_counted_once() -> None:
     examples = open_dataset(arrays([0, 1, -1] * 4, [0, 1, 0] * 4), labels=("tone", "voice"), labeled=True)
     kept, held = examples.split(0.25, 0)
-    assert len(remarks(Config(data="x", validation=0.25), kept, held)) == 1
+    assert len(data_notes(Config(data="x", validation=0.25), kept, held)) == 1
 
 
 @pytest.mark.parametrize(
@@ -61,13 +56,13 @@ def test_what_is_held_out_is_counted_once() -> None:
 def test_data_of_one_class_is_told(tone: list[int], only: str | None) -> None:
     voice = ["a", "a", "b", "b"] * (len(tone) // 4)
     examples = open_dataset(arrays(tone, voice), labels=("tone", "voice"), labeled=True)
-    told = [text for text in remarks(Config(data="x", validation=None), examples, None) if "one class" in text]
+    told = [text for text in data_notes(Config(data="x", validation=None), examples, None) if "have the class" in text]
     used = sum(value >= 0 for value in tone)
-    begin = f"tone: all {used} samples to learn from are of one class, {only!r}. There is nothing to tell apart"
+    begin = f"tone: all {used} training samples have the class {only!r}"
     assert len(told) == (only is not None)
     assert all(text.startswith(begin) for text in told)
 
 
 def test_without_labels_there_is_nothing_to_say() -> None:
     examples = open_dataset(arrays([0, -1], ["a", "b"]), labels=None)
-    assert remarks(Config(data="x", validation=None), examples, None) == []
+    assert data_notes(Config(data="x", validation=None), examples, None) == []

@@ -9,7 +9,9 @@ from torch import nn
 from vitrail.models import create_model
 from vitrail.models.weight_decay import undecayed
 from vitrail.tokens import Role, TokenSpec
-from vitrail.training.optim.optimizer import Ema, lr_at, make_optimizer, optimizer_tensors, parameter_groups
+from vitrail.training.optim.ema import Ema
+from vitrail.training.optim.optimizer import make_optimizer, optimizer_tensors, parameter_groups
+from vitrail.training.optim.schedule import lr_at
 
 
 def small(*tokens: TokenSpec) -> nn.Module:

@@ -18,10 +18,10 @@ from vitrail.models import ViT, ViTConfig
 from vitrail.runtime import block_forward as running
 from vitrail.training import Event, evaluate, train
 from vitrail.training import loop as loops
-from vitrail.training.config.config import Config
+from vitrail.training.config import Config
 from vitrail.training.model import Built
 from vitrail.training.objective.objective import Terms
-from vitrail.training.step import GRAPHS, WARM_UP, Step, sound_attention
+from vitrail.training.step import RECOMPILE_LIMIT, WARMUP_STEPS, Step, safe_attention
 
 NO_CLASS = {"class_token": False, "global_pool": "avg"}
 
@@ -57,8 +57,8 @@ class Played:
 
 def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: Any, **fields: Any) -> list[Event]:
     told: list[Event] = []
-    monkeypatch.setattr(loops, "recorder_for", lambda parts: recorder)
-    train(data=photos, out=str(folder), tell=told.append, **{**FIELDS, "epochs": 4, **fields})
+    monkeypatch.setattr(loops, "capture_for", lambda setup: recorder)
+    train(data=photos, out=str(folder), on_event=told.append, **{**FIELDS, "epochs": 4, **fields})
     return told
 
 
@@ -79,7 +79,7 @@ def test_replayed_steps_are_those_that_are_run(
     replayed = run(photos, tmp_path / "replayed", monkeypatch, recorder, **fields)
     assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last"))
     steps = 4 * 3
-    assert (recorder.made, recorder.played) == (1, steps - WARM_UP)
+    assert (recorder.made, recorder.played) == (1, steps - WARMUP_STEPS)
     losses = [[event.values["loss"] for event in told if event.kind == "epoch"] for told in (usual, replayed)]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 4
@@ -109,13 +109,11 @@ def test_what_cannot_be_recorded_is_run(photos: str, tmp_path: Path, monkeypatch
     assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "refused" / "last"))
     said = [event.text for event in told if event.kind == "note"]
     assert tries == len(said) == 1
-    assert "runs as it is (operation not permitted when stream is capturing)" in said[0]
+    assert "runs eagerly (operation not permitted when stream is capturing)" in said[0]
 
 
 def test_graphs_need_a_gpu(photos: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidOption, match="graphs=True needs one process on a GPU, and this run has 1 process on cpu"
-    ):
+    with pytest.raises(InvalidOption, match="graphs=True needs a single rank on CUDA"):
         train(data=photos, out=str(tmp_path / "run"), **{**FIELDS, "graphs": True})
     assert not (tmp_path / "run").exists()
 
@@ -128,7 +126,7 @@ def test_a_gpu_replays_what_it_runs(photos: str, tmp_path: Path, fields: dict[st
     told: list[Event] = []
     for name, graphs in (("run", False), ("replayed", True)):
         given = {**FIELDS, "device": "cuda", "dtype": "fp32", "compile": "off", "epochs": 4, "graphs": graphs, **fields}
-        train(data=photos, out=str(tmp_path / name), tell=told.append, **given)
+        train(data=photos, out=str(tmp_path / name), on_event=told.append, **given)
     assert not [event.text for event in told if event.kind == "note"]
     assert difference(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last")) < 1e-5
 
@@ -167,8 +165,8 @@ def test_the_last_epochs_may_show_pictures_as_they_are(
 
     class Watched(Step):
         def __call__(self, images: Tensor, labels: Tensor, mixed: Any, lr: float) -> list[Terms]:
-            parts = self._parts
-            plain = parts.augment.plain(parts.feed.batch(len(kinds)).images)
+            setup = self._setup
+            plain = setup.augment.plain(setup.loader.batch(len(kinds)).images)
             same = torch.stack([(images - one).abs().amax((1, 2, 3)) < 1e-5 for one in (plain, plain.flip(-1))])
             kinds.append((bool(same.any(0).all()), bool((mixed[1] == 1).all())))
             if kinds[-1][0]:
@@ -183,13 +181,13 @@ def test_the_last_epochs_may_show_pictures_as_they_are(
 
 
 def test_plain_epochs_are_some_of_all_and_need_labels() -> None:
-    with pytest.raises(InvalidOption, match="plain_epochs=4 is more than epochs=3"):
+    with pytest.raises(InvalidOption, match="plain_epochs=4 exceeds epochs=3"):
         Config(data="photos", epochs=3, plain_epochs=4)
-    with pytest.raises(InvalidOption, match="plain_epochs=-1; expected a whole number, 0 or more"):
+    with pytest.raises(InvalidOption, match="plain_epochs=-1: expected an integer of at least 0"):
         Config(data="photos", plain_epochs=-1)
-    with pytest.raises(InvalidOption, match="it takes no plain_epochs"):
+    with pytest.raises(InvalidOption, match="does not take plain_epochs"):
         Config(data="photos", recipe="dino", plain_epochs=1)
-    with pytest.raises(InvalidOption, match="plain_epochs=500 is more than epochs"):
+    with pytest.raises(InvalidOption, match="plain_epochs=500 exceeds epochs"):
         Config(data="photos", plain_epochs=500).resolved(100)
 
 
@@ -218,9 +216,9 @@ def test_there_is_room_for_graphs_while_a_compiled_model_trains(
         limits.append(torch._dynamo.config.recompile_limit)
 
     before = torch._dynamo.config.recompile_limit
-    train(data=photos, out=str(tmp_path / "run"), tell=look, **{**FIELDS, "epochs": 1, "compile": compiled})
-    assert max(limits) == (GRAPHS if compiled == "blocks" else before)
-    assert torch._dynamo.config.recompile_limit == before < GRAPHS
+    train(data=photos, out=str(tmp_path / "run"), on_event=look, **{**FIELDS, "epochs": 1, "compile": compiled})
+    assert max(limits) == (RECOMPILE_LIMIT if compiled == "blocks" else before)
+    assert torch._dynamo.config.recompile_limit == before < RECOMPILE_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,7 @@ def test_the_attention_of_cudnn_is_kept_from_models_of_others_that_may_overflow_
 
     others = {"tokens": None, "patch_size": None} if fields else {}
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    train(data=photos, out=str(tmp_path / "run"), tell=look, **{**FIELDS, "epochs": 1, **others, **fields})
+    train(data=photos, out=str(tmp_path / "run"), on_event=look, **{**FIELDS, "epochs": 1, **others, **fields})
     assert set(states) == {allowed}
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -254,12 +252,12 @@ def test_the_attention_of_cudnn_comes_back_after_an_error_and_not_where_it_was_o
         Built(model, {}, InputSpec.of_arrays((0.0,), (1.0,)))
         for model in (torch.nn.Identity(), ViT(ViTConfig(width=32, depth=1, heads=2)))
     )
-    with pytest.raises(RuntimeError, match="stopped"), sound_attention(unknown):
+    with pytest.raises(RuntimeError, match="stopped"), safe_attention(unknown):
         raise RuntimeError("stopped")
     assert torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        with sound_attention(own):
+        with safe_attention(own):
             assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:

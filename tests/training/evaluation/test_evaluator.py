@@ -21,9 +21,8 @@ from vitrail.analysis import result as base
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.tokens import TokenSpec
-from vitrail.training import Evaluation, train
-from vitrail.training import evaluate as measure
-from vitrail.training.evaluation.pass_ import evaluate, merged_as
+from vitrail.training import Evaluation, evaluate, train
+from vitrail.training.evaluation.evaluator import evaluate_model, merged_as
 from vitrail.training.objective.self_distillation import balanced
 
 DRAW = torch.Generator().manual_seed(0)
@@ -52,7 +51,7 @@ def prepare(images: Tensor) -> Tensor:
 def test_heads_alone_and_fused() -> None:
     model = tiny(CLASS, DISTILLATION, TokenSpec("register", "register", 2)).eval()
     feed = Fed()
-    found = evaluate(model, feed, prepare=prepare, batch=8, seconds=0)
+    found = evaluate_model(model, feed, prepare=prepare, batch=8, seconds=0)
     output = model.forward_output(prepare(feed.images))
     for name, logits in (("fused", output.logits), *output.by_role.items()):
         assert found.accuracy[name] == pytest.approx((logits.argmax(1) == feed.labels[:, 0]).double().mean().item())
@@ -82,7 +81,7 @@ def test_copies_of_a_class_token_are_found_out() -> None:
     with torch.no_grad():
         model.tokens["cls"][:, 1] = model.tokens["cls"][:, 0]
         model.pos_embed[:, 1] = model.pos_embed[:, 0]
-    found = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0)
+    found = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0)
     assert found.collapse["within"]["class"] == pytest.approx(1)
     assert found.disagreement is not None
     assert found.disagreement.heads == ("cls[0]", "cls[1]")
@@ -93,7 +92,7 @@ def test_copies_of_a_class_token_are_found_out() -> None:
 def test_tasks_and_their_control() -> None:
     labels = torch.stack([torch.randint(2, (20,)), torch.randint(4, (20,))], 1)
     model = tiny(task("colour", 2), task("shape", 4), num_classes=0).eval()
-    found = evaluate(model, [(IMAGES, labels)], classes=TASKS, seconds=0)
+    found = evaluate_model(model, [(IMAGES, labels)], classes=TASKS, seconds=0)
     said = model.forward_output(IMAGES).by_role
     hits = [(said[name].argmax(1) == labels[:, i]).double().mean().item() for i, name in enumerate(TASKS)]
     assert found.accuracy == pytest.approx(dict(zip(("task.colour", "task.shape"), hits, strict=True)))
@@ -101,7 +100,7 @@ def test_tasks_and_their_control() -> None:
     assert found.confusion["task.shape"].shape == (4, 4)
     control = tiny(num_classes=6).eval()
     logits = control(IMAGES)
-    found = evaluate(control, [(IMAGES, labels)], classes=TASKS, seconds=0, look=0)
+    found = evaluate_model(control, [(IMAGES, labels)], classes=TASKS, seconds=0, look=0)
     assert found.accuracy["task.shape"] == pytest.approx(
         (logits[:, 2:].argmax(1) == labels[:, 1]).double().mean().item()
     )
@@ -113,14 +112,14 @@ def test_tasks_and_their_control() -> None:
 def test_data_may_have_labels_for_some_of_the_tasks(shared: bool) -> None:
     model = (tiny(num_classes=6) if shared else tiny(task("colour", 2), task("shape", 4), num_classes=0)).eval()
     labels = torch.stack([torch.randint(2, (20,)), torch.randint(4, (20,))], 1)
-    both = evaluate(model, [(IMAGES, labels)], classes=TASKS, seconds=0, look=0)
+    both = evaluate_model(model, [(IMAGES, labels)], classes=TASKS, seconds=0, look=0)
     some = {"shape": TASKS["shape"]}
-    found = evaluate(model, [(IMAGES, labels[:, 1])], classes=some, known=TASKS, seconds=0, look=0)
+    found = evaluate_model(model, [(IMAGES, labels[:, 1])], classes=some, known=TASKS, seconds=0, look=0)
     assert found.accuracy == {name: share for name, share in both.accuracy.items() if name.startswith("task.shape")}
     assert torch.equal(found.confusion["task.shape"], both.confusion["task.shape"])
     assert found.classes == {"task.shape": TASKS["shape"]}
     turned = {"shape": TASKS["shape"], "colour": TASKS["colour"]}  # columns in another order are the same columns
-    again = evaluate(model, [(IMAGES, labels.flip(1))], classes=turned, known=TASKS, seconds=0, look=0)
+    again = evaluate_model(model, [(IMAGES, labels.flip(1))], classes=turned, known=TASKS, seconds=0, look=0)
     assert again.accuracy == both.accuracy
 
 
@@ -135,21 +134,19 @@ def test_one_task_is_evaluated_by_its_name_where_the_data_has_no_other(tmp_path:
             data=str(whole), tasks=["colour", "shape"], heads=heads, patch_size=8, options=options,
             model="vit_tiny_patch16", out=str(tmp_path / heads), **common,
         )  # fmt: skip
-        both = measure(run.folder, whole, device="cpu", seconds=0, look=0)
-        found = measure(run.folder, part, labels=["shape"], device="cpu", seconds=0, look=0)
+        both = evaluate(run.folder, whole, device="cpu", seconds=0, look=0)
+        found = evaluate(run.folder, part, labels=["shape"], device="cpu", seconds=0, look=0)
         assert found.accuracy["task.shape"] == both.accuracy["task.shape"]
         assert torch.equal(found.confusion["task.shape"], both.confusion["task.shape"])
         assert list(found.classes) == ["task.shape"]
-    with pytest.raises(
-        InvalidOption, match=r"'size' is none of the columns that .* was trained with, which are colour"
-    ):
-        measure(run.folder, part, labels=["size"], device="cpu")
+    with pytest.raises(InvalidOption, match=r"was not trained with the column 'size', only with colour"):
+        evaluate(run.folder, part, labels=["size"], device="cpu")
 
 
 def test_a_plain_net_has_no_tokens_to_look_at() -> None:
     net = Net().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    found = evaluate(net, [(IMAGES, LABELS[:, 0])], classes=ANIMALS, seconds=0)
+    found = evaluate_model(net, [(IMAGES, LABELS[:, 0])], classes=ANIMALS, seconds=0)
     assert net.training
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     logits = net.eval()(IMAGES)
@@ -161,7 +158,7 @@ def test_timms_distilled_model_is_heard_head_by_head() -> None:
     timm = pytest.importorskip("timm")
     name = "deit_tiny_distilled_patch16_224"
     model = timm.create_model(name, num_classes=3, depth=2, img_size=16, patch_size=4, embed_dim=24)
-    found = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0)
+    found = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0)
     features = model.eval().forward_features(IMAGES)
     for head, logits in (("class", model.head(features[:, 0])), ("distillation", model.head_dist(features[:, 1]))):
         assert found.accuracy[head] == pytest.approx((logits.argmax(1) == LABELS[:, 0]).double().mean().item())
@@ -172,13 +169,13 @@ def test_merged_and_given_back() -> None:
     model = tiny(CLASS, TokenSpec("register", "register", 2)).train()
     model.blocks[0].eval()
     before, kinds = model.state_dict(), [type(part) for part in model.modules()]
-    plain = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0)
-    found = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, merge={"r": 5}, seconds=0)
+    plain = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0)
+    found = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, merge={"r": 5}, seconds=0)
     assert plain.merge is None
     assert found.merge is not None
     assert found.merge["r"] == 5
     with vitrail.merge(model, r=5):
-        expected = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0)
+        expected = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0)
     assert found.loss == expected.loss != plain.loss
     assert expected.merge == found.merge
     assert [type(part) for part in model.modules()] == kinds
@@ -189,10 +186,10 @@ def test_merged_and_given_back() -> None:
 
 def test_a_merging_that_is_there_is_put_aside_and_its_handle_stays_good() -> None:
     model = tiny().eval()
-    alone = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0).loss
+    alone = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0).loss
     handle = vitrail.merge(model, r=5)
     merged = model(IMAGES)
-    none = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, merge={"r": 0}, seconds=0, look=0)
+    none = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, merge={"r": 0}, seconds=0, look=0)
     assert none.loss == pytest.approx(alone, rel=1e-6)
     assert handle.is_applied
     assert Merging.of(model).r == [5, 5]
@@ -202,7 +199,7 @@ def test_a_merging_that_is_there_is_put_aside_and_its_handle_stays_good() -> Non
     assert handle.is_applied
     handle.r = 2
     handle.remove()
-    assert evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0).loss == alone
+    assert evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0).loss == alone
 
 
 def test_an_error_on_the_way_gives_the_model_back() -> None:
@@ -213,7 +210,7 @@ def test_an_error_on_the_way_gives_the_model_back() -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="gone"):
-        evaluate(model, broken(), classes=ANIMALS, merge={"r": 4})
+        evaluate_model(model, broken(), classes=ANIMALS, merge={"r": 4})
     assert model.training
     assert type(model).__name__ == "ViT"
     assert not any(part._forward_hooks for part in model.modules())
@@ -223,7 +220,7 @@ def test_throughput_is_of_the_model_alone() -> None:
     calls = []
     model = tiny()
     model.register_forward_hook(lambda *_: calls.append(1))
-    found = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0.05, look=0)
+    found = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0.05, look=0)
     assert found.images_per_s is not None
     assert found.images_per_s > 0
     assert len(calls) >= 8  # three to warm up, five samples or more
@@ -232,8 +229,8 @@ def test_throughput_is_of_the_model_alone() -> None:
 
 def test_precision_is_of_products_alone() -> None:
     model = tiny()
-    found = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, dtype=torch.bfloat16, seconds=0, look=0)
-    full = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0)
+    found = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, dtype=torch.bfloat16, seconds=0, look=0)
+    full = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0)
     assert (found.dtype, full.dtype) == ("bfloat16", "float32")
     assert found.loss == pytest.approx(full.loss, rel=0.05)
     assert found.loss != full.loss
@@ -244,7 +241,7 @@ def test_weights_that_are_not_numbers_are_noted() -> None:
     model = tiny(CLASS, DISTILLATION)
     with torch.no_grad():
         model.tokens["cls"].fill_(torch.nan)
-    found = evaluate(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0)
+    found = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0)
     assert any(note.startswith("disagreement") for note in found.notes)
     assert any(note.startswith("roles") for note in found.notes)
     assert found.to_dict()["loss"] is None
@@ -253,17 +250,17 @@ def test_weights_that_are_not_numbers_are_noted() -> None:
 @pytest.mark.parametrize(
     ("data", "options", "error", "words"),
     [
-        ([], {"classes": ANIMALS}, UnsupportedInput, "no pictures"),
+        ([], {"classes": ANIMALS}, UnsupportedInput, "no samples"),
         ([(IMAGES, LABELS)], {}, InvalidOption, "need classes"),
         (Fed(), {}, InvalidOption, "prepare"),
         (Fed(), {"prepare": prepare, "batch": 0}, InvalidOption, "batch"),
-        (3, {"classes": ANIMALS}, UnsupportedInput, "feed"),
+        (3, {"classes": ANIMALS}, UnsupportedInput, "data loader"),
         (Fed(), {"prepare": prepare, "classes": {"label": ("a", "b")}}, InvalidOption, "3 outputs"),
     ],
 )
 def test_refused(data: object, options: dict[str, object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        evaluate(tiny(), data, **options)  # type: ignore[arg-type]
+        evaluate_model(tiny(), data, **options)  # type: ignore[arg-type]
 
 
 def _part(rank: int, store: str, out: str, empty: bool) -> None:
@@ -272,9 +269,9 @@ def _part(rank: int, store: str, out: str, empty: bool) -> None:
     torch.manual_seed(0)
     model = tiny(CLASS, DISTILLATION)
     feed = Fed(slice(0, 20 if empty else 13) if rank == 0 else slice(20 if empty else 13, 20))
-    found = evaluate(model, feed, prepare=prepare, batch=4, seconds=0, look=0)
+    found = evaluate_model(model, feed, prepare=prepare, batch=4, seconds=0, look=0)
     torch.manual_seed(0)
-    headless = evaluate(tiny(num_classes=0), feed, prepare=prepare, batch=4, seconds=0, look=0)
+    headless = evaluate_model(tiny(num_classes=0), feed, prepare=prepare, batch=4, seconds=0, look=0)
     logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     torch.save(
         {"neighbours": headless.accuracy["neighbours"], "balanced": balanced(logits[3 * rank : 3 * rank + 3]),
@@ -290,9 +287,9 @@ def test_processes_add_up(tmp_path: Path, empty: bool) -> None:
     mp.spawn(_part, (str(tmp_path / "store"), str(tmp_path / "found"), empty), nprocs=2)
     torch.manual_seed(0)
     model = tiny(CLASS, DISTILLATION)
-    alone = evaluate(model, Fed(), prepare=prepare, seconds=0, look=0)
+    alone = evaluate_model(model, Fed(), prepare=prepare, seconds=0, look=0)
     torch.manual_seed(0)
-    headless = evaluate(tiny(num_classes=0), Fed(), prepare=prepare, seconds=0, look=0)
+    headless = evaluate_model(tiny(num_classes=0), Fed(), prepare=prepare, seconds=0, look=0)
     together = balanced(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)))
     for rank in range(2):
         found = torch.load(f"{tmp_path / 'found'}-{rank}")
@@ -308,7 +305,7 @@ def test_processes_add_up(tmp_path: Path, empty: bool) -> None:
 def test_which_pictures_are_right_is_known_one_by_one() -> None:
     torch.manual_seed(0)
     model, feed = tiny(CLASS, DISTILLATION), Fed(slice(0, 20))
-    found = evaluate(model, feed, prepare=prepare, batch=6, seconds=0, look=0)
+    found = evaluate_model(model, feed, prepare=prepare, batch=6, seconds=0, look=0)
     with torch.no_grad():
         said = model.eval()(prepare(feed.images)).argmax(1)
     assert torch.equal(found.right["fused"], said == feed.labels[:, 0])
@@ -335,7 +332,7 @@ def test_answers_that_are_no_numbers_are_told() -> None:
     model, images = tiny(CLASS), torch.randn(6, 3, 16, 16)
     images[1:3] = float("nan")
     labels = torch.zeros(6, 1, dtype=torch.long)
-    found = evaluate(model, [(images, labels)], classes=ANIMALS, seconds=0, look=0)
-    assert any(note.startswith("2 answers are not finite numbers") for note in found.notes)
-    fine = evaluate(model, [(images[3:], labels[3:])], classes=ANIMALS, seconds=0, look=0)
+    found = evaluate_model(model, [(images, labels)], classes=ANIMALS, seconds=0, look=0)
+    assert any(note.startswith("2 predictions are not finite") for note in found.notes)
+    fine = evaluate_model(model, [(images[3:], labels[3:])], classes=ANIMALS, seconds=0, look=0)
     assert not fine.notes

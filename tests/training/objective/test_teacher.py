@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.training.models import Net, task, tiny
 from vitrail.data.spec import InputSpec
-from vitrail.errors import InvalidOption, UnsupportedModel
+from vitrail.errors import UnsupportedModel
 from vitrail.training.objective.teacher import Teacher, expected_by
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -66,8 +66,6 @@ def test_a_library_tells_what_its_model_expects() -> None:
 def test_lower_precision_inside_float32_outside() -> None:
     taught = Teacher(Net(), dtype=torch.bfloat16, features=True)(IMAGES)
     assert taught.logits.dtype == taught.features.dtype == torch.float32
-    with pytest.raises(InvalidOption, match="floating"):
-        Teacher(Net(), dtype=torch.int8)
 
 
 def test_some_of_its_classes() -> None:
@@ -76,5 +74,5 @@ def test_some_of_its_classes() -> None:
 
 
 def test_without_an_answer_of_its_own() -> None:
-    with pytest.raises(UnsupportedModel, match="task tokens alone"):
+    with pytest.raises(UnsupportedModel, match="only task tokens"):
         Teacher(tiny(task("colour", 2), num_classes=0))(IMAGES)

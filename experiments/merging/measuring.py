@@ -125,10 +125,10 @@ def timed(
         if setting[0] != UNMERGED:
             merged_by(module, setting)
     chosen = {setting: forms(setting, pictures.device) for setting in settings}
-    found = time_models(models, pictures, forms=chosen, seconds=seconds)
+    found = time_models(models, pictures, modes=chosen, seconds=seconds)
     return {
         setting: {
-            "images_per_s": {form: one.images_per_s for form, one in times.forms.items()},
+            "images_per_s": {form: one.images_per_s for form, one in times.modes.items()},
             "failed": times.failed,
         }
         for setting, times in found.items()

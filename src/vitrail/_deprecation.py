@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 def renamed_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
@@ -23,11 +26,52 @@ def renamed_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = renamed[name].partition(":")
         value = getattr(importlib.import_module(home), new)
-        warnings.warn(
-            f"{module}.{name} is deprecated and will be removed in 0.4; use {home}.{new}",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        _warn(f"{module}.{name}", f"{home}.{new}")
         return value
 
     return resolve
+
+
+def renamed_property(old: str, new: str) -> Any:
+    """Return a property that reads the attribute ``new`` under its ``old`` name.
+
+    >>> class Row:
+    ...     mode = "eager"
+    ...     form = renamed_property("form", "mode")
+    """
+
+    def read(self: Any) -> Any:
+        _warn(f"{type(self).__name__}.{old}", new)
+        return getattr(self, new)
+
+    return property(read)
+
+
+def renamed_arguments(**renamed: str) -> Callable[[Target], Target]:
+    """Return a decorator, for functions and classes, that accepts keyword arguments under their old names.
+
+    >>> @renamed_arguments(forms="modes")
+    ... def time_models(modes: str) -> None: ...
+    """
+
+    def decorate(target: Target) -> Target:
+        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in renamed.keys() & kwargs.keys():
+                _warn(f"{target.__name__}({old}=…)", f"{renamed[old]}=…")
+                kwargs[renamed[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        if not isinstance(target, type):
+            return call  # type: ignore[return-value]
+        target.__init__ = call  # type: ignore[misc]
+        return target
+
+    return decorate
+
+
+def _warn(old: str, new: str) -> None:
+    message = f"{old} is deprecated and will be removed in 0.4; use {new}"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)

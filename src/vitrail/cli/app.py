@@ -11,7 +11,8 @@ from vitrail.cli import console, options
 from vitrail.cli.bench import EPILOG, bench
 from vitrail.cli.compare import COMPARE_EPILOG, compare
 from vitrail.cli.evaluate import EVALUATE_EPILOG, evaluate
-from vitrail.cli.export import EXPORT_EPILOG, export
+from vitrail.cli.export import EPILOG as EXPORT_EPILOG
+from vitrail.cli.export import export
 from vitrail.cli.inspect import INSPECT_EPILOG, inspect
 from vitrail.cli.together import ending_at_once
 from vitrail.cli.train import TRAIN_EPILOG, train

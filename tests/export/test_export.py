@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import vitrail
 from tests.export.models import EXAMPLES
 from vitrail.errors import InvalidOption, UnsupportedModel, VitrailError
-from vitrail.export import ExportError, export
-from vitrail.export import formats
+from vitrail.export import ExportError, export, formats
 
 FOUR = torch.randn(1, 4)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail import errors
 from vitrail.adapters import load_model
-from vitrail.merging import Assignment
+from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, register_method
 from vitrail.surgery import (
     Ablation,
     AddedTokens,
@@ -43,13 +43,17 @@ __all__ = [
     "Ablation",
     "AddedTokens",
     "Assignment",
+    "Context",
     "Count",
     "Merging",
+    "Method",
     "Recording",
+    "Reduction",
     "RegisterNeurons",
     "Report",
     "Role",
     "TestTimeRegisters",
+    "ToMe",
     "TokenLayout",
     "TokenSpan",
     "TokenSpec",
@@ -70,6 +74,7 @@ __all__ = [
     "load_model",
     "merge",
     "record",
+    "register_method",
     "test_time_registers",
     "to_timm",
 ]

@@ -3,9 +3,9 @@
     python tools/embed.py runs/tiny --name tiny --about "Imagenette (fastai): ten classes of ImageNet, …"
 
 Writes ``src/vitrail/weights/NAME/``, which `vitrail:NAME` loads (``EMBEDDED`` in ``vitrail/adapters/saved.py``).
-To keep the package small, models of more than 6 million parameters or 12 MiB are rejected. The card is generated from the
-run; you only describe the dataset and its license. Nothing is written until everything is checked, including the outputs
-in half precision.
+To keep the package small, models of more than 6 million parameters or 12 MiB are rejected. The card is generated from
+the run; you only describe the dataset and its license. Nothing is written until everything is checked, including the
+outputs in half precision.
 
 To put accuracies into the card, evaluate the bundled model and run the tool again, here with two more seeds:
 

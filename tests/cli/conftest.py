@@ -1,4 +1,4 @@
-"""Commands speak plainly in tests, also where the environment asks for colours (as many build machines do)."""
+"""Fixtures of the command line's tests."""
 
 import sys
 from pathlib import Path
@@ -8,11 +8,12 @@ import torch
 from rich.console import Console
 
 from tests.cli.reports import FakeReports
-from vitrail.cli import console
+from vitrail.cli import _console as console
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print without color, even if the environment forces it, as CI often does."""
     for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("typer.rich_utils.FORCE_TERMINAL", None)
@@ -22,7 +23,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of transformers in a folder, with random weights."""
+    """Return a directory with a small transformers model."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
@@ -35,7 +36,7 @@ def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> FakeReports:
-    """Reports that are made at once, in the place of the real ones."""
+    """Replace reports by fast fakes."""
     fake = FakeReports()
     monkeypatch.setitem(sys.modules, "vitrail.report", fake)
     return fake

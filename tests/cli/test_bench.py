@@ -15,7 +15,8 @@ from tests.bench.models import FULL, result
 from tests.cli.words import one_line
 from vitrail.bench import MODES, BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
-from vitrail.cli import app, console
+from vitrail.cli import _console as console
+from vitrail.cli import app
 from vitrail.cli.bench import COLUMNS, cells
 from vitrail.errors import UnsupportedInput
 
@@ -43,7 +44,7 @@ def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli.model.load", lambda name, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli._model.load", lambda name, **options: SimpleNamespace(model=name))
 
 
 def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return result(*FULL, config=config)
 
     measure_with(fake, monkeypatch)
-    monkeypatch.setattr("vitrail.cli.model.load", load)
+    monkeypatch.setattr("vitrail.cli._model.load", load)
     done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
     assert done.exit_code == 0, done.output
     assert asked == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
@@ -173,7 +174,7 @@ def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_unreachable_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vitrail.cli.model._unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr("vitrail.cli._model._unreachable_hub", lambda: "hub.example")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     done = run(MODEL, "--r", 4, "--pretrained", "--device", "cpu")
@@ -233,7 +234,7 @@ def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pyt
         (["--r", "4", "--schedule", "steep", "--device", "cpu"], "schedule is one of"),
         (["--r", "4", "--attention", "quick"], "attention must be one of"),
         (["--r", "4", "--json", "no/such/folder/x.json"], "no file can be written there"),
-        (["--r", "4", "--json", "/proc/x.json"], "Name another one with --json"),
+        (["--r", "4", "--json", "/proc/x.json"], "Name another file with --json"),
         (["--r", "4", "--threads", "100000"], "threads is 100000, but"),
         (["--r", "4", "--batch", "100000000000", "--device", "cpu"], "Choose a smaller batch"),
         (["--r", "4,8", "--plot", "x.bmp"], "plots are png, svg, pdf files; got 'bmp'"),
@@ -278,7 +279,7 @@ def test_unwritable_file(measured: list[BenchConfig], tmp_path: Path, monkeypatc
     done = run(MODEL, "--r", 4, "--json", tmp_path / "x.json")
     assert done.exit_code == 2
     assert "No space left on device" in one_line(done.stderr)
-    assert "Name another one with --json" in one_line(done.stderr)
+    assert "Name another file with --json" in one_line(done.stderr)
     assert json.loads(done.stdout.splitlines()[-1])["speedup"] == pytest.approx(1.6)
 
 

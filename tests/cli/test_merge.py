@@ -227,7 +227,7 @@ MISTAKES = {
         "--size 100x100 is not a whole number of patches",
     ),
     "size is below a patch": ((MODEL, "PHOTOS", "-r", "1", "--size", "8", "--random-weights"), "8x8"),
-    "no pictures named": ((MODEL, "-r", "1", *TINY), "Missing argument 'PICTURES'"),
+    "no pictures named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
     "no pictures there": ((MODEL, "EMPTY", "-r", "1", *TINY), "No pictures found"),
     "missing picture": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
     "output is a file": ((MODEL, "PHOTOS", "-r", "1", "-o", "PHOTOS/a.png", *TINY), "could not be made"),
@@ -239,7 +239,7 @@ MISTAKES = {
 def test_mistakes_are_answered_in_words(
     photos: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.cli.model._unreachable_hub", lambda: None)  # tests do not ask the network
+    monkeypatch.setattr("vitrail.cli._model._unreachable_hub", lambda: None)  # tests do not ask the network
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     arguments, expected = MISTAKES[mistake]

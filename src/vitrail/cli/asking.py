@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.cli.model import Loaded
+from vitrail.cli._model import Loaded
 from vitrail.cli.summary import Cost, Guess, Guesses, Result
 from vitrail.data import to_tensor
 from vitrail.drawing import stained_glass

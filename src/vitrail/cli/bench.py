@@ -11,7 +11,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from vitrail.cli import console, options
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
 from vitrail.errors import VitrailError
 
 if TYPE_CHECKING:
@@ -182,8 +183,8 @@ def _table(*columns: str, left: int = 0) -> Table:
 
 def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path | None, plot_file: Path | None) -> None:
     from vitrail.bench.sweep import plot, require_matplotlib, sweep
-    from vitrail.cli.files import check_writable, write_atomically, write_text
-    from vitrail.cli.model import load
+    from vitrail.cli._model import load
+    from vitrail.cli._output import check_writable, write_atomically, write_text
 
     config.check_here()
     for path, option in ((json_file, "--json"), (plot_file, "--plot")):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail._distributed import Crew
-from vitrail.cli import console, options
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
 from vitrail.cli.inspect import (
     Labels,
     Limit,

@@ -18,12 +18,12 @@ import vitrail
 from vitrail.adapters import ADAPTERS
 from vitrail.adapters.saved import PREFIX, named
 from vitrail.analysis.attention import token_maps
-from vitrail.cli import console
+from vitrail.cli import _console as console
+from vitrail.cli._model import Loaded, load
+from vitrail.cli._output import Names, make_directory, write_image
 from vitrail.cli.asking import ask, cost_of, paint
 from vitrail.cli.demo_sheet import Column, draw_sheet
-from vitrail.cli.files import Names, make_folder, write_picture
 from vitrail.cli.merge import readable
-from vitrail.cli.model import Loaded, load
 from vitrail.cli.summary import Cost, Guesses, Result, Summary, as_data, markdown, markdown_row, write_summary
 from vitrail.data import find_images, read_image, samples, to_tensor
 from vitrail.data.drawn_samples import drawings
@@ -57,7 +57,7 @@ def run_demo(out: Path, model: str | None = None, pictures: Sequence[Path] = ())
     """
     given_paths = readable(find_images(pictures))[0] if pictures else []
     loaded = _load(model or MODEL)
-    folder = make_folder(out)
+    folder = make_directory(out)
     paths = given_paths[:MOST] or _default_pictures(folder)
     if len(given_paths) > MOST:
         console.note(f"Only the first {MOST} of {len(given_paths)} pictures are shown.")
@@ -94,11 +94,11 @@ def _load(name: str) -> Loaded:
 
 def _default_pictures(folder: Path) -> list[Path]:
     """Draw what is drawn into a folder beside the results, and add the samples."""
-    place = make_folder(folder / "pictures")
+    place = make_directory(folder / "pictures")
     paths = []
     for name, draw in drawings().items():
         paths.append(place / f"{name}.png")
-        write_picture(paths[-1], draw())
+        write_image(paths[-1], draw())
     return [*paths, *samples().values()]
 
 
@@ -111,9 +111,9 @@ def _show_pictures(loaded: Loaded, paths: Sequence[Path], folder: Path) -> dict[
     with console.progress() as bar:
         task = bar.add_task("Merging", total=len(paths))
         for path in paths:
-            file = names.for_picture(path)["sheet"]
+            file = names.for_image(path)["sheet"]
             sheet, found = _one_picture(loaded, path, {name: cost for name, (cost, _) in costs.items()})
-            write_picture(file, sheet)
+            write_image(file, sheet)
             for strength, result in found.items():
                 result.files["sheet"] = file.name
                 results[strength].append(result)

@@ -11,8 +11,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from vitrail.cli import console, options
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 
 if TYPE_CHECKING:
     from vitrail.training import Evaluation
@@ -57,14 +58,14 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all values here.")] = None,
 ) -> None:
     """Measure a trained model on labelled pictures: accuracy of each head and fused, calibration, confusion, speed."""
-    with one_speaks(), console.user_errors(), console.notes():
-        from vitrail.cli.files import check_writable, write_text
+    with first_rank_prints(), console.user_errors(), console.notes():
+        from vitrail.cli._output import check_writable, write_text
         from vitrail.training import evaluate as measure
 
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
-        with console.bars() as progress, said_once():
+        with console.bars() as progress, first_rank_reports():
             found = measure(
                 checkpoint,
                 data,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli import console, options
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
 
 if TYPE_CHECKING:
     from vitrail.export import ExportResult
@@ -81,8 +82,8 @@ def _export(
     import torch
 
     import vitrail
-    from vitrail.cli.files import check_writable
-    from vitrail.cli.model import load
+    from vitrail.cli._model import load
+    from vitrail.cli._output import check_writable
     from vitrail.export import export
     from vitrail.export.formats import find_format
 

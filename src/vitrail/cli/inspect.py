@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail._distributed import Crew, joined
-from vitrail.cli import console, options
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 from vitrail.errors import UnsupportedInput
 
 if TYPE_CHECKING:
@@ -127,8 +128,8 @@ def run_inspect(name: str, collection: Collection, settings: Settings, crew: Cre
     import torch
     from PIL import Image
 
+    from vitrail.cli._model import load
     from vitrail.cli.asking import ask
-    from vitrail.cli.model import load
     from vitrail.report import inspect as look
 
     def ready() -> Any:
@@ -165,7 +166,7 @@ def run_inspect(name: str, collection: Collection, settings: Settings, crew: Cre
 
 def check_page(out: Path, inputs: Sequence[Path]) -> Path:
     """Find out now, not after minutes of work, whether a page and its JSON can be written, and over nothing read."""
-    from vitrail.cli.files import OutputError, check_writable
+    from vitrail.cli._output import OutputError, check_writable
 
     if out.suffix.lower() not in (".html", ".htm"):
         raise OutputError(
@@ -201,9 +202,9 @@ def show(name: str, report: Report) -> None:
         table.add_row(title, value)
     console.out.print(table)
     for entry in problems["skipped"][:NAMED]:
-        console.complain(f"Skipped {entry['reason']}")
+        console.error(f"Skipped {entry['reason']}")
     if problems["num_skipped"] > NAMED:
-        console.complain(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
+        console.error(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
 
 
 def _cured(cure: Mapping[str, Any]) -> str:
@@ -225,7 +226,7 @@ def stoppable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        console.complain(f"Stopped: no report was written. If there was one at {out} before, it is still there.")
+        console.error(f"Stopped: no report was written. If there was one at {out} before, it is still there.")
         raise typer.Exit(130) from stop
 
 
@@ -233,5 +234,9 @@ def stoppable(out: Path) -> Iterator[None]:
 def processes(device: str | None) -> Iterator[Crew]:
     """Join the processes that torchrun started, if it did; all but the first one are silent."""
     where = "cpu" if device == "cpu" else None  # that CUDA is missing is said when a model is loaded, by all at once
-    with one_speaks(console.out, console.err), said_once(), joined(where, PATIENCE, tensors=False) as crew:
+    with (
+        first_rank_prints(console.out, console.err),
+        first_rank_reports(),
+        joined(where, PATIENCE, tensors=False) as crew,
+    ):
         yield crew

@@ -10,10 +10,10 @@ from typing import Any
 from PIL import Image
 
 import vitrail
-from vitrail.cli import console
+from vitrail.cli import _console as console
+from vitrail.cli._model import Loaded, load
+from vitrail.cli._output import Names, make_directory, write_image
 from vitrail.cli.asking import ask, cost_of, paint
-from vitrail.cli.files import Names, make_folder, write_picture
-from vitrail.cli.model import Loaded, load
 from vitrail.cli.summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
 from vitrail.data import check_image, find_images, read_image
 from vitrail.drawing import contact_sheet
@@ -46,7 +46,7 @@ def run_merge(
         loaded = load(model, random=random, size=size, device=device)
     with vitrail.merge(loaded.model, **options) as merging:  # wrong options are found before anything is written
         cost, config = cost_of(loaded, merging), merging.config
-    folder = make_folder(out)
+    folder = make_directory(out)
     if random:
         console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
 
@@ -102,7 +102,7 @@ def readable(paths: Sequence[Path]) -> tuple[list[Path], list[Skipped]]:
 
 
 def _skip(path: Path, error: ImageError) -> Skipped:
-    console.complain(f"Skipped {error}")
+    console.error(f"Skipped {error}")
     return Skipped(str(path), str(error))
 
 
@@ -116,9 +116,9 @@ def _one_picture(
     before = ask(loaded, picture)
     with vitrail.merge(loaded.model, **options) as merging:
         glass, result = paint(loaded, merging, picture, called, before)
-    files = names.for_picture(path)
-    write_picture(files["glass"], glass)
-    write_picture(files["side-by-side"], contact_sheet([_smaller(picture), _smaller(glass)]))
+    files = names.for_image(path)
+    write_image(files["glass"], glass)
+    write_image(files["side-by-side"], contact_sheet([_smaller(picture), _smaller(glass)]))
     result.files.update({ending: file.name for ending, file in files.items()})
     return result
 
@@ -135,5 +135,5 @@ def _print(summary: Summary, folder: Path) -> None:
     console.say(f"Tokens that leave each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
-        console.complain(f"{len(summary.skipped)} of {total} pictures could not be read and were left out, see above.")
+        console.error(f"{len(summary.skipped)} of {total} pictures could not be read and were left out, see above.")
     console.say(f"Pictures and summary.md are in {folder}", style="bold")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, TaskID
 
-from vitrail.cli import console, options
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 from vitrail.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def train(
     given = {name: value for name, value in named.items() if value is not None}
     given |= {"compile": compile_} if compile_ is not None else {}
     given |= {"tensorboard": True} if tensorboard else {}
-    with one_speaks(), console.user_errors(), console.notes():
+    with first_rank_prints(), console.user_errors(), console.notes():
         fields = {**_file(config), **given, **_set(set_ or [])}
         if isinstance(fields.get("validation"), str):
             fields["validation"] = options.number_or_word(fields["validation"])
@@ -125,10 +126,10 @@ def _run(fields: dict[str, Any], resume: bool, overwrite: bool, seconds: float |
     from vitrail.training.interrupt import Interrupted, OutOfTime
 
     try:
-        with _shown() as tell, said_once():
+        with _shown() as tell, first_rank_reports():
             return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, tell=tell, **fields)
     except Interrupted as stop:
-        console.complain(str(stop))
+        console.error(str(stop))
         raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
 
 

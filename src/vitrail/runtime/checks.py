@@ -91,9 +91,7 @@ def refuse_other_channels(found: Found) -> None:
     """Raise if a model does not take RGB images."""
     channels = next((part.in_channels for part in embedding(found) if isinstance(part, nn.Conv2d)), 3)
     if channels != 3:
-        raise InvalidOption(
-            f"draw needs a model that takes RGB images; this one takes {channels} channels"
-        )
+        raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
 
 
 def as_pictures(images: Any) -> list[Image]:

@@ -1,4 +1,4 @@
-"""Old names that still work: they resolve to the new ones with a ``DeprecationWarning``."""
+"""Deprecated names, resolved with a ``DeprecationWarning``."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ def renamed_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = renamed[name].partition(":")
         value = getattr(importlib.import_module(home), new)
-        _warn(f"{module}.{name}", f"{home}.{new}")
+        warnings.warn(
+            f"{module}.{name} is deprecated and will be removed in 0.4; use {home}.{new}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return value
 
     return resolve
 
 
-def renamed_property(old: str, new: str) -> Any:
-    """Return a property that reads the attribute ``new`` under its ``old`` name.
+def renamed_property(old: str, new: str) -> property:
+    """Return a property that reads the attribute ``new``, for a class whose attribute ``old`` was renamed."""
 
-    >>> class Row:
-    ...     mode = "eager"
-    ...     form = renamed_property("form", "mode")
-    """
-
-    def read(self: Any) -> Any:
-        _warn(f"{type(self).__name__}.{old}", new)
+    def resolve(self: Any) -> Any:
+        kind = type(self).__name__
+        warnings.warn(
+            f"{kind}.{old} is deprecated and will be removed in 0.4; use {kind}.{new}", DeprecationWarning, stacklevel=2
+        )
         return getattr(self, new)
 
-    return property(read)
+    return property(resolve, doc=f"Deprecated name of ``{new}``.")
 
 
 def renamed_arguments(**renamed: str) -> Callable[[Target], Target]:
@@ -60,7 +62,8 @@ def renamed_arguments(**renamed: str) -> Callable[[Target], Target]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for old in renamed.keys() & kwargs.keys():
-                _warn(f"{target.__name__}({old}=…)", f"{renamed[old]}=…")
+                message = f"{target.__name__}({old}=…) is deprecated and will be removed in 0.4; use {renamed[old]}=…"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
                 kwargs[renamed[old]] = kwargs.pop(old)
             return function(*args, **kwargs)
 
@@ -70,8 +73,3 @@ def renamed_arguments(**renamed: str) -> Callable[[Target], Target]:
         return target
 
     return decorate
-
-
-def _warn(old: str, new: str) -> None:
-    message = f"{old} is deprecated and will be removed in 0.4; use {new}"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)

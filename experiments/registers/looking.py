@@ -15,8 +15,8 @@ from experiments.registers.scenes import WithScenes
 from experiments.registers.seen import Seen
 from vitrail.analysis.discovery import corloc, suggest_biases, sweep_lost
 from vitrail.analysis.downstream import evaluate_segmentation
-from vitrail.analysis.norms.threshold import find_threshold
-from vitrail.analysis.statistics import split_pictures
+from vitrail.analysis.norms import find_threshold
+from vitrail.analysis.statistics import split_images
 from vitrail.data.collection import Collection
 from vitrail.report.report import Report
 from vitrail.training import Labels, Run, read_log
@@ -86,7 +86,7 @@ def dense(seen: Seen) -> dict[str, Any]:
         found[name] = {"fixed": swept.fixed_setting.share, "held_out": swept.held_out.share}
     height, width = seen.masks.shape[1:]
     found["whole_picture"] = corloc([(0.0, 0.0, float(width), float(height))] * len(seen.boxes), seen.boxes).share
-    split = split_pictures(len(seen.boxes), test_share=0.5, seed=0)
+    split = split_images(len(seen.boxes), test_share=0.5, seed=0)
     segmented = evaluate_segmentation(seen.tokens, seen.masks, seen.grid, split, classes=2)
     return {**found, "miou": segmented.miou, "pixel_accuracy": segmented.pixel_accuracy}
 

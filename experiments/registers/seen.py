@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.analysis.features import patch_features
-from vitrail.analysis.redundancy import neighbour_similarity
+from vitrail.analysis.redundancy import neighbor_similarity
 from vitrail.data.collection import Collection
 from vitrail.data.spec import Preprocessing
 from vitrail.surgery.recording import record
@@ -55,7 +55,7 @@ class Seen:
             (layer,), layout = seen.layers, seen.layout
             assert seen.embedding is not None
             taken = (patch_features(one[layer], layout).float() for one in (seen.k, seen.v))
-            similarity = neighbour_similarity(seen.embedding, layout.grid)
+            similarity = neighbor_similarity(seen.embedding, layout.grid)
             parts.append((seen.tokens[layer][:, layout.patches].float(), *taken, similarity))
             assert batch.masks is not None
             assert batch.boxes is not None

@@ -26,7 +26,7 @@ from experiments.registers.showing import by_count, draw, left, longest, told
 from experiments.registers.study import STUDY
 from tests.report.models import plant
 from vitrail.analysis.downstream import evaluate_segmentation
-from vitrail.analysis.statistics import split_pictures
+from vitrail.analysis.statistics import split_images
 from vitrail.data.spec import MEAN, STD, Preprocessing
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role, TokenSpec
@@ -122,7 +122,7 @@ def test_dense_figures_are_those_of_the_toolkit() -> None:
     images = torch.cat([batch.images for batch in scenes.batches(Preprocessing((32, 32), MEAN, STD), 7)])
     tokens = vitrail.record(model, images, layers=[-1]).tokens[1]
     torch.testing.assert_close(seen.tokens, tokens[:, 3:])
-    split = split_pictures(60, test_share=0.5, seed=0)
+    split = split_images(60, test_share=0.5, seed=0)
     expected = evaluate_segmentation(tokens[:, 3:].double(), seen.masks, (4, 4), split)
     assert found["miou"] == pytest.approx(expected.miou, abs=0.01)
     report = vitrail.inspect(model, scenes, probes=False, batch_size=16)

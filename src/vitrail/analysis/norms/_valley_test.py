@@ -1,9 +1,9 @@
-"""The test for a second mode above the bulk of the norms, on their histogram.
+"""Test for a second mode above the bulk of the norms, on their histogram.
 
 The null hypothesis is any density of log norms that only falls above the bulk, however heavy its tail. For
-neighbouring intervals I (the valley) and J (the second mode) such a density puts at most the share
-``|J| / (|I| + |J|)`` of their tokens into J. How far the real share is above that is measured by the binomial
-likelihood ratio, maximised over valleys and modes.
+neighboring intervals I (the valley) and J (the second mode), such a density puts at most the share
+``|J| / (|I| + |J|)`` of their tokens into J. The statistic is the binomial likelihood ratio of the real share,
+maximized over valleys and modes.
 """
 
 from __future__ import annotations
@@ -12,39 +12,30 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-
-NUM_BINS = 8192
-LOWEST, HIGHEST = 1e-6, 1e10
-LOG_BIN = math.log(HIGHEST / LOWEST) / NUM_BINS
-"""Width of a bin in log norm: 0.45 %."""
-# Rounded to float32, so that comparing a float32 norm with an edge does not depend on the precision of the comparison.
-EDGES: Floats = np.geomspace(LOWEST, HIGHEST, NUM_BINS + 1).astype(np.float32).astype(np.float64)
+from vitrail.analysis.norms._histogram import LOG_BIN, NUM_BINS, Counts, Floats
 
 MIN_OUTLIERS = 3
 MIN_RATIO = 2.0
-"""Artifacts have at least this multiple of the typical norm. Bulks of two modes are usually nearer to each other."""
+"""Artifacts have at least this multiple of the typical norm. The modes of a bimodal bulk are usually closer."""
 MAX_SHARE, MIN_SHARE = 0.2, 1e-4
 MAX_DEPTH = 0.5
-"""A valley holds at most this share of the density of the mode above it, however many tokens there are."""
+"""A valley has at most this share of the density of the mode above it, however many tokens there are."""
 CELLS, MIN_CELL = 96, 6
 MODE_ENDS: Floats = np.array([1.0, 0.9, 0.5])
-"""A second mode ends where this share of the tokens above its valley does: a few far ones do not hide it."""
+"""A second mode ends at this share of the tokens above its valley, so that a few far tokens do not hide it."""
 # Fitted to quantiles of the statistic for a flat tail, the hardest falling one, of 4 to 3,000 tokens in 24 to 96 cells:
-# P(statistic > OFFSET + SLOPE · log(1 / p)) ≤ p for p from 0.002 to 0.2. The tests hold it to that.
+# P(statistic > OFFSET + SLOPE · log(1 / p)) ≤ p for p from 0.002 to 0.2. The tests check it.
 OFFSET, SLOPE = 4.5, 1.1
 
 
-def critical(p: float) -> float:
-    """What the statistic exceeds with probability ``p`` at most, where there is no second mode."""
+def critical_value(p: float) -> float:
+    """Return the value that the statistic exceeds with probability ``p`` at most without a second mode."""
     return OFFSET + SLOPE * math.log(1 / p)
 
 
 def p_value(statistic: float) -> float:
-    """Chance of a statistic this large where there is no second mode."""
+    """Return the probability of a statistic this large without a second mode."""
     return min(1.0, math.exp((OFFSET - statistic) / SLOPE))
 
 
@@ -53,8 +44,8 @@ class Valleys:
     """The clearest valley before each cell, for each way to end the mode above it.
 
     Attributes:
-        statistic: how clear the valley is; 0 where there is none.
-        start: the cell where the valley begins.
+        statistic: how clear the valley is; 0 without one.
+        start: the cell where the valley starts.
         mode_end: the cell where the mode ends.
         share: share of the tokens above each cell.
     """
@@ -65,11 +56,11 @@ class Valleys:
     share: Floats
 
     def best(self, share: float) -> float:
-        """Give the clearest valley's statistic, with at most this share of the tokens above."""
+        """Return the statistic of the clearest valley with at most this share of the tokens above it."""
         return float(self.statistic[self.share <= share].max(initial=0.0))
 
     def lowest(self, limit: float, share: float) -> tuple[int, int, int] | None:
-        """Give the start and end of the lowest clear valley, and the end of the mode above it."""
+        """Return start and end of the lowest clear valley, and the end of the mode above it."""
         found, top = None, len(self.statistic)
         while True:
             inside = np.where((self.share <= share)[:, None] & (self.mode_end < top), self.statistic, 0.0)
@@ -77,25 +68,26 @@ class Valleys:
                 return found
             end, way = (int(i) for i in np.unravel_index(inside.argmax(), inside.shape))
             found = int(self.start[end, way]), end, int(self.mode_end[end, way])
-            top = end + 1  # Is there another one below? Its mode has to end where this valley does.
+            top = end + 1  # Look for another one below, whose mode ends where this valley does.
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The counts above the mode of the bulk: cumulative, and the bins ``at`` which coarse cells begin."""
+    """The histogram above the mode of the bulk, in cells of equal width; ``at`` are their edges, as bins."""
 
-    counts: npt.NDArray[np.generic]
+    counts: Counts
     cumulative: Floats
     at: Counts
 
     @classmethod
-    def of(cls, counts: npt.NDArray[np.generic]) -> Tail:
+    def of(cls, counts: Counts) -> Tail:
+        """Find the mode of the bulk, and divide what is above it into cells."""
         cumulative = np.concatenate([[0.0], np.cumsum(counts, dtype=np.float64)])
         middle, far = np.searchsorted(cumulative, [0.5 * cumulative[-1], 0.8 * cumulative[-1]], side="left")
         far = min(int(far), int(middle) + round(math.log(1.5) / LOG_BIN))
         last = int(np.flatnonzero(counts)[-1]) + 1
-        # The bulk's mode is above its median where log norms are skewed to the left. Found as the shortest window that
-        # holds a fifth of the tokens.
+        # The bulk's mode is above its median where log norms are skewed to the left. It is in the narrowest window
+        # with a fifth of the tokens.
         first = np.arange(int(middle) - 1, max(far, int(middle)))
         window = np.searchsorted(cumulative, cumulative[first] + 0.2 * cumulative[-1], side="left") - first
         mode = int(first[window.argmin()])
@@ -124,17 +116,17 @@ class Tail:
             loss = valley * np.log(valley / (both * (1 - expected)))
             value = mode * np.log(mode / (both * expected)) + np.where(valley > 0, loss, 0.0)
         value[(mode < MIN_OUTLIERS) | (valley * wide > MAX_DEPTH * mode * width)] = 0.0
-        value[ends[:, None] <= np.arange(size)] = -np.inf  # it starts before it ends
+        value[ends[:, None] <= np.arange(size)] = -np.inf  # a valley starts before it ends
         statistic[ends], start[ends], mode_end[ends] = value.max(axis=1), value.argmax(axis=1), stop
         return Valleys(statistic, start, mode_end, 1 - below / total)
 
     def _ratio(self, below: Floats) -> Floats:
-        """Median norm above edges over the median norm below them, from how many tokens are below."""
+        """Return median norm above over median norm below edges, from how many tokens are below each."""
         low, high = np.searchsorted(self.cumulative, [below / 2, (below + self.cumulative[-1]) / 2], side="left")
         return np.exp((high - low) * LOG_BIN)
 
     def bottom(self, start: int, end: int, mode_end: int) -> int:
-        """Give the edge in the middle of the lowest stretch of the smoothed density before the second mode."""
+        """Return the edge in the middle of the lowest stretch of the smoothed density before the second mode."""
         step = int(self.at[1] - self.at[0])
         low, high = int(self.at[start]), int(self.at[mode_end])
         kernel = np.convolve(np.ones(2 * step + 1), np.ones(2 * step + 1))
@@ -148,10 +140,10 @@ class Tail:
         return low + int(longest[0] + longest[-1] + 1) // 2
 
     def has_shoulder(self, false_alarm: float) -> bool:
-        """Say whether more tokens are far out than the bulk's tail explains.
+        """Return whether more tokens are far out than the tail of the bulk explains.
 
-        The tail is drawn on as straight as it falls from the 70 % to the 90 % quantile, in log norm: a power law.
-        The usual heavy-tailed families (lognormal, gamma, Weibull, Student, Pareto) fall faster further out.
+        The tail is extrapolated as a power law: in log norm, as straight as it falls from the 70 % to the 90 %
+        quantile. The usual heavy-tailed families (lognormal, gamma, Weibull, Student, Pareto) fall faster.
         """
         total = self.cumulative[-1]
         middle, near, far = np.searchsorted(self.cumulative, np.array([0.5, 0.7, 0.9]) * total, side="left")

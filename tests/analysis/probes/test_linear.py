@@ -1,4 +1,4 @@
-"""The linear solver: against scikit-learn, and on problems with a known answer."""
+"""Linear probes: against scikit-learn, and on problems with a known answer."""
 
 import math
 from collections.abc import Callable
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.probes.linear import LinearClassifier, Scaling, fit_classifier, fit_regressor
-from vitrail.analysis.probes.solvers import logistic_loss
+from vitrail.analysis.probes.linear import LinearClassifier, Scaling, _logistic_loss, fit_classifier, fit_regressor
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 
@@ -20,7 +19,7 @@ def blobs(classes: int, each: int = 40, width: int = 6, spread: float = 1.0) -> 
     return points * torch.logspace(-1, 1, width) + 3, labels
 
 
-def standardised(x: Tensor) -> Tensor:
+def standardized(x: Tensor) -> Tensor:
     return (x - x.mean(0)) / x.std(0, correction=0)
 
 
@@ -34,12 +33,12 @@ class TestClassifier:
         ours = fit_classifier(x, y, penalties=[penalty], max_iter=1000, tolerance=1e-9)
         strength = (2 if classes == 2 else 1) / (penalty * len(x))
         theirs = linear_model.LogisticRegression(C=strength, tol=1e-10, max_iter=10_000)
-        theirs.fit(standardised(x).numpy(), y.numpy())
+        theirs.fit(standardized(x).numpy(), y.numpy())
         np.testing.assert_allclose(
-            ours.scores(x).softmax(1).numpy(), theirs.predict_proba(standardised(x).numpy()), atol=2e-5
+            ours.scores(x).softmax(1).numpy(), theirs.predict_proba(standardized(x).numpy()), atol=2e-5
         )
         assert ours.converged
-        assert (ours.predict(x).numpy() == theirs.predict(standardised(x).numpy())).all()
+        assert (ours.predict(x).numpy() == theirs.predict(standardized(x).numpy())).all()
 
     def test_gradient_is_the_derivative(self) -> None:
         x, y = blobs(3)
@@ -48,17 +47,17 @@ class TestClassifier:
         scores = x @ params[:-1] + params[-1]
         loss = torch.nn.functional.cross_entropy(scores, y) + 0.05 * params[:-1].square().sum()
         loss.backward()
-        ours, gradient = logistic_loss(x, y, params.detach(), 0.1)
+        ours, gradient = _logistic_loss(x, y, params.detach(), 0.1)
         torch.testing.assert_close(ours, loss.detach())
         torch.testing.assert_close(gradient, params.grad)
 
-    def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chunks_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x, y = blobs(3)
         whole = fit_classifier(x.double(), y)
-        monkeypatch.setattr("vitrail.analysis.probes.solvers.CHUNK", 50)
-        pieces = fit_classifier(x.double(), y)
-        torch.testing.assert_close(whole.weight, pieces.weight, atol=1e-4, rtol=1e-4)
-        assert (whole.predict(x) == pieces.predict(x)).all()
+        monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 50)
+        chunked = fit_classifier(x.double(), y)
+        torch.testing.assert_close(whole.weight, chunked.weight, atol=1e-4, rtol=1e-4)
+        assert (whole.predict(x) == chunked.predict(x)).all()
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
     def test_any_precision(self, dtype: torch.dtype) -> None:
@@ -67,19 +66,15 @@ class TestClassifier:
         assert model.weight.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert (model.predict(x.to(dtype)) == y).float().mean() > 0.98
 
-    def test_same_bits_each_time_whatever_the_global_seed(self) -> None:
+    def test_same_bits_each_time_and_no_global_random_state(self) -> None:
         x, y = blobs(4)
+        state = torch.get_rng_state()
         first = fit_classifier(x, y, seed=1)
+        assert torch.equal(state, torch.get_rng_state())
         torch.manual_seed(7)
         again = fit_classifier(x, y, seed=1)
         assert torch.equal(first.weight, again.weight)
         assert first.penalty == again.penalty
-
-    def test_leaves_the_global_generator_alone(self) -> None:
-        x, y = blobs(3)
-        state = torch.get_rng_state()
-        fit_classifier(x, y)
-        assert torch.equal(state, torch.get_rng_state())
 
     def test_labels_keep_their_names(self) -> None:
         x, y = blobs(3, spread=0.1)
@@ -98,13 +93,6 @@ class TestClassifier:
         model = fit_classifier(torch.cat([x, still], 1), y)
         assert (model.predict(torch.cat([x, still], 1)) == y).float().mean() > 0.98
         assert model.weight.isfinite().all()
-
-    def test_imbalance(self) -> None:
-        y = (torch.arange(400) < 8).long()
-        x = torch.randn(400, 3) + 6 * y[:, None]
-        found = fit_classifier(x, y).predict(x)
-        assert (found == y).float().mean() > 0.99
-        assert found[:8].float().mean() > 0.8
 
     def test_a_class_of_one_row(self) -> None:
         x, y = blobs(3, spread=0.1)
@@ -139,24 +127,24 @@ class TestClassifier:
             ),
             (lambda x, y: (x, torch.zeros_like(y)), r"all 120 labels are 0"),
             (lambda x, y: (x, y[:-1]), r"119 labels for 120 rows"),
-            (lambda x, y: (x, y.float()), r"whole numbers"),
+            (lambda x, y: (x, y.float()), r"integers"),
             (lambda x, y: (x[0], y), r"expected \(n, D\)"),
             (lambda x, y: (x[:0], y[:0]), r"not empty"),
             (lambda x, y: (x.long(), y), r"floating point"),
         ],
     )
-    def test_refuses(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], message: str) -> None:
+    def test_errors(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], message: str) -> None:
         with pytest.raises(UnsupportedInput, match=message):
             fit_classifier(*change(*blobs(3)))
 
-    @pytest.mark.parametrize("penalties", [[], [-1.0], [math.nan], [math.inf]])
-    def test_refuses_penalties(self, penalties: list[float]) -> None:
-        with pytest.raises(InvalidOption, match="penalties"):
-            fit_classifier(*blobs(3), penalties=penalties)
-
-    def test_refuses_groups_of_another_length(self) -> None:
+    def test_groups_of_another_length(self) -> None:
         with pytest.raises(UnsupportedInput, match="3 groups for 120 rows"):
             fit_classifier(*blobs(3), groups=torch.arange(3))
+
+    @pytest.mark.parametrize("penalties", [[], [-1.0], [math.nan], [math.inf]])
+    def test_invalid_penalties(self, penalties: list[float]) -> None:
+        with pytest.raises(InvalidOption, match="penalties"):
+            fit_classifier(*blobs(3), penalties=penalties)
 
 
 class TestRegressor:
@@ -167,8 +155,8 @@ class TestRegressor:
         x = (torch.randn(rows, 8) * torch.logspace(-2, 2, 8) + 5).double()
         y = x @ torch.randn(8, 3).double() + torch.randn(rows, 3) + 7
         ours = fit_regressor(x, y, penalties=[penalty])
-        theirs = linear_model.Ridge(alpha=penalty * rows).fit(standardised(x).numpy(), y.numpy())
-        np.testing.assert_allclose(ours.scores(x).numpy(), theirs.predict(standardised(x).numpy()), atol=1e-6)
+        theirs = linear_model.Ridge(alpha=penalty * rows).fit(standardized(x).numpy(), y.numpy())
+        np.testing.assert_allclose(ours.scores(x).numpy(), theirs.predict(standardized(x).numpy()), atol=1e-6)
 
     def test_no_penalty_is_least_squares(self) -> None:
         x, y = torch.randn(50, 4).double(), torch.randn(50, 2).double()
@@ -183,26 +171,21 @@ class TestRegressor:
         torch.testing.assert_close(model.scores(torch.cat([x, x], 1)), y)
         assert model.weight.abs().max() < 10
 
-    def test_chooses_by_what_was_held_out(self) -> None:
+    def test_chooses_the_penalty_on_the_held_out_part(self) -> None:
         x = torch.randn(80, 60)
         assert fit_regressor(x, torch.randn(80, 2)).penalty >= 10
         assert fit_regressor(x, x[:, :2] * 3).penalty <= 1e-2
 
-    def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chunks_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(90, 5)
         y = x[:, :2] + torch.randn(90, 2)
         whole = fit_regressor(x, y)
-        monkeypatch.setattr("vitrail.analysis.probes.solvers.CHUNK", 35)
-        pieces = fit_regressor(x, y)
-        assert whole.penalty == pieces.penalty
-        torch.testing.assert_close(whole.weight, pieces.weight)
+        monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 35)
+        chunked = fit_regressor(x, y)
+        assert whole.penalty == chunked.penalty
+        torch.testing.assert_close(whole.weight, chunked.weight)
 
-    def test_half_precision(self) -> None:
-        x = torch.randn(90, 5).half()
-        y = x[:, :2].float()
-        torch.testing.assert_close(fit_regressor(x, y).scores(x), y, atol=1e-2, rtol=0)
-
-    def test_refuses(self) -> None:
+    def test_errors(self) -> None:
         with pytest.raises(UnsupportedInput, match="1 of 4 vectors in targets"):
             fit_regressor(torch.randn(4, 2), torch.tensor([[1.0], [math.inf], [0.0], [0.0]]))
         with pytest.raises(UnsupportedInput, match="3 targets for 4 rows"):

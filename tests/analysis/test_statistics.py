@@ -1,4 +1,4 @@
-"""Splits of pictures and intervals over them: nothing on both sides, and widths that theory gives."""
+"""Splits and confidence intervals over images."""
 
 import math
 
@@ -6,51 +6,51 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.analysis.statistics import Estimate, Split, bootstrap, hold_out, pick, ratio, split_pictures, wilson
+from vitrail.analysis.statistics import Estimate, Split, bootstrap, hold_out, ratio, split_images, subsample, wilson
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 
 class TestSplits:
     def test_parts_are_disjoint_and_complete(self) -> None:
-        split = split_pictures(50, test_share=0.3, seed=4)
+        split = split_images(50, test_share=0.3, seed=4)
         assert sorted(torch.cat([split.train, split.test]).tolist()) == list(range(50))
         assert len(split.test) == 15
 
     def test_seeds(self) -> None:
-        assert torch.equal(split_pictures(50, seed=1).test, split_pictures(50, seed=1).test)
-        assert not torch.equal(split_pictures(50, seed=1).test, split_pictures(50, seed=2).test)
+        assert torch.equal(split_images(50, seed=1).test, split_images(50, seed=1).test)
+        assert not torch.equal(split_images(50, seed=1).test, split_images(50, seed=2).test)
 
     def test_each_class_is_on_both_sides(self) -> None:
         labels = torch.tensor([0] * 90 + [1] * 7 + [2] * 2 + [9])
-        split = split_pictures(100, labels=labels)
+        split = split_images(100, labels=labels)
         assert labels[split.test].bincount(minlength=10).tolist()[:3] == [27, 2, 1]
         assert set(labels[split.train].tolist()) == {0, 1, 2, 9}
         assert 9 not in labels[split.test]
 
-    def test_classes_of_one_picture_each(self) -> None:
-        with pytest.raises(UnsupportedInput, match="no class has two pictures"):
-            split_pictures(5, labels=torch.arange(5))
+    def test_classes_of_one_image_each(self) -> None:
+        with pytest.raises(UnsupportedInput, match="two images"):
+            split_images(5, labels=torch.arange(5))
 
     @pytest.mark.parametrize("share", [0, 1, -0.1, math.nan])
-    def test_refuses_shares(self, share: float) -> None:
+    def test_invalid_shares(self, share: float) -> None:
         with pytest.raises(InvalidOption, match="test_share"):
-            split_pictures(10, test_share=share)
+            split_images(10, test_share=share)
 
-    def test_refuses_one_picture(self) -> None:
+    def test_one_image(self) -> None:
         with pytest.raises(InvalidOption, match="2 or more"):
-            split_pictures(1)
+            split_images(1)
 
-    def test_given_by_hand(self) -> None:
+    def test_explicit_split(self) -> None:
         assert Split([True, True, False], [False, False, True]).train.tolist() == [0, 1]
         assert Split(np.array([3, 1]), torch.tensor([2])).train.tolist() == [3, 1]
-        with pytest.raises(InvalidOption, match="1 pictures of the split are named twice"):
+        with pytest.raises(InvalidOption, match="1 images are in the split twice"):
             Split([0, 1], [1, 2])
-        with pytest.raises(InvalidOption, match="test lists"):
+        with pytest.raises(InvalidOption, match="test must be"):
             Split([0, 1], [])
-        with pytest.raises(InvalidOption, match="names picture 7, but there are 5"):
+        with pytest.raises(InvalidOption, match="index 7, but there are 5"):
             Split([0, 1], [7]).check(5)
 
-    def test_held_out_rows_are_whole_pictures(self) -> None:
+    def test_held_out_rows_are_whole_images(self) -> None:
         groups = torch.arange(20).repeat_interleave(7)[torch.randperm(140)]
         held = hold_out(groups, seed=3)
         assert held is not None
@@ -58,10 +58,10 @@ class TestSplits:
         assert not set(groups[held].tolist()) & set(groups[~held].tolist())
         assert hold_out(groups % 9) is None
 
-    def test_pick(self) -> None:
+    def test_subsample(self) -> None:
         rows = torch.arange(100)
-        assert torch.equal(pick(rows, 100, 0), rows)
-        some = pick(rows, 10, 0)
+        assert torch.equal(subsample(rows, 100, 0), rows)
+        some = subsample(rows, 10, 0)
         assert torch.equal(some, some.unique())
         assert len(some) == 10
 
@@ -83,8 +83,8 @@ class TestIntervals:
         half = 1.96 * float(values.std()) / 20
         assert interval == pytest.approx((float(values.mean()) - half, float(values.mean()) + half), abs=0.02)
 
-    def test_tokens_of_one_picture_are_one_draw(self) -> None:
-        """Ten equal tokens in each picture say as much as one."""
+    def test_tokens_of_one_image_are_one_draw(self) -> None:
+        """Ten equal tokens in each image say as much as one."""
         one = torch.stack([torch.randn(50), torch.ones(50)], 1)
         assert bootstrap(one, ratio(0, 1)) == pytest.approx(bootstrap(one * 10, ratio(0, 1)))
 
@@ -95,7 +95,7 @@ class TestIntervals:
             interval = bootstrap(torch.stack([values, torch.ones(60)], 1), ratio(0, 1), resamples=300, seed=seed)
             assert interval is not None
             hits += interval[0] <= 0.5 <= interval[1]
-        assert 178 <= hits <= 198  # 95 % of 200 is 190; a percentile interval of 60 pictures is a little short
+        assert 178 <= hits <= 198  # 95 % of 200 is 190; a percentile interval of 60 images is a little short
 
     def test_too_few(self) -> None:
         assert bootstrap(torch.ones(1, 2), ratio(0, 1)) is None

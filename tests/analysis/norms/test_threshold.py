@@ -1,4 +1,4 @@
-"""The detector of artifacts: what it finds, what it leaves alone, and how often it errs."""
+"""The artifact token detector: power, false alarms, and invariances."""
 
 import math
 
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.extras import always
-from vitrail.analysis.norms.distribution import modes as valleys
-from vitrail.analysis.norms.distribution import threshold
-from vitrail.analysis.norms.threshold import NUM_BINS, bins_of, count_norms, find_threshold, quantile
+from vitrail.analysis.norms import _valley_test as valleys
+from vitrail.analysis.norms import find_threshold, threshold
+from vitrail.analysis.norms._histogram import EDGES, NUM_BINS, bins_of, count_norms, quantile
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 NUM_TOKENS = 50 * 196
@@ -38,7 +38,7 @@ HEAVY = {
 
 
 def plant(values, rng, share, ratio):
-    """Multiply a share of the norms; give the norms and which ones."""
+    """Multiply a share of the norms; return the norms and a mask of these."""
     chosen = np.zeros(len(values), bool)
     chosen[rng.permutation(len(values))[: round(share * len(values))]] = True
     return np.where(chosen, ratio * values, values), chosen
@@ -173,7 +173,7 @@ def test_two_tokens_far_out_are_too_few_for_a_verdict():
     assert "try more" in found.reason
 
 
-def test_not_finite_norms_are_counted_and_change_nothing_else():
+def test_non_finite_norms_are_counted_and_change_nothing_else():
     norms, _ = plant(BULKS["lognormal"](np.random.default_rng(0), 5000), np.random.default_rng(1), 0.02, 6)
     broken = np.append(norms, [math.nan, math.inf, -math.inf])
     clean, found = find_threshold(tensor(norms)), find_threshold(tensor(broken))
@@ -199,7 +199,7 @@ def test_precision_of_norms_does_not_matter(dtype):
     assert find_threshold(clean).verdict == "none"
 
 
-def test_bad_input_is_refused():
+def test_errors():
     with pytest.raises(UnsupportedInput, match="0 or more"):
         find_threshold(-torch.rand(100))
     with pytest.raises(UnsupportedInput, match="real numbers"):
@@ -247,7 +247,7 @@ def test_order_and_shape_do_not_matter(seed, tokens):
     index=st.integers(1, NUM_BINS - 1),
 )
 def test_counts_above_an_edge_are_what_a_comparison_counts(values, index):
-    edge = float(valleys.EDGES[index])
+    edge = float(EDGES[index])
     norms = torch.tensor([*values, edge, np.nextafter(np.float32(edge), np.float32(math.inf)).item()])
     assert int(count_norms(norms)[0][index:].sum()) == int((norms > edge).sum())
     assert bins_of(norms)[-2:].tolist() == [index - 1, index]

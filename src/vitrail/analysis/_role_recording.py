@@ -1,7 +1,7 @@
-"""What roles are measured by: special tokens, their attention and their heads' answers, of blocks and of what follows.
+"""Recording of special tokens, their attention and the logits of their heads, for :mod:`vitrail.analysis.roles`.
 
-Layers of a class-attention stage count on from the blocks. Only the tokens that enter there change in them; all others
-are what the last block made of them.
+Layers of a class-attention stage are numbered after the blocks. Only the tokens that enter there change in them; all
+others stay as the last block left them.
 """
 
 from __future__ import annotations
@@ -26,30 +26,28 @@ from vitrail.surgery.recording import stream
 from vitrail.surgery.selection import check_layers, listed
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
-Rows = dict[int, list[Tensor]]
-
 
 @dataclass(frozen=True)
-class RoleInputs:
-    """What a model showed of its special tokens, on the CPU.
+class RoleRecording:
+    """Special tokens of a model on some images, on the CPU.
 
     Attributes:
-        layout: all special tokens, those that only enter after the blocks among them, and the patches.
-        tokens: (B, S, D) by layer, of the layers that have all of them.
-        attention: by layer, rows (B, H, Q, N), the layout of their keys, and the spans that the rows belong to.
-        answers: logits (B, C) for the same classes, by head.
+        layout: all special tokens, including those that enter after the blocks, and the patches.
+        tokens: (B, S, D) by layer, for the layers that have all of them.
+        attention: by layer, rows (B, H, Q, N), the layout of their keys, and the spans of their queries.
+        logits: (B, C) by head, for heads with the same classes.
         notes: what could not be measured, and why.
     """
 
     layout: TokenLayout
     tokens: dict[int, Tensor]
     attention: dict[int, tuple[Tensor, TokenLayout, tuple[TokenSpan, ...]]]
-    answers: dict[str, Tensor]
+    logits: dict[str, Tensor]
     notes: tuple[str, ...]
 
 
-class Stage:
-    """The class-attention stage of a model, where it has one: which tokens gather in which layer, and what they do."""
+class _ClassAttentionStage:
+    """Hooks on the class-attention stage of a model, if it has one."""
 
     def __init__(self, found: Found) -> None:
         self.found = found
@@ -58,42 +56,42 @@ class Stage:
         self.rows: dict[int, Tensor] = {}
 
     def special(self, layer: int) -> tuple[TokenSpan, ...]:
-        """Give the model's own special tokens that a layer has; −1 is the last block."""
+        """Return the model's own special tokens in a layer; −1 is the last block."""
         return self.found.adapter.layout_in(self.found.trunk, layer).special
 
-    def gathering(self, layer: int) -> tuple[TokenSpan, ...]:
-        """Give the special tokens that change in a layer of the stage."""
+    def queries(self, layer: int) -> tuple[TokenSpan, ...]:
+        """Return the special tokens that change in a layer of the stage."""
         return tuple(span for span in self.special(layer) if span not in self.special(-1))
 
-    def full(self, layout: TokenLayout) -> TokenLayout:
-        """Give the layout of a recording with the tokens that enter in the stage."""
+    def full_layout(self, layout: TokenLayout) -> TokenLayout:
+        """Return the layout of a recording with the tokens that enter in the stage."""
         if not self.blocks:
             return layout
         added = layout.special[len(self.special(-1)) :]
         return TokenLayout((*self.special(max(self.blocks)), *added), layout.grid)
 
-    def keys(self, layer: int, layout: TokenLayout) -> TokenLayout:
-        """Give the layout in which a layer of the stage attends: its queries, the others, the patches."""
-        return TokenLayout((*self.gathering(layer), *self.special(-1)), layout.grid)
+    def key_layout(self, layer: int, layout: TokenLayout) -> TokenLayout:
+        """Return the layout of the keys in a layer of the stage: its queries, the others, the patches."""
+        return TokenLayout((*self.queries(layer), *self.special(-1)), layout.grid)
 
-    def entered(self) -> int:
-        """Give the first layer that has all tokens."""
+    def first_complete(self) -> int:
+        """Return the first layer that has all tokens."""
         last = max(self.blocks, default=-1)
         return next(
             (layer for layer in self.blocks if self.special(layer) == self.special(last)), all_entered(self.found)
         )
 
-    def woven(self, layer: int, special: Tensor, layout: TokenLayout) -> Tensor:
-        """Give all special tokens (B, S, D) after a layer of the stage; ``special`` are those that left the blocks."""
-        gathering = self.gathering(layer)
-        queries = iter(self.outputs[layer].cpu().split([span.count for span in gathering], 1))
+    def interleave(self, layer: int, special: Tensor, layout: TokenLayout) -> Tensor:
+        """Return all special tokens (B, S, D) after a layer of the stage; ``special`` are those after the blocks."""
+        changing = self.queries(layer)
+        queries = iter(self.outputs[layer].cpu().split([span.count for span in changing], 1))
         others = iter(special.split([span.count for span in layout.special], 1))
-        spans = self.full(layout).special
-        return torch.cat([next(queries if span in gathering else others) for span in spans], 1)
+        spans = self.full_layout(layout).special
+        return torch.cat([next(queries if span in changing else others) for span in spans], 1)
 
     @contextmanager
     def hooked(self, attention: Sequence[int]) -> Iterator[None]:
-        """Take down what each layer of the stage gives, and of some layers who attends to whom."""
+        """Record the outputs of all layers of the stage, and the attention of some."""
         handles = []
         for layer, block in self.blocks.items():
             handles.append(block.register_forward_hook(self._output(layer)))
@@ -113,85 +111,87 @@ class Stage:
         return lambda block, args, kwargs: self.rows.update({layer: adapter.stage_attention(block, args, kwargs)})
 
 
-def role_inputs(
+def record_roles(
     model: nn.Module,
     images: Any,
     attention_layers: int | Sequence[int] | None,
     batch_size: int | None,
     call: Mapping[str, Any] | None,
-) -> RoleInputs:
-    """Run a model on pictures, and keep what its roles are measured by."""
+) -> RoleRecording:
+    """Run a model on images, and record its special tokens, their attention and their logits."""
     found = find(model)
-    stage = Stage(found)
-    asked = (
+    stage = _ClassAttentionStage(found)
+    chosen = (
         check_layers(attention_layers, len(found.blocks) + len(stage.blocks)) if listed(attention_layers, str) else ()
     )
-    if not stage.full(layout_of(found)).num_special:
-        raise UnsupportedInput(f"this {type(found.trunk).__name__} has patches alone; there are no roles to compare")
-    notes = {layer: note for layer in asked if (note := _unseen(found, layer))}
-    wanted = [layer for layer in asked if layer not in notes]
+    if not stage.full_layout(layout_of(found)).num_special:
+        raise UnsupportedInput(
+            f"this {type(found.trunk).__name__} has no special tokens; there are no roles to compare"
+        )
+    notes = {layer: note for layer in chosen if (note := _why_no_attention(found, layer))}
+    wanted = [layer for layer in chosen if layer not in notes]
     what = ("tokens", "attention") if any(layer < len(found.blocks) for layer in wanted) else ("tokens",)
-    tokens: Rows = {}
-    rows: Rows = {layer: [] for layer in wanted}
+    tokens: dict[int, list[Tensor]] = {}
+    rows: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
     layouts: list[TokenLayout] = []
-    with listen(model) as answers, receiving() as beside, stage.hooked(wanted):
+    with listen(model) as heard, receiving() as beside, stage.hooked(wanted):
         for seen in stream(model, images, what, batch_size=batch_size, call=call):
             layouts.append(seen.layout)
             special = {layer: x[:, : seen.layout.num_special].cpu() for layer, x in seen.tokens.items()}
             last = special[len(found.blocks) - 1]
-            special |= {layer: stage.woven(layer, last, seen.layout) for layer in stage.blocks}
-            for layer in range(stage.entered(), len(special)):
+            special |= {layer: stage.interleave(layer, last, seen.layout) for layer in stage.blocks}
+            for layer in range(stage.first_complete(), len(special)):
                 tokens.setdefault(layer, []).append(special[layer])
             for layer in wanted:
                 rows[layer].append((stage.rows if layer in stage.blocks else seen.attention)[layer].cpu())
     if len(set(layouts)) != 1:
-        raise UnsupportedInput(f"pictures must be of one size, one or more of them; got {len(set(layouts))} grids")
+        raise UnsupportedInput(f"expected one or more images, all of one size; got {len(set(layouts))} grids")
     layout = layouts[0]
     attention = {}
     for layer, parts in rows.items():
         staged = layer in stage.blocks
-        keys = stage.keys(layer, layout) if staged else layout
+        keys = stage.key_layout(layer, layout) if staged else layout
         if parts[0].shape[-1] != keys.num_tokens:
-            notes[layer] = "the patches have merged, and have no places any more"
+            notes[layer] = "patches are merged and have no places"
             continue
-        attention[layer] = torch.cat(parts), keys, stage.gathering(layer) if staged else layout.special
-    said = {name: torch.cat(parts) for name, parts in answers.items()}
+        attention[layer] = torch.cat(parts), keys, stage.queries(layer) if staged else layout.special
+    logits = {name: torch.cat(parts) for name, parts in heard.items()}
     if beside and extended_trunk(model) is not None:
-        said |= added_answers(AddedTokens.of(model).tokens, torch.cat(beside))
-    return RoleInputs(
-        stage.full(layout),
+        logits |= _added_logits(AddedTokens.of(model).tokens, torch.cat(beside))
+    return RoleRecording(
+        stage.full_layout(layout),
         {layer: torch.cat(parts) for layer, parts in tokens.items()},
         attention,
-        same_classes(said),
+        _largest_group(logits),
         tuple(f"no attention of layer {layer}: {note}" for layer, note in notes.items()),
     )
 
 
-def _unseen(found: Found, layer: int) -> str:
-    """Say why a layer's attention cannot be compared, if that is so."""
+def _why_no_attention(found: Found, layer: int) -> str:
+    """Return why a layer's attention cannot be compared; empty if it can."""
     if layer >= len(found.blocks):
         return ""
     if not found.block_adapters[layer].fused:
-        return "its heads mix their weights after the softmax, so that some may be negative"
+        return "its heads mix their weights after the softmax, so weights may be negative"
     return "" if layout_of(found).num_special else "all special tokens enter after the blocks"
 
 
 @torch.no_grad()
-def added_answers(added: AddedModule, beside: Tensor) -> dict[str, Tensor]:
-    """Give what each added token (B, E, D) says that answers the model's own question, one by one, on the CPU."""
+def _added_logits(added: AddedModule, beside: Tensor) -> dict[str, Tensor]:
+    """Return the logits of added tokens (B, E, D) that predict the model's own classes, one by one, on the CPU."""
     features, _ = added.answer(beside)
     found: dict[str, Tensor] = {}
     for spec, part in zip(added.specs, features.split([spec.count for spec in added.specs], 1), strict=True):
-        asked = spec.role in (Role.CLASS, Role.DISTILLATION) and spec.kind == "classification"
-        if asked and spec.name in added.heads:
+        classifies = spec.role in (Role.CLASS, Role.DISTILLATION) and spec.kind == "classification"
+        if classifies and spec.name in added.heads:
             each = added.heads[spec.name](part).cpu().unbind(1)
             found.update({f"{spec.name}[{i}]" if len(each) > 1 else spec.name: one for i, one in enumerate(each)})
     return found
 
 
-def same_classes(answers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out heads that answer for another number of classes than most do."""
+def _largest_group(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the heads with the most common number of classes."""
     groups: dict[int, dict[str, Tensor]] = {}
-    for name, value in answers.items():
+    for name, value in logits.items():
         groups.setdefault(value.shape[-1], {})[name] = value
     return max(groups.values(), key=len, default={})

@@ -1,4 +1,4 @@
-"""The study that is made of every pair of tasks: the same three arms, search and measures."""
+"""The study made for every pair of tasks: the same three arms, search and measurements."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.common.data import Data
+from experiments.common.datasets import Data
 from experiments.common.study import Arm, Rows, Study
-from experiments.tasks.looking import look
-from experiments.tasks.showing import SHARED, TOKENS, TWICE, draw_all, table
+from experiments.tasks.measure import measure
+from experiments.tasks.report import SHARED, TOKENS, TWICE, plot_all, table
 
 
-def asked(
+def two_task_study(
     name: str,
     question: str,
     tasks: tuple[str, str],
     data: Callable[[], Data],
-    few: Callable[[], Data],
+    reduced_data: Callable[[], Data],
     base: Mapping[str, Any],
     reduced: Mapping[str, Any],
-    draw: Callable[[Study, Rows, Path], None] | None = None,
+    plot: Callable[[Study, Rows, Path], None] | None = None,
 ) -> Study:
-    """Compare one class token that answers two tasks, a token for each task, and two tokens for each.
+    """Return a study of one class token for two tasks, one token for each task, and two tokens for each task.
 
-    The last arm says how far two tokens differ that have one task: it is not the task that parts them.
+    The last arm shows how far two tokens with the same task differ: the task is not what separates them.
     """
     return Study(
         name=name,
         question=question,
         data=data,
-        few=few,
+        reduced_data=reduced_data,
         base={
             "model": "vit_tiny_patch16", "preset": "small", "optimizer": "muon", "tasks": tasks,
             **base,
@@ -42,12 +42,12 @@ def asked(
             Arm(TWICE, tokens=",".join(f"{task}=2" for task in tasks), tuned_as=TOKENS),
         ),
         reference=SHARED,
-        answer=f"task.{tasks[0]}",
-        also=(f"task.{tasks[1]}",),
+        output=f"task.{tasks[0]}",
+        other_outputs=(f"task.{tasks[1]}",),
         search={"lr": [1e-3, 3e-3]},
-        look=look,
+        measure=measure,
         table=table,
-        draw=partial(draw_all, own=draw),
+        plot=partial(plot_all, own=plot),
         reduced={
             "options": {"width": 32, "depth": 2, "heads": 2}, "preset": "tiny", "epochs": 2, "batch_size": 16,
             **reduced,

@@ -1,4 +1,4 @@
-"""Data as a trained model expects it."""
+"""Preprocessed batches for a trained model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vitrail.training.input_size import prepares
 
 
 def batches(model: nn.Module, labels: Labels, data: Any, batch: int = 256) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give samples as a trained model expects them, where it is and in its dtype, with their classes (B, T)."""
-    expects = labels.preprocessing
-    assert expects is not None, "a trained model says what it expects"
+    """Yield preprocessed samples on the model's device and in its dtype, with their classes (B, T)."""
+    spec = labels.preprocessing
+    assert spec is not None, "a trained model has an input specification"
     columns = () if list(labels.classes) == [LABEL] else tuple(labels.classes)
     examples = open_examples(data, labels=columns, classes=labels.classes)
     weight = next(model.parameters())
-    feed = make_feed(examples, side=expects.size[0] or 1, device=weight.device)
-    prepare = prepares(expects).plain
+    loader = make_feed(examples, side=spec.size[0] or 1, device=weight.device)
+    prepare = prepares(spec).plain
     try:
-        for samples, truth, _ in feed.sweep(batch):
-            yield prepare(samples).to(weight.dtype), truth
+        for samples, targets, _ in loader.sweep(batch):
+            yield prepare(samples).to(weight.dtype), targets
     finally:
-        feed.close()
+        loader.close()
 
 
-def inputs(model: nn.Module, labels: Labels, data: Any) -> Tensor:
-    """Give all samples of some data as a trained model expects them, where it is."""
+def all_inputs(model: nn.Module, labels: Labels, data: Any) -> Tensor:
+    """Return all samples of a dataset, preprocessed and on the model's device."""
     return torch.cat([x for x, _ in batches(model, labels, data)])

@@ -1,4 +1,4 @@
-"""Spoken digits as pictures of sound: logarithms of energy by pitch (mel) and time."""
+"""Log-mel spectrograms of spoken digits."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from vitrail.training import Arrays
 
 RATE = 8000
 WINDOW, HOP, BANDS, FRAMES = 256, 100, 40, 64
-"""Samples in a window and between two of them, bands of pitch, and windows in a spectrogram: 0.8 seconds."""
+"""Samples per window and between windows, mel bands, and windows per spectrogram (0.8 seconds)."""
 
 
 def read_digits(path: Path) -> Arrays:
-    """Read a parquet file of WAV bytes with the columns ``digit`` and ``speaker``."""
+    """Read a parquet file with the columns ``audio`` (WAV bytes), ``digit`` and ``speaker``."""
     from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
 
     try:
         table = parquet.read_table(path, columns=["audio", "digit", "speaker"])
-        sounds = [read_wave(one["bytes"]) for one in table["audio"].to_pylist()]
+        recordings = [read_wave(one["bytes"]) for one in table["audio"].to_pylist()]
         labels = {name: [str(value) for value in table[name].to_pylist()] for name in ("digit", "speaker")}
     except (OSError, EOFError, ValueError, KeyError, TypeError, wave.Error, ArrowException) as error:
         why = " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
         raise ImageError(
-            f"{path}: no parquet file of sounds, or damaged ({why}). Expected the columns "
-            "audio (WAV bytes), digit and speaker. Fetch or write it again."
+            f"{path} is not a parquet file of recordings, or is damaged ({why}). Expected the columns "
+            "audio (WAV bytes), digit and speaker. Download or write it again."
         ) from error
-    return Arrays(spectrograms(sounds), labels)
+    return Arrays(spectrograms(recordings), labels)
 
 
 def read_wave(data: bytes) -> Tensor:
-    """Read the samples (T,) of a WAV file with one channel of 16 bits, from −1 to 1."""
+    """Read the samples (T,) of a mono 16-bit WAV file, in [−1, 1]."""
     with wave.open(io.BytesIO(data)) as file:
         if (file.getnchannels(), file.getsampwidth(), file.getframerate()) != (1, 2, RATE):
             raise ValueError(f"expected one channel of 16 bits at {RATE} Hz; got {file.getparams()}")
@@ -45,10 +45,10 @@ def read_wave(data: bytes) -> Tensor:
     return torch.from_numpy(samples.astype(np.float32) / 32768)
 
 
-def spectrograms(sounds: list[Tensor]) -> Tensor:
-    """Give the log-mel spectrograms (N, 1, 40, 64) of sounds: their middle where they are longer, silence around."""
+def spectrograms(recordings: list[Tensor]) -> Tensor:
+    """Compute log-mel spectrograms (N, 1, 40, 64); recordings are cropped or zero-padded around their center."""
     length = HOP * (FRAMES - 1)
-    cut = torch.stack([_centred(sound, length) for sound in sounds])
+    cut = torch.stack([_center(recording, length) for recording in recordings])
     window = torch.hann_window(WINDOW)
     found = []
     for part in cut.split(256):
@@ -58,7 +58,7 @@ def spectrograms(sounds: list[Tensor]) -> Tensor:
 
 
 def mel_filters() -> Tensor:
-    """Give triangles (40, 129) that add up frequencies, evenly spaced in pitch (HTK's mel)."""
+    """Return triangular filters (40, 129), evenly spaced on HTK's mel scale."""
     top = 2595 * log10(1 + RATE / 2 / 700)
     edges = 700 * (10 ** (torch.linspace(0, top, BANDS + 2) / 2595) - 1)
     hertz = torch.linspace(0, RATE / 2, WINDOW // 2 + 1)
@@ -66,9 +66,9 @@ def mel_filters() -> Tensor:
     return torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp(min=0)
 
 
-def _centred(sound: Tensor, length: int) -> Tensor:
-    if len(sound) > length:
-        start = (len(sound) - length) // 2
-        return sound[start : start + length]
-    before = (length - len(sound)) // 2
-    return torch.nn.functional.pad(sound, (before, length - len(sound) - before))
+def _center(recording: Tensor, length: int) -> Tensor:
+    if len(recording) > length:
+        start = (len(recording) - length) // 2
+        return recording[start : start + length]
+    before = (length - len(recording)) // 2
+    return torch.nn.functional.pad(recording, (before, length - len(recording) - before))

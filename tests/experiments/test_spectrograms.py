@@ -1,4 +1,4 @@
-"""Spectrograms: a tone is where its pitch is, and silence is silent."""
+"""Log-mel spectrograms: tones are in their band, silence is at the floor."""
 
 import io
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.common.sounds import BANDS, FRAMES, RATE, mel_filters, read_digits, read_wave, spectrograms
+from experiments.common.spectrograms import BANDS, FRAMES, RATE, mel_filters, read_digits, read_wave, spectrograms
 from vitrail.errors import ImageError
 
 
@@ -17,7 +17,7 @@ def tone(hertz: float, seconds: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("hertz", [300.0, 1000.0, 3000.0])
-def test_a_tone_is_in_the_band_of_its_pitch(hertz: float) -> None:
+def test_tone_is_in_its_band(hertz: float) -> None:
     (found,) = spectrograms([tone(hertz)])
     assert found.shape == (1, BANDS, FRAMES)
     mel = 2595 * math.log10(1 + hertz / 700)
@@ -25,7 +25,7 @@ def test_a_tone_is_in_the_band_of_its_pitch(hertz: float) -> None:
     assert abs(found[0, :, FRAMES // 2].argmax().item() - (mel / top * (BANDS + 1) - 1)) <= 1
 
 
-def test_a_short_sound_is_in_the_middle_of_silence() -> None:
+def test_short_recording_is_padded_with_silence() -> None:
     (found,) = spectrograms([tone(1000, 0.3)])
     energy = found[0].max(0).values
     assert (energy[:15] == -6).all()
@@ -33,13 +33,13 @@ def test_a_short_sound_is_in_the_middle_of_silence() -> None:
     assert (energy[25:40] > 0).all()
 
 
-def test_every_frequency_is_counted() -> None:
+def test_filters_cover_all_frequencies() -> None:
     sums = mel_filters().sum(0)
     assert (mel_filters().sum(1) > 0).all()
     assert (sums[2:-2] > 0).all()
 
 
-def test_waves_are_read_as_they_were_written() -> None:
+def test_wave_files_round_trip() -> None:
     values = torch.tensor([0, 16384, -32768, 32767], dtype=torch.int16)
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
@@ -48,7 +48,7 @@ def test_waves_are_read_as_they_were_written() -> None:
     assert read_wave(buffer.getvalue()).tolist() == [0, 0.5, -1, 32767 / 32768]
 
 
-def test_damaged_files_of_sounds_are_told(tmp_path: Path) -> None:
+def test_damaged_files_are_reported(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow", reason="the files are parquet")
     from pyarrow import parquet
 
@@ -57,5 +57,5 @@ def test_damaged_files_of_sounds_are_told(tmp_path: Path) -> None:
         parquet.write_table(arrow.table(columns), tmp_path / name)
     (tmp_path / "cut").write_bytes((tmp_path / "no sound").read_bytes()[:-20])
     for name in ("no sound", "no column", "cut"):
-        with pytest.raises(ImageError, match=f"{name}: no parquet file of sounds, or damaged .*Expected the columns"):
+        with pytest.raises(ImageError, match=f"{name} is not .*Expected the columns"):
             read_digits(tmp_path / name)

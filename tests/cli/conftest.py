@@ -1,6 +1,5 @@
 """Fixtures of the command line's tests."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,8 @@ def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> FakeReports:
-    """Replace reports by fast fakes."""
+    """Replace inspections by fakes that take no time."""
     fake = FakeReports()
-    monkeypatch.setitem(sys.modules, "vitrail.report", fake)
+    for name in ("Report", "compare", "inspect"):
+        monkeypatch.setattr(f"vitrail.report.{name}", getattr(fake, name))
     return fake

@@ -1,8 +1,10 @@
-"""What is read off the tokens after the last layer: pooling, one head per role, fusion, dense maps."""
+"""Heads on the tokens after the last layer: pooling, one head per role, fusion, dense maps."""
 
+from vitrail._deprecation import renamed_attributes
 from vitrail.heads.by_role import Heads, Output
 from vitrail.heads.dense import DenseHead
-from vitrail.heads.outputs import listen
 from vitrail.heads.pooling import AttentionPool
 
-__all__ = ["AttentionPool", "DenseHead", "Heads", "Output", "listen"]
+__all__ = ["AttentionPool", "DenseHead", "Heads", "Output"]
+
+__getattr__ = renamed_attributes(__name__, {"listen": "vitrail.adapters:head_outputs"})

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from vitrail.cli.app import app
+from vitrail.cli import app
 from vitrail.models import MODELS
 from vitrail.training.config.presets import PRESETS
 

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.cli._model import Loaded
 from vitrail.cli._summary import Cost, Guess, Guesses, Result
-from vitrail.cli.model import Loaded
 from vitrail.data import to_tensor
 from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput

@@ -11,8 +11,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from vitrail.cli import console, options
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 
 if TYPE_CHECKING:
     from vitrail.training import Evaluation
@@ -53,14 +54,14 @@ def evaluate(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
     """Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput."""
-    with one_speaks(), console.user_errors(), console.notes():
+    with first_rank_prints(), console.user_errors(), console.notes():
         from vitrail import training
-        from vitrail.cli.files import check_writable, write_text
+        from vitrail.cli._output import check_writable, write_text
 
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
-        with console.bars() as progress, said_once():
+        with console.bars() as progress, first_rank_reports():
             found = training.evaluate(
                 checkpoint,
                 data,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, TaskID
 
-from vitrail.cli import console
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 from vitrail.errors import InvalidOption
 from vitrail.training.config import OPTIONS, default_text, read_value, read_yaml
 from vitrail.training.config.options import Option
@@ -55,7 +55,7 @@ def train(
     Options take precedence over the --config file; the preset decides everything else. Writes a run directory with the
     resolved config, a log, checkpoints, and the last and the best model. --resume continues an interrupted run.
     """
-    with one_speaks(), console.user_errors(), console.notes():
+    with first_rank_prints(), console.user_errors(), console.notes():
         given = {name: value for name, value in options.items() if value is not None}
         given = {**({} if config is None else read_yaml(config)), **given, **_read_pairs(set_ or [])}
         _print_next_steps(_train(given, resume, overwrite, seconds))
@@ -89,10 +89,10 @@ def _train(given: dict[str, Any], resume: bool, overwrite: bool, seconds: float 
     from vitrail.training.interrupt import Interrupted, OutOfTime
 
     try:
-        with _progress() as on_event, said_once():
+        with _progress() as on_event, first_rank_reports():
             return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, on_event=on_event, **given)
     except Interrupted as stop:
-        console.complain(str(stop))
+        console.error(str(stop))
         raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
 
 

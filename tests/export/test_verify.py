@@ -1,4 +1,4 @@
-"""The checks themselves: wrong files are found, near-ties are not taken for wrong files."""
+"""Verification: wrong files are rejected, near-ties are not."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.export.models import EXAMPLES
-from vitrail.export import ExportError, api, export
-from vitrail.export.base import Written
-from vitrail.export.checking import compare, count_tokens
-from vitrail.export.program import Plain, named_tensors, trace
+from vitrail.export import ExportError, _export, export
+from vitrail.export._trace import PlainModel, named_tensors, trace
+from vitrail.export._verify import compare, count_tokens
+from vitrail.export.formats import ExportedFile
 
 
-class Fake(Written):
-    """A file that errs by so much, batch after batch, and holds values of given shapes."""
+class Fake(ExportedFile):
+    """A file with given errors, one per batch, and values of given shapes."""
 
     def __init__(
         self, errors: tuple[float, ...] = (), values: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = ()
@@ -37,7 +37,7 @@ def double(images: Tensor) -> dict[str, Tensor]:
     return {"output": 2 * images}
 
 
-def test_errors_are_relative_to_the_largest_value_of_each_picture() -> None:
+def test_relative_error() -> None:
     fake = Fake((0.5,))
     found = compare(double, fake, (3, 4), torch.float32, tolerance=1.0, draws=1)
     assert found.batch == 3
@@ -45,7 +45,7 @@ def test_errors_are_relative_to_the_largest_value_of_each_picture() -> None:
     assert found.max_abs == pytest.approx(float(fake.seen[0][-1].abs().max()), rel=1e-5)
 
 
-def test_a_near_tie_is_drawn_again() -> None:
+def test_near_ties_are_drawn_again() -> None:
     fake = Fake((0.5, 0.2, 1e-5))
     found = compare(double, fake, (2, 4), torch.float32, tolerance=1e-4, draws=5)
     assert (found.draws, len(fake.seen)) == (3, 3)
@@ -53,12 +53,12 @@ def test_a_near_tie_is_drawn_again() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.5, float("nan"), float("inf")])
-def test_what_is_wrong_each_time_is_an_error(wrong: float) -> None:
-    with pytest.raises(ExportError, match=r"does not give what the model gives.*0\.0001 is allowed"):
+def test_wrong_outputs(wrong: float) -> None:
+    with pytest.raises(ExportError, match=r"differ from the model's.*allowed is 0\.0001"):
         compare(double, Fake((wrong,) * 5), (2, 4), torch.float32, tolerance=1e-4, draws=5)
 
 
-def test_other_shapes_names_and_failures_are_errors() -> None:
+def test_wrong_shapes_names_and_failures() -> None:
     def other(images: Tensor) -> dict[str, Tensor]:
         return {"output": images[:, :2]}
 
@@ -67,13 +67,13 @@ def test_other_shapes_names_and_failures_are_errors() -> None:
 
     with pytest.raises(ExportError, match=r"shape \(2, 4\); expected .* shape \(2, 2\)"):
         compare(other, Fake((0.0,)), (2, 4), torch.float32, 1e-4, 1)
-    with pytest.raises(ExportError, match="gives output; expected logits"):
+    with pytest.raises(ExportError, match="returns output; expected logits"):
         compare(renamed, Fake((0.0,)), (2, 4), torch.float32, 1e-4, 1)
-    with pytest.raises(ExportError, match=r"fails for 2 pictures at a time \(IndexError: pop from empty list\)"):
+    with pytest.raises(ExportError, match=r"fails for batch size 2 \(IndexError"):
         compare(double, Fake(), (2, 4), torch.float32, 1e-4, 1)
 
 
-def test_tokens_are_counted_in_the_modules_that_feed() -> None:
+def test_count_tokens() -> None:
     values = (
         (("", "model", "model.0.attn"), (9, 17, 8)),
         (("", "model", "model.0.mlp", "model.0.mlp.fc1"), (9, 14, 32)),
@@ -83,16 +83,16 @@ def test_tokens_are_counted_in_the_modules_that_feed() -> None:
     )
     feeds = [["model.0.mlp"], ["model.1.mlp"]]
     assert count_tokens(Fake(values=values), feeds) == [14, 11]
-    with pytest.raises(ExportError, match=r"leave block 1 \(found: nothing\)"):
+    with pytest.raises(ExportError, match=r"block 1 \(found: nothing\)"):
         count_tokens(Fake(values=values[:3]), feeds)
-    with pytest.raises(ExportError, match=r"leave block 0 \(found: 1., 1.\)"):
+    with pytest.raises(ExportError, match=r"block 0 \(found: 1., 1.\)"):
         count_tokens(Fake(values=(*values, (("model.0.mlp",), (9, 17, 8)))), feeds)
 
 
-def test_a_file_that_does_not_merge_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merged and unmerged models may give nearly the same; the number of tokens tells them apart."""
+def test_unmerged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of merged and unmerged models may be close; the number of tokens is not."""
 
-    def unmerged(plain: Plain, *rest: object) -> torch.export.ExportedProgram:
+    def unmerged(plain: PlainModel, *rest: object) -> torch.export.ExportedProgram:
         with_merging = vitrail.Merging.of(plain)
         config = with_merging.config
         with_merging.remove()
@@ -101,26 +101,26 @@ def test_a_file_that_does_not_merge_is_refused(tmp_path: Path, monkeypatch: pyte
         finally:
             vitrail.merge(plain, **config)
 
-    monkeypatch.setattr(api, "trace", unmerged)
+    monkeypatch.setattr(_export, "trace", unmerged)
     path = tmp_path / "model.pt2"
-    path.write_bytes(b"what was there")
+    path.write_bytes(b"old")
     with pytest.raises(ExportError, match=r"\[17, 17\] tokens leave its blocks, expected \[14, 11\]"):
         export(EXAMPLES["timm class token"].merged(), path, tolerance=10.0)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
-    assert path.read_bytes() == b"what was there"
+    assert path.read_bytes() == b"old"
 
 
-def test_a_file_with_other_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(plain: Plain, *rest: object) -> torch.export.ExportedProgram:
-        return trace(Plain(nn.Linear(4, 2).eval()), *rest)  # type: ignore[arg-type]
+def test_file_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(plain: PlainModel, *rest: object) -> torch.export.ExportedProgram:
+        return trace(PlainModel(nn.Linear(4, 2).eval()), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(api, "trace", other)
-    with pytest.raises(ExportError, match="does not give what the model gives"):
+    monkeypatch.setattr(_export, "trace", other)
+    with pytest.raises(ExportError, match="differ from the model's"):
         export(nn.Linear(4, 2).eval(), tmp_path / "model.pt2", example=torch.zeros(1, 4))
     assert not list(tmp_path.iterdir())
 
 
-def test_names_of_outputs() -> None:
+def test_output_names() -> None:
     one, two = torch.zeros(1), torch.ones(1)
     assert list(named_tensors(one)) == ["output"]
     assert list(named_tensors((one, (two,)))) == ["output_0", "output_1_0"]
@@ -129,15 +129,15 @@ def test_names_of_outputs() -> None:
         "hidden_0",
         "hidden_1",
     ]
-    with pytest.raises(ExportError, match=r"gave a str.*Expected a tensor"):
+    with pytest.raises(ExportError, match=r"returned a str"):
         named_tensors("logits")
 
 
 SIZES = {"image_size": 16, "patch_size": 8, "width": 32, "depth": 1, "heads": 2}
 
 
-def test_each_task_is_an_output_of_its_own(tmp_path: Path) -> None:
-    """Also where one head answers them all, as parts of one tensor."""
+def test_each_task_is_an_output(tmp_path: Path) -> None:
+    """Also if one head serves all tasks, as parts of one tensor."""
     classes = '{"classes": {"colour": ["red", "blue"], "shape": ["disc", "ring", "star"]}}'
     counts = {"colour": 2, "shape": 3}
     tasks = [vitrail.TokenSpec(name, vitrail.Role.TASK, classes=count) for name, count in counts.items()]

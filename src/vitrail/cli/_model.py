@@ -1,4 +1,4 @@
-"""A model by name, ready for pictures, and what to say where it cannot be had."""
+"""Loading models by name, with errors that suggest options of the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready for pictures; ``questions`` are what it answers, where its classes have names."""
+    """A loaded model; ``questions`` are the tasks it answers, if its classes have names."""
 
     name: str
     model: nn.Module
@@ -43,7 +43,7 @@ class Loaded:
 
     @property
     def weights(self) -> str:
-        """Where the weights are from, in a word."""
+        """Origin of the weights: random or pretrained."""
         return "random" if self.random else "pretrained"
 
 
@@ -56,9 +56,9 @@ def load(
     seed: int = 0,
     shown: bool = True,
 ) -> Loaded:
-    """Load a model by name for inputs of a size; random weights are always the same ones.
+    """Load a model by name for an input size; random weights depend on ``seed`` only.
 
-    ``shown``: whether pictures are shown to it; without, it is enough that it takes tensors of their shape.
+    With ``shown=False`` the model need not accept images, only tensors of their shape.
     """
     place = _device(device)
     options = size_options(name, size)
@@ -213,13 +213,13 @@ def _quiet_hub(offline: bool) -> Iterator[None]:
 
 def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
     return InvalidOption(
-        f"--size {size[0]}x{size[1]} is not a whole number of patches of {name}. Expected a multiple of "
-        "its patch size (often 16 or 14) in each direction. Choose such a size, or leave --size out."
+        f"--size {size[0]}x{size[1]} is not a whole number of patches of {name}. Choose a multiple of its patch size "
+        "(often 16 or 14) in each direction, or leave --size out."
     )
 
 
 def _device(name: str | None) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise InvalidOption("--device cuda: no CUDA device can be used here. Expected cpu. Leave --device out.")
+        raise InvalidOption("--device cuda: no CUDA device is available. Use --device cpu, or leave it out.")
     return torch.device(name or ("cuda" if available else "cpu"))

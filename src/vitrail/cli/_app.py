@@ -1,4 +1,4 @@
-"""The commands, their options and their help."""
+"""The Typer application and its commands."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli import console, options
-from vitrail.cli.bench import EPILOG, bench
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
+from vitrail.cli._ranks import exit_at_once
+from vitrail.cli.bench import EPILOG as BENCH_EPILOG
+from vitrail.cli.bench import bench
 from vitrail.cli.compare import COMPARE_EPILOG, compare
 from vitrail.cli.evaluate import EVALUATE_EPILOG, evaluate
-from vitrail.cli.export import EXPORT_EPILOG, export
+from vitrail.cli.export import EPILOG as EXPORT_EPILOG
+from vitrail.cli.export import export
 from vitrail.cli.inspect import INSPECT_EPILOG, inspect
-from vitrail.cli.together import ending_at_once
 from vitrail.cli.train import TRAIN_EPILOG, train
-
-HELP = "Vision Transformers with fewer tokens: merge what is alike, and see it as stained glass."
 
 app = typer.Typer(
     name="vitrail",
-    help=HELP,
+    help="Merge, inspect, train and benchmark the tokens of Vision Transformers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,7 +32,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
-    with ending_at_once():
+    with exit_at_once():
         app(prog_name="vitrail")
 
 
@@ -47,10 +48,10 @@ def _show_version(wanted: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Hold what all commands share."""
+    """Parse options of all commands."""
 
 
 @app.command(
@@ -78,10 +79,10 @@ def merge(
     device: options.DeviceOf = None,
     limit: Annotated[int, typer.Option(min=0, metavar="N", help="Most images, spread over the data; 0 for all.")] = 0,
 ) -> None:
-    """Merge a model's tokens on your pictures, and paint what was merged as stained glass.
+    """Merge a model's tokens on your images, and draw the groups as stained glass.
 
-    Writes for each picture the stained glass (one pane per kept token) and a side-by-side view, and a summary
-    with tokens per layer, FLOPs, and how close the merged model's output stays to the unmerged one's.
+    Writes for each image the stained glass (one pane per remaining token) and a side-by-side view, and a summary with
+    tokens per layer, FLOPs, and how close the merged model's output is to the unmerged one's.
     """
     settings = options.merge_options(r, keep, gflops, schedule, order, proportional)
     pixels = options.parse_size(size)
@@ -104,7 +105,7 @@ def demo(
         typer.Option(
             "--model",
             metavar="RUN",
-            help="A trained model: the folder of a run. By default the one that comes with Vitrail.",
+            help="A trained model: a run directory. By default the one bundled with Vitrail.",
             show_default=False,
         ),
     ] = None,
@@ -113,15 +114,15 @@ def demo(
         typer.Option(
             "--pictures",
             metavar="PATH",
-            help="Pictures, or a folder of them, instead of the samples.",
+            help="Images, or a folder of them, instead of the samples.",
             show_default=False,
         ),
     ] = None,
     out: options.Folder = Path("demo"),
 ) -> None:
-    """Show what a trained model says about pictures while its tokens merge: no download, some seconds.
+    """Show a trained model's predictions while its tokens merge; takes seconds, without a download.
 
-    Writes for each picture a sheet with the answers, the stained glass and the attention of special tokens, a report
+    Writes for each image a sheet with the predictions, the stained glass and the attention of special tokens, a report
     on the model, and a summary.
     """
     with console.user_errors(), console.notes():
@@ -130,7 +131,7 @@ def demo(
         run_demo(out, model, pictures or ())
 
 
-app.command(epilog=EPILOG)(bench)
+app.command(epilog=BENCH_EPILOG)(bench)
 app.command(epilog=EXPORT_EPILOG)(export)
 app.command(epilog=INSPECT_EPILOG)(inspect)
 app.command(epilog=COMPARE_EPILOG)(compare)

@@ -1,4 +1,4 @@
-"""The models of a measurement: one base, and copies of it that are merged, sliced or left alone."""
+"""The baseline model and its variants: copies that are merged, sliced or left unchanged."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find, load_model, size_options
+from vitrail.bench._sliced import slice_tokens
 from vitrail.bench.config import BenchConfig
-from vitrail.bench.sliced import slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.surgery import Merging, merge
 
 
 @dataclass(frozen=True)
-class Base:
-    """The model that all variants are copies of, and what it costs.
+class Baseline:
+    """The model that all variants are copies of, and its cost.
 
     Attributes:
-        size: height and width of its pictures.
+        size: height and width of the input.
+        merging: options of ``vitrail.merge``.
         tokens: tokens that leave each block when merged.
         tokens_before: tokens without merging.
-        flops_before: multiply-adds for one picture without merging.
-        flops_after: with merging.
+        flops_before: multiply-adds per image without merging.
+        flops_after: multiply-adds per image with merging.
     """
 
     module: nn.Module
@@ -41,7 +42,7 @@ class Base:
     flops_after: int
 
     def variant(self, name: str, own_weights: bool) -> nn.Module:
-        """Make a copy and change it as its name says; copies share the weights, unless each is to train its own."""
+        """Return a copy changed into a variant; copies share the weights unless each trains its own."""
         module = copy_model(self.module, share=not own_weights)
         if name == "merged":
             self.merge(module)
@@ -50,17 +51,15 @@ class Base:
         return module
 
     def merge(self, module: nn.Module) -> Merging:
-        """Merge a copy; what cannot merge was reported when the base was made."""
+        """Merge a copy, silently: building the baseline has already warned."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", VitrailWarning)
             return merge(module, **self.merging)
 
 
-def build(config: BenchConfig, module: nn.Module | None = None) -> Base:
-    """Load the model that a configuration names, or take the one that is given, and count what merging saves."""
-    place = config.place
-    if module is None:
-        module = _load(config)
+def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
+    """Load the configured model, or use the given one, and count what merging saves."""
+    module = _load(config) if module is None else module
     found = find(module)
     size = config.size or found.adapter.preprocessing(found.trunk).size
     try:
@@ -69,41 +68,46 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Base:
         raise _wrong_size(config.model, size) from error
     if size[0] % layout.grid[1] or size[1] % layout.grid[2]:
         raise _wrong_size(config.model, size)
-    module = module.to(place, config.weight_dtype).eval()
+    module = module.to(config.torch_device, config.weight_dtype).eval()
     r = list(config.r) if isinstance(config.r, tuple) else config.r
     options = {"r": r, "schedule": config.schedule, "proportional": config.proportional}
     with merge(module, **options) as merging:  # type: ignore[arg-type]
         tokens = tuple(merging.tokens_per_layer(size))
         before, after = merging.flops(size, merged=False), merging.flops(size)
-    return Base(module, size, options, tokens, layout.num_tokens, before, after)
-
-
-def random_batches(config: BenchConfig, size: tuple[int, ...], place: torch.device) -> list[Tensor]:
-    """Draw the inputs that take turns: normally distributed, as prepared pictures are, and never twice the same."""
-    shape = (config.batch, 3, *size)
-    _check_room(config, math.prod(shape), place)
-    generator = torch.Generator().manual_seed(0)
-    if place.type == "cuda":
-        generator = torch.Generator(place).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=place).to(config.weight_dtype) for _ in range(config.inputs)]
+    return Baseline(module, size, options, tokens, layout.num_tokens, before, after)
 
 
 def copy_model(module: nn.Module, share: bool) -> nn.Module:
-    """Copy a model, merged or not; with ``share`` the copy has the same parameters and buffers, not equal ones."""
+    """Copy a model, merged or not; with ``share`` the copy uses the same parameter and buffer tensors."""
     shared: Sequence[Tensor] = (*module.parameters(), *module.buffers()) if share else ()
     return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
-def try_out(base: Base, config: BenchConfig, batch: Tensor) -> None:
-    """Run the model once; libraries refuse a size only then."""
+def random_batches(config: BenchConfig, size: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Draw different batches of standard normal inputs, like normalized images."""
+    shape = (config.batch, 3, *size)
+    needed = math.prod(shape) * config.weight_dtype.itemsize * config.inputs
+    memory = _memory(device)
+    if memory is not None and needed > memory:  # allocating this much can kill the process
+        raise UnsupportedInput(
+            f"batch {config.batch} does not fit into the memory of this device: {config.inputs} batches take "
+            f"{needed / 1e9:.3g} GB of {memory / 1e9:.3g}. Choose a smaller batch"
+        )
+    generator = torch.Generator(device).manual_seed(0)
+    draws = (torch.randn(shape, generator=generator, device=device) for _ in range(config.inputs))
+    return [draw.to(config.weight_dtype) for draw in draws]
+
+
+def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
+    """Run one image through the model: libraries check the input size only when called."""
     try:
         with torch.inference_mode(), torch.autocast(batch.device.type, config.compute_dtype, enabled=config.autocast):
             base.module(batch[:1])
     except (AssertionError, ValueError) as error:
         height, width = base.size
-        why = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error).split()).rstrip(".")
         raise UnsupportedInput(
-            f"{config.model} does not take pictures of 3 × {height} × {width} ({why})"
+            f"{config.model} does not accept images of 3 × {height} × {width} ({reason})"
             f"{'' if config.size is None else '. Leave the size out'}"
         ) from error
 
@@ -113,24 +117,12 @@ def _load(config: BenchConfig) -> nn.Module:
     return load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
 
 
-def _check_room(config: BenchConfig, values: int, place: torch.device) -> None:
-    """Refuse inputs that alone are larger than all memory; asking for so much can end the process without a word."""
-    needed = values * config.weight_dtype.itemsize * config.inputs
-    there = _memory(place)
-    if there is not None and needed > there:
-        raise UnsupportedInput(
-            f"batch {config.batch} does not fit into the memory of this device: {config.inputs} batches of pictures "
-            f"take {needed / 1e9:.3g} GB, and there are {there / 1e9:.3g}. Choose a smaller batch"
-        )
-
-
-def _memory(place: torch.device) -> int | None:
-    """Give the bytes of memory of a device; None where the system does not say."""
-    if place.type == "cuda":
-        return int(torch.cuda.get_device_properties(place).total_memory)
+def _memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # not on this system
         return None
 
 

@@ -1,4 +1,4 @@
-"""Exported models give what the models give, in ONNX Runtime and as programs, for any number of pictures."""
+"""Exported models equal the models, in ONNX Runtime and as programs, for any batch size."""
 
 import json
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
-from tests.export.models import EXAMPLES, pictures
+from tests.export.models import EXAMPLES, random_images
 from tests.extras import always
 from tests.surgery.models import ALL
-from vitrail.export import ExportResult, api, export
-from vitrail.export.program import Plain, trace
-from vitrail.export.pt2 import NOTES
+from vitrail.export import ExportResult, _export, export
+from vitrail.export._trace import PlainModel, trace
+from vitrail.export.formats import METADATA
 
 
 def check_result(result: ExportResult, name: str, path: Path) -> None:
@@ -40,28 +40,28 @@ def check_outputs(got: dict[str, Any], wanted: Any, name: str) -> None:
         assert (have - want).abs().max() <= 1e-4 * want.abs().max()
 
 
-def says_nothing_of_this_machine(path: Path) -> bool:
+def has_no_local_paths(path: Path) -> bool:
     content = path.read_bytes()
     return not any(text.encode() in content for text in ("site-packages", str(Path(__file__).parents[2]), 'File "'))
 
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[None]:
-    """Trace each model once for both formats: the files are what is tested, and tracing takes the time."""
+    """Trace each model once for both formats: tracing is slow."""
     made: dict[nn.Module, torch.export.ExportedProgram] = {}
 
-    def once(plain: Plain, *rest: Any) -> torch.export.ExportedProgram:
+    def once(plain: PlainModel, *rest: Any) -> torch.export.ExportedProgram:
         if plain.model not in made:
             made[plain.model] = trace(plain, *rest)
         return made[plain.model]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "trace", once)
+        patch.setattr(_export, "trace", once)
         yield
 
 
 ALIKE = {"timm class token", "timm registers", "timm SigLIP", "transformers DeiT", "transformers ViT"}
-"""Examples that go the same ways as others."""
+"""Examples that add no code path."""
 
 
 @pytest.fixture(scope="module", params=always(EXAMPLES.keys() - ALIKE, EXAMPLES))
@@ -76,18 +76,18 @@ def test_pt2(merged: tuple[str, nn.Module], tmp_path: Path) -> None:
     check_result(result, name, path)
     assert (result.format, result.opset) == ("pt2", None)
 
-    extra = {NOTES: ""}
+    extra = {METADATA: ""}
     program = torch.export.load(path, extra_files=extra).module()
     for count in (1, 2, 5):
-        images = pictures(count)
+        images = random_images(count)
         with torch.no_grad():
             got = program(images)
             names = list(result.outputs)
             check_outputs({names[0]: got} if isinstance(got, Tensor) else got, model(images), name)
-    notes = json.loads(extra[NOTES])
+    notes = json.loads(extra[METADATA])
     assert notes["merging"] == vitrail.Merging.of(model).config
     assert notes["shape"] == ["batch", 3, 32, 32]
-    assert says_nothing_of_this_machine(path)
+    assert has_no_local_paths(path)
 
 
 @pytest.mark.usefixtures("programs")
@@ -106,7 +106,7 @@ def test_onnx(merged: tuple[str, nn.Module], tmp_path: Path) -> None:
     shapes = {entry.name: tuple(entry.shape) for entry in session.get_outputs()}
     assert shapes == result.outputs
     for count in (1, 2, 5):
-        images = pictures(count)
+        images = random_images(count)
         got = dict(zip(shapes, session.run(list(shapes), {"images": images.numpy()}), strict=True))
         with torch.no_grad():
             check_outputs(got, model(images), name)
@@ -114,12 +114,12 @@ def test_onnx(merged: tuple[str, nn.Module], tmp_path: Path) -> None:
     notes = json.loads(session.get_modelmeta().custom_metadata_map["vitrail"])
     assert notes["merging"] == vitrail.Merging.of(model).config
     assert notes["tokens"] == result.tokens
-    assert says_nothing_of_this_machine(path)
+    assert has_no_local_paths(path)
 
 
-def test_the_model_is_left_alone(tmp_path: Path) -> None:
+def test_model_is_unchanged(tmp_path: Path) -> None:
     model = EXAMPLES["transformers ViT"].merged()
-    merging, images = vitrail.Merging.of(model), pictures(2)
+    merging, images = vitrail.Merging.of(model), random_images(2)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
         wanted = model(images).logits
@@ -131,22 +131,22 @@ def test_the_model_is_left_alone(tmp_path: Path) -> None:
     merging.remove()
 
 
-def test_unmerged_models_with_one_batch_size(tmp_path: Path) -> None:
+def test_unmerged_model_with_fixed_batch(tmp_path: Path) -> None:
     model = EXAMPLES["transformers ViT"].merged()
     vitrail.Merging.of(model).remove()
-    result = export(model, tmp_path / "model.pt2", batch=2, example=pictures(1))
+    result = export(model, tmp_path / "model.pt2", batch=2, example=random_images(1))
     assert (result.tokens, result.batch, result.input) == (None, 2, (2, 3, 32, 32))
     assert [comparison.batch for comparison in result.comparisons] == [2]
     program = torch.export.load(result.path).module()
     with torch.no_grad():
-        assert torch.allclose(program(pictures(2)), model(pictures(2)).logits, atol=1e-5)
+        assert torch.allclose(program(random_images(2)), model(random_images(2)).logits, atol=1e-5)
         with pytest.raises(Exception, match="2"):
-            program(pictures(3))
+            program(random_images(3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("opset", "dtype"), [(18, "float32"), (22, "float32"), (20, "float16")])
-def test_onnx_of_a_whole_tiny_vit(opset: int, dtype: str, tmp_path: Path) -> None:
+def test_onnx_opsets_and_dtypes(opset: int, dtype: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="exporting to ONNX needs it")
     pytest.importorskip("onnxruntime", reason="what was exported runs in it")
     model = vitrail.load_model("timm:vit_tiny_patch16_224", pretrained=False)
@@ -159,7 +159,7 @@ def test_onnx_of_a_whole_tiny_vit(opset: int, dtype: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if not case.call])
-def test_onnx_of_every_kind_of_model(name: str, tmp_path: Path) -> None:
+def test_onnx_of_all_adapters(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="exporting to ONNX needs it")
     pytest.importorskip("onnxruntime", reason="what was exported runs in it")
     model, images = ALL[name].model(torch.float32), ALL[name].images(torch.float32)

@@ -1,4 +1,4 @@
-"""Variants and forms: shared weights, equal outputs, real training steps, recorded graphs."""
+"""Variants and modes: shared weights, equal outputs, real training steps, captured graphs."""
 
 import contextlib
 from itertools import product
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tests.bench.models import quick, tiny
 from tests.extras import always
 from vitrail.bench import VARIANTS
-from vitrail.bench.forms import RecordedGraph, prepare, values_of
-from vitrail.bench.models import build, copy_model, random_batches
-from vitrail.bench.sliced import slice_tokens
+from vitrail.bench._modes import CapturedGraph, output_tensor, prepare
+from vitrail.bench._sliced import slice_tokens
+from vitrail.bench._variants import build, copy_model, random_batches
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model
 from vitrail.surgery import Merging, merge
@@ -21,7 +21,7 @@ from vitrail.surgery import Merging, merge
 CPU = torch.device("cpu")
 
 
-def test_variants_share_the_weights_and_leave_the_base_alone() -> None:
+def test_variants_share_weights_and_keep_the_baseline() -> None:
     config = quick()
     base = build(config, tiny())
     variants = {name: base.variant(name, own_weights=False) for name in ("unmerged", "sliced", "merged")}
@@ -37,13 +37,13 @@ def test_variants_share_the_weights_and_leave_the_base_alone() -> None:
     assert all(mine is not theirs for mine, theirs in zip(own.parameters(), base.module.parameters(), strict=True))
 
 
-def test_copies_share_buffers_too() -> None:
+def test_copies_share_buffers() -> None:
     module = nn.BatchNorm1d(3)
     assert copy_model(module, share=True).get_buffer("running_mean") is module.running_mean
     assert copy_model(module, share=False).get_buffer("running_mean") is not module.running_mean
 
 
-def test_flops_and_tokens_are_those_of_the_merging() -> None:
+def test_baseline_counts() -> None:
     base = build(quick(r=(2, 0, 1)), tiny())
     assert base.tokens == (15, 15, 14)
     assert base.tokens_before == 17
@@ -52,17 +52,17 @@ def test_flops_and_tokens_are_those_of_the_merging() -> None:
 
 
 @pytest.mark.parametrize("proportional", [True, False])
-def test_sizes_count_unless_the_configuration_says_otherwise(proportional: bool) -> None:
+def test_proportional_attention(proportional: bool) -> None:
     base = build(quick(proportional=proportional), tiny())
     made = base.variant("merged", own_weights=False)
-    pictures = torch.randn(2, 3, 64, 64)
+    images = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
         for given in (True, False):
             with merge(base.module, r=2, proportional=given):
-                assert torch.equal(made(pictures), base.module(pictures)) == (given == proportional)
+                assert torch.equal(made(images), base.module(images)) == (given == proportional)
 
 
-def test_inputs_are_random_and_different() -> None:
+def test_random_batches() -> None:
     config = quick(inputs=3, batch=4, dtype="bf16")
     batches = random_batches(config, (32, 48), CPU)
     assert [tuple(batch.shape) for batch in batches] == [(4, 3, 32, 48)] * 3
@@ -70,7 +70,7 @@ def test_inputs_are_random_and_different() -> None:
     assert not torch.equal(batches[0], batches[1])
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_size_must_be_whole_patches() -> None:
     with pytest.raises(InvalidOption, match="not a whole number of patches"):
         build(quick(size=(56, 64)), tiny())
     with pytest.raises(InvalidOption, match="not a whole number of patches"):
@@ -78,37 +78,37 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 COMPARED = [*((variant, "eager") for variant in VARIANTS), ("merged", "compiled"), ("merged", "blocks")]
-"""What is compared here always; a measurement of all rows (test_measuring.py) compares the others, too."""
+"""Compared in every run; test_benchmark.py compares the other rows, too."""
 
 
 @pytest.mark.parametrize("row", always(COMPARED, product(VARIANTS, ("eager", "compiled", "blocks"))), ids="-".join)
 @pytest.mark.usefixtures("no_inductor")
-def test_every_form_gives_the_same(row: tuple[str, str]) -> None:
-    variant, form = row
-    config = quick(forms=("eager", form) if form != "eager" else ("eager",))
+def test_all_modes_agree(row: tuple[str, str]) -> None:
+    variant, mode = row
+    config = quick(modes=("eager", mode) if mode != "eager" else ("eager",))
     base = build(config, tiny())
     batches = random_batches(config, base.size, CPU)
     made = base.variant(variant, own_weights=False)
     with torch.inference_mode():
         expected = made(batches[1])
-    runner = prepare(config, form, base.variant(variant, own_weights=False), batches)
+    runner = prepare(config, mode, base.variant(variant, own_weights=False), batches)
     assert torch.allclose(runner.step(1), expected, atol=1e-5)
-    assert runner.static() == 4 * sum(parameter.numel() for parameter in made.parameters())
+    assert runner.static_bytes() == 4 * sum(parameter.numel() for parameter in made.parameters())
 
 
-@pytest.mark.parametrize("form", ["blocks", "blocks-graph"])
+@pytest.mark.parametrize("mode", ["blocks", "blocks-graph"])
 @pytest.mark.parametrize("variant", ["unmerged", "sliced", "merged"])
-def test_blocks_are_compiled_one_by_one(variant: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_mode_compiles_each_block(variant: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
     config = quick()
     made = build(config, tiny()).variant(variant, own_weights=False)
-    runner = prepare(config, form, made, [])
+    runner = prepare(config, mode, made, [])
     assert compiled == list(made.blocks)
-    assert (runner.graph is not None) == (form == "blocks-graph")
+    assert (runner.graph is not None) == (mode == "blocks-graph")
 
 
-def test_a_training_step_is_one_step_of_adamw() -> None:
+def test_training_step_is_adamw() -> None:
     config = quick(train=True)
     base = build(config, tiny())
     batches = random_batches(config, base.size, CPU)
@@ -117,7 +117,7 @@ def test_a_training_step_is_one_step_of_adamw() -> None:
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-6)
     runner = prepare(config, "eager", made, batches)
     weights = sum(parameter.nbytes for parameter in expected.parameters())
-    assert runner.static() == weights
+    assert runner.static_bytes() == weights
     for index in (0, 1):
         runner.step(index)
         expected(batches[index]).square().mean().backward()
@@ -129,10 +129,10 @@ def test_a_training_step_is_one_step_of_adamw() -> None:
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-7)
     assert not torch.equal(made.head.weight, base.module.head.weight)
     # Two moments for each weight, and a count for each tensor.
-    assert runner.static() == 3 * weights + 4 * len(list(expected.parameters()))
+    assert runner.static_bytes() == 3 * weights + 4 * len(list(expected.parameters()))
 
 
-def test_autocast_computes_in_the_short_dtype() -> None:
+def test_autocast() -> None:
     config = quick(dtype="bf16", autocast=True)
     base = build(config, tiny())
     batches = random_batches(config, base.size, CPU)
@@ -144,8 +144,8 @@ def test_autocast_computes_in_the_short_dtype() -> None:
     prepare(training, "eager", base.variant("merged", own_weights=True), batches).step(0)
 
 
-def test_a_graph_is_recorded_once_and_replayed_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for CUDA that repeats what ran while it recorded."""
+def test_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of CUDA that repeats the captured call."""
 
     class Graph:
         replays = 0
@@ -181,24 +181,24 @@ def test_a_graph_is_recorded_once_and_replayed_on_what_it_is_given(monkeypatch: 
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    recorded = RecordedGraph(call, warm_steps=3)
+    recorded = CapturedGraph(call, warmup_steps=3)
     first, second = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
     assert recorded(first).tolist() == [2.0, 4.0, 6.0]
     assert recorded(second).tolist() == [8.0, 10.0, 12.0]
-    assert len(calls) == 4  # three to warm up, one to record
+    assert len(calls) == 4  # three warm-up calls, one captured
     assert all(batch is recorded.input for batch in calls)
     assert Graph.replays == 2
-    assert recorded.held == 75
+    assert recorded.peak_bytes == 75
     assert first.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_graph_forms_record_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_modes_capture_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(
-        "vitrail.bench.forms.RecordedGraph", lambda call: made.append(call) or (lambda batch: "replayed")
+        "vitrail.bench._modes.CapturedGraph", lambda call: made.append(call) or (lambda batch: "replayed")
     )
     monkeypatch.setattr(torch, "compile", lambda module, **options: ("compiled", module, options))
-    config = quick(forms=("graph", "compiled-graph"))
+    config = quick(modes=("graph", "compiled-graph"))
     model = tiny()
     assert prepare(config, "graph", model, [torch.zeros(1)]).step(0) == "replayed"
     assert prepare(config, "compiled-graph", model, [torch.zeros(1)]).step(0) == "replayed"
@@ -206,18 +206,17 @@ def test_graph_forms_record_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made[1] == ("compiled", model, {"dynamic": False, "mode": None})
 
 
-def test_outputs_without_a_tensor_are_refused() -> None:
+def test_output_tensor() -> None:
     class Output:
         pooler_output = torch.ones(2)
 
-    assert values_of(Output()).tolist() == [1.0, 1.0]
-    with pytest.raises(UnsupportedInput, match="the model gave a dict"):
-        values_of({})
+    assert output_tensor(Output()).tolist() == [1.0, 1.0]
+    with pytest.raises(UnsupportedInput, match="dict"):
+        output_tensor({})
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16", "cait_xxs24"])
-def test_our_models_can_be_sliced(name):
-    """Heads read however many patches are left; heads of attention that talk do so in the limit, too."""
+def test_vitrail_models_can_be_sliced(name: str) -> None:
     model = create_model(name, image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=4).eval()
     slice_tokens(model, [12, 9])
     with torch.no_grad():

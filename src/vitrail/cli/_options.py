@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their text is read."""
+"""Options that several commands share, and their parsers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Device(StrEnum):
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, or vitrail:RUN.")]
 R = Annotated[
     str | None,
-    typer.Option("-r", "--r", metavar="N", help="Tokens to merge in each layer, or one number for each, with commas."),
+    typer.Option("-r", "--r", metavar="N", help="Tokens to merge per layer, or comma-separated, one for each layer."),
 ]
 Keep = Annotated[
     float | None,
-    typer.Option(metavar="F", help="Instead of -r: the share of patches that is left at the end."),
+    typer.Option(metavar="F", help="Instead of -r: the share of patches left at the end."),
 ]
 Gflops = Annotated[
     float | None,
-    typer.Option(metavar="G", help="Instead of -r: a budget for one picture, in 10⁹ multiply-adds."),
+    typer.Option(metavar="G", help="Instead of -r: a budget per image, in 10⁹ multiply-adds."),
 ]
 Schedule = Annotated[
     str,
@@ -45,39 +45,37 @@ Schedule = Annotated[
 OrderOf = Annotated[Order, typer.Option(help="Order of the merged tokens.")]
 Proportional = Annotated[
     bool,
-    typer.Option("--proportional/--no-proportional", help="Count merged tokens by their size in attention."),
+    typer.Option("--proportional/--no-proportional", help="Weight merged tokens by size in attention."),
 ]
 Size = Annotated[
     str | None,
-    typer.Option(metavar="N or HxW", help="Input size in pixels, where the model allows another one."),
+    typer.Option(metavar="N or HxW", help="Input size in pixels, if the model supports another one."),
 ]
 RandomWeights = Annotated[
     bool,
-    typer.Option("--random-weights", help="Do not fetch trained weights (the same random ones each time)."),
+    typer.Option("--random-weights", help="Use random weights (always the same) instead of a download."),
 ]
-Batch = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Pictures to run at once.")]
+Batch = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Images per batch.")]
 DeviceOf = Annotated[
     Device | None,
-    typer.Option(help="Where to run; by default on CUDA if there is one.", show_default=False),
+    typer.Option(help="Device; CUDA if available by default.", show_default=False),
 ]
-Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Folder for the results.")]
+Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
 
 
 def merge_options(
     r: str | None, keep: float | None, gflops: float | None, schedule: str, order: Order, proportional: bool
 ) -> dict[str, Any]:
-    """Give the options of ``vitrail.merge``: how much, how it is spread, and how tokens are ordered and counted."""
+    """Return keyword arguments for ``vitrail.merge``."""
     given: dict[str, Any] = {"r": parse_r(r), "keep": keep, "gflops": gflops}
-    if sum(value is not None for value in given.values()) != 1:
-        raise typer.BadParameter(
-            "Give one of -r, --keep and --gflops, to say how much to merge, like -r 16; -r 0 merges nothing."
-        )
-    options = {name: value for name, value in given.items() if value is not None}
-    return options | {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
+    amount = {name: value for name, value in given.items() if value is not None}
+    if len(amount) != 1:
+        raise typer.BadParameter("Give one of -r, --keep and --gflops, like -r 16; -r 0 merges nothing.")
+    return amount | {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
 
 
 def parse_r(text: str | None) -> int | list[int] | None:
-    """Read ``16``, or ``16,16,8,8`` for each layer."""
+    """Parse ``16``, or ``16,16,8,8`` for each layer."""
     if text is None:
         return None
     try:
@@ -86,14 +84,14 @@ def parse_r(text: str | None) -> int | list[int] | None:
         values = [-1]
     if min(values) < 0:
         raise typer.BadParameter(
-            f"{text!r} is not a number of tokens. Expected 0 or more for all layers, like -r 16, or one "
+            f"-r {text!r} is not a number of tokens. Expected 0 or more for all layers, like -r 16, or one "
             "number for each layer, like -r 16,16,8,8."
         )
     return values[0] if len(values) == 1 else values
 
 
 def number_or_word(text: str) -> str | float:
-    """Read a number, or else a word as it is; which of them are known is the library's to say."""
+    """Parse a number; return anything else unchanged, for the library to check."""
     try:
         return float(text)
     except ValueError:
@@ -101,13 +99,13 @@ def number_or_word(text: str) -> str | float:
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
-    """Read ``384``, or ``384x512`` for height and width."""
+    """Parse ``384``, or ``384x512`` for height and width."""
     if text is None:
         return None
     sides = text.lower().replace("×", "x").split("x")
     if len(sides) > 2 or not all(side.isascii() and side.isdigit() and 0 < int(side) <= MAX_SIDE for side in sides):
         raise typer.BadParameter(
-            f"{text!r} is not a size. Expected pixels from 1 to {MAX_SIDE}, like --size 384, or height and "
+            f"--size {text!r} is not a size. Expected pixels from 1 to {MAX_SIDE}, like --size 384, or height and "
             "width, like --size 384x512."
         )
     return int(sides[0]), int(sides[-1])

@@ -1,4 +1,4 @@
-"""``run``: every variant in every form, on a clock that is not the machine's."""
+"""``run``: every variant in every mode, on a fake clock."""
 
 import warnings
 from dataclasses import replace
@@ -7,23 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-import vitrail.kernels
 from tests.bench.models import NAME, CountingClock, quick, tiny
 from tests.surgery.models import ALL
-from vitrail.bench import BenchConfig, measuring, run
-from vitrail.bench.forms import RecordedGraph, Runner
+from vitrail.bench import BenchConfig, benchmark, run
+from vitrail.bench._modes import CapturedGraph, Runner
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, VitrailWarning
 
-pytestmark = pytest.mark.usefixtures("cold")
+pytestmark = pytest.mark.usefixtures("short_timing")
 
 
-def test_all_rows_in_order(no_inductor: None) -> None:
+def test_all_variants_in_all_modes(no_inductor: None) -> None:
     told: list[str] = []
-    config = quick(forms=("eager", "compiled", "blocks"), seconds=1.0)
+    config = quick(modes=("eager", "compiled", "blocks"), seconds=1.0)
     model = tiny(depth=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = run(config, model=model, clock=CountingClock(), tell=told.append)
-    assert [(row.variant, row.form) for row in result.rows] == [
+    assert [(row.variant, row.mode) for row in result.rows] == [
         *(("unmerged", "eager"), ("unmerged", "compiled"), ("unmerged", "blocks")),
         *(("sliced", "eager"), ("sliced", "compiled"), ("sliced", "blocks")),
         *(("merged", "eager"), ("merged", "compiled"), ("merged", "blocks")),
@@ -35,7 +34,7 @@ def test_all_rows_in_order(no_inductor: None) -> None:
         assert row.ready_s == 1.0
         assert row.peak_mb is None
         assert row.samples == 5
-        assert (row.difference is None) == (row.form == "eager")
+        assert (row.difference is None) == (row.mode == "eager")
         assert row.difference is None or row.difference < 1e-5
     assert (result.speedup, result.efficiency, result.eager_efficiency) == (1.0, 1.0, 1.0)
     assert result.tokens_per_layer == (15, 13)
@@ -50,12 +49,12 @@ def test_all_rows_in_order(no_inductor: None) -> None:
     assert result.machine["threads"] == torch.get_num_threads()
 
 
-def test_the_named_model_is_loaded_at_its_size() -> None:
+def test_named_model_at_a_size() -> None:
     result = run(BenchConfig(NAME, r=1, batch=1, device="cpu", size=(64, 96), seconds=0.01), clock=CountingClock())
     assert result.tokens_before == 25
     assert result.tokens_per_layer == tuple(range(24, 12, -1))
     assert result.startup_s is None
-    assert {row.form for row in result.rows} == {"eager"}
+    assert {row.mode for row in result.rows} == {"eager"}
 
 
 def test_real_times_are_plausible() -> None:
@@ -70,7 +69,7 @@ def test_training() -> None:
     assert all(row.difference is None for row in result.rows)
 
 
-def test_threads_are_set_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr("os.cpu_count", lambda: before + 1)
     result = run(quick(threads=before + 1), model=tiny(), clock=CountingClock())
@@ -78,7 +77,7 @@ def test_threads_are_set_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.get_num_threads() == before
 
 
-def test_attention_kernels_are_set_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_backend_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[tuple[bool, bool, bool]] = []
 
     def state() -> tuple[bool, bool, bool]:
@@ -91,46 +90,44 @@ def test_attention_kernels_are_set_and_given_back(monkeypatch: pytest.MonkeyPatc
     assert state() == before
 
 
-def test_a_form_that_fails_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measuring._prepare_one
+def test_failed_mode_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = benchmark._prepare_one
 
-    def prepare(config: BenchConfig, base: Any, variant: str, form: str, *rest: Any) -> Any:
-        if form == "compiled" and variant == "merged":
+    def prepare(config: BenchConfig, base: Any, variant: str, mode: str, *rest: Any) -> Any:
+        if mode == "compiled" and variant == "merged":
             raise RuntimeError("the compiler\nfell over")
         entry, output = whole(config, base, variant, "eager", *rest)
-        return replace(entry, form=form), output
+        return replace(entry, mode=mode), output
 
-    monkeypatch.setattr(measuring, "_prepare_one", prepare)
-    monkeypatch.setattr(measuring, "_start_compiler", lambda *given: None)
-    result = run(quick(forms=("eager", "compiled")), model=tiny(), clock=CountingClock())
-    assert [(row.variant, row.form) for row in result.rows][-2:] == [("sliced", "compiled"), ("merged", "eager")]
-    assert [(entry.variant, entry.form, entry.reason) for entry in result.failed] == [
+    monkeypatch.setattr(benchmark, "_prepare_one", prepare)
+    monkeypatch.setattr(benchmark, "_start_compiler", lambda *given: None)
+    result = run(quick(modes=("eager", "compiled")), model=tiny(), clock=CountingClock())
+    assert [(row.variant, row.mode) for row in result.rows][-2:] == [("sliced", "compiled"), ("merged", "eager")]
+    assert [(entry.variant, entry.mode, entry.reason) for entry in result.failed] == [
         ("merged", "compiled", "RuntimeError: the compiler")
     ]
 
 
-def test_a_limit_ends_the_preparing_for_all_variants_alike(no_inductor: None) -> None:
-    result = run(quick(forms=("eager", "compiled"), limit=0.5), model=tiny(), clock=CountingClock())
-    assert {row.form for row in result.rows} == {"eager"}
-    assert [(entry.variant, entry.form) for entry in result.failed] == [
+def test_limit_skips_a_mode_for_all_variants(no_inductor: None) -> None:
+    result = run(quick(modes=("eager", "compiled"), limit=0.5), model=tiny(), clock=CountingClock())
+    assert {row.mode for row in result.rows} == {"eager"}
+    assert [(entry.variant, entry.mode) for entry in result.failed] == [
         *(("unmerged", "compiled"), ("sliced", "compiled"), ("merged", "compiled"))
     ]
     assert "no time left" in result.failed[0].reason
 
 
-def test_nothing_to_compare_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(vitrail.kernels, "reference", raising=False)
-    assert run(quick(), model=tiny(), clock=CountingClock()).notes == (measuring.NO_SWITCH,)
-    assert run(quick(check=False), model=tiny(), clock=CountingClock()).notes == ()
+def test_check_can_be_skipped() -> None:
+    assert run(quick(check=False), model=tiny(), clock=CountingClock()).check is None
 
 
-def test_fp16_on_a_cpu_is_warned_about() -> None:
+def test_fp16_on_cpu_warns() -> None:
     with pytest.warns(VitrailWarning, match="fp16 on a CPU"):
         result = run(quick(dtype="fp16", check=False), model=tiny(), clock=CountingClock())
     assert "fp16 on a CPU" in result.notes[0]
 
 
-def test_saturation_is_warned_about_once() -> None:
+def test_saturation_warns_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = run(quick(r=8), model=tiny(), clock=CountingClock())
@@ -138,69 +135,68 @@ def test_saturation_is_warned_about_once() -> None:
     assert result.tokens_per_layer == (9, 5, 3)
 
 
-def test_mistakes_have_names() -> None:
+def test_invalid_models_and_sizes() -> None:
     with pytest.raises(ModelLoadError, match="timm has no model named"):
         run(BenchConfig("timm:no_such_model", device="cpu"))
     with pytest.raises(InvalidOption, match="3 layers, the list 2"):
         run(quick(r=(1, 2)), model=tiny())
     with pytest.raises(InvalidOption, match="64 × 64 pixels only"):
         run(quick(size=(96, 96)), model=tiny())
-    # what only the library knows, it says when it is called
-    with pytest.raises(UnsupportedInput, match=r"does not take pictures of 3 × 64 × 64 .*Leave the size out"):
+    with pytest.raises(UnsupportedInput, match=r"3 × 64 × 64 .*Leave the size out"):
         run(quick(size=(64, 64)), model=ALL["hf-vit-head"].model())
 
 
-def test_without_the_limit_there_is_still_a_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_lower_bound_leaves_the_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: Any, lengths: Any) -> None:
         raise RuntimeError("no slicing here")
 
-    monkeypatch.setattr("vitrail.bench.models.slice_tokens", refuse)
+    monkeypatch.setattr("vitrail.bench._variants.slice_tokens", refuse)
     result = run(quick(), model=tiny(), clock=CountingClock())
     assert (result.speedup, result.efficiency) == (1.0, None)
     assert [(entry.variant, entry.reason) for entry in result.failed] == [("sliced", "RuntimeError: no slicing here")]
 
 
 @pytest.mark.parametrize("variant", ["unmerged", "merged"])
-def test_a_model_that_does_not_run_is_an_error(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = measuring._prepare_one
+def test_failing_model_raises(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = benchmark._prepare_one
 
     def prepare(config: BenchConfig, base: Any, name: str, *rest: Any) -> Any:
         if name == variant:
             raise RuntimeError("a bug")
         return whole(config, base, name, *rest)
 
-    monkeypatch.setattr(measuring, "_prepare_one", prepare)
+    monkeypatch.setattr(benchmark, "_prepare_one", prepare)
     with pytest.raises(RuntimeError, match="a bug"):
         run(quick(), model=tiny(), clock=CountingClock())
 
 
-def test_too_large_a_batch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 TiB")
 
-    monkeypatch.setattr(measuring, "_prepare_one", full)
+    monkeypatch.setattr(benchmark, "_prepare_one", full)
     with pytest.raises(UnsupportedInput, match=r"batch 2 does not fit .*CUDA out of memory\. Choose a smaller batch"):
         run(quick(), model=tiny())
 
 
 @pytest.mark.parametrize("batch", [10**9, 10**30])
-def test_batches_larger_than_all_memory_are_refused(batch: int) -> None:
+def test_batch_larger_than_memory(batch: int) -> None:
     with pytest.raises(UnsupportedInput, match=rf"batch {batch} does not fit .*Choose a smaller batch"):
         run(quick(batch=batch), model=tiny())
 
 
 @pytest.mark.parametrize("where", ["random_batches", "prepare"])
-def test_memory_that_runs_out_on_the_cpu_is_said(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_out_of_memory(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
 
-    monkeypatch.setattr(measuring, where, full)
-    with pytest.raises(UnsupportedInput, match="batch 2 does not fit into the memory of this device"):
+    monkeypatch.setattr(benchmark, where, full)
+    with pytest.raises(UnsupportedInput, match="batch 2 does not fit"):
         run(quick(), model=tiny())
 
 
-def test_peak_memory_counts_what_the_row_alone_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for CUDA: other rows hold 1000 bytes, a step needs 300 more."""
+def test_peak_memory_of_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake of CUDA: other rows hold 1000 bytes, a step needs 300 more."""
 
     class Batch:
         is_cuda, nbytes, device = True, 7, "cuda"
@@ -214,8 +210,8 @@ def test_peak_memory_counts_what_the_row_alone_needs(monkeypatch: pytest.MonkeyP
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     batch: Any = Batch()
-    assert measuring._peak(Runner(lambda index: None, lambda: 50), batch) == 300 + 50 + 7
-    graph = RecordedGraph(lambda batch: batch)
-    graph.held = 200
-    # a graph has an input of its own, and a replay allocates nothing
-    assert measuring._peak(Runner(lambda index: None, lambda: 50, graph), batch) == 200 + 7 + 50 + 7
+    assert benchmark._peak(Runner(lambda index: None, lambda: 50), batch) == 300 + 50 + 7
+    graph = CapturedGraph(lambda batch: batch)
+    graph.peak_bytes = 200
+    # a graph has its own input, and a replay allocates nothing
+    assert benchmark._peak(Runner(lambda index: None, lambda: 50, graph), batch) == 200 + 7 + 50 + 7

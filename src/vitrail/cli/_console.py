@@ -1,4 +1,4 @@
-"""What the commands say to a person: results on standard output, everything else on standard error."""
+"""Terminal output: results on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rich.text import Text
 from vitrail.errors import VitrailError, VitrailWarning
 
 
-class Patient(Console):
-    """A console whose reader may leave (``vitrail train … | head -1``): it then says no more, and work goes on."""
+class PipeConsole(Console):
+    """A console that goes quiet if its pipe is closed (``vitrail train … | head -1``), so that work continues."""
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from now on, and give what is still buffered to nobody."""
+        """Discard buffered and further output."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.file.fileno())
+        os.close(null)
 
 
-out = Patient(highlight=False)
-err = Patient(stderr=True, highlight=False)
+out = PipeConsole(highlight=False)
+err = PipeConsole(stderr=True, highlight=False)
 
 
 def say(text: str, style: str = "") -> None:
-    """Print a line of results; long paths are left in one piece."""
+    """Print a line of results without wrapping, so that paths stay whole."""
     out.print(Text(text, style=style), soft_wrap=True)
 
 
@@ -41,24 +41,24 @@ def note(text: str) -> None:
     err.print(Text.assemble(("Note: ", "bold yellow"), (" ".join(text.split()), "yellow")), soft_wrap=True)
 
 
-def complain(text: str) -> None:
-    """Print a red paragraph."""
+def error(text: str) -> None:
+    """Print a red error."""
     err.print(Text.assemble(("Error: ", "bold red"), (" ".join(text.split()), "red")), soft_wrap=True)
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn each of our errors into one red paragraph and exit code 2; anything else is a bug and loud."""
+    """Report a ``VitrailError`` without a traceback and exit with code 2; other errors propagate."""
     try:
         yield
-    except VitrailError as error:
-        complain(str(error))
-        raise typer.Exit(2) from error
+    except VitrailError as problem:
+        error(str(problem))
+        raise typer.Exit(2) from problem
 
 
 @contextmanager
 def notes() -> Iterator[None]:
-    """Show each of our warnings as a note, once; other libraries' warnings go their usual way."""
+    """Print each ``VitrailWarning`` once, as a note; other warnings are shown as usual."""
     seen: set[str] = set()
     with warnings.catch_warnings():
         usual = warnings.showwarning
@@ -83,20 +83,20 @@ def notes() -> Iterator[None]:
 
 
 def progress() -> Progress:
-    """Give a progress bar that leaves nothing behind."""
+    """Return a progress bar that disappears when done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
 @contextmanager
 def bars() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Give what shows how far it is: one line for each thing that is done."""
+    """Yield a callback ``(stage, done, total)`` that draws one progress bar per stage."""
     with progress() as shown:
         tasks: dict[str, TaskID] = {}
 
-        def tell(stage: str, done: int, total: int | None) -> None:
+        def update(stage: str, done: int, total: int | None) -> None:
             if stage not in tasks:
                 tasks[stage] = shown.add_task(stage[:1].upper() + stage[1:], total=total)
             shown.update(tasks[stage], completed=done, total=total)
 
-        yield tell
+        yield update

@@ -1,4 +1,4 @@
-"""From a model to a program: plain outputs, and no traces of this machine."""
+"""From a model to a ``torch.export`` program with plain tensors as outputs."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from torch import Tensor, nn
 
 from vitrail.adapters.saved import class_names
 from vitrail.errors import ExportError, VitrailError, VitrailWarning
-from vitrail.export.base import first_line
 from vitrail.heads import Output
 
 if TYPE_CHECKING:
     from vitrail.training.objective.targets import Target
 
+MAX_MESSAGE = 300
+"""Characters of another library's message to pass on."""
 
-class Plain(nn.Module):
-    """A model that takes one tensor and gives tensors: one as it is, several by name.
 
-    Programs made from it load where the model's library is not installed: its own output classes are gone.
+class PlainModel(nn.Module):
+    """Wrapper whose output is a tensor, or a dict of tensors, instead of a library's output class.
+
+    Its programs load where the model's library is not installed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._shared = _questions(model)
-        self.eval()  # the model is in this mode already
+        self._tasks = _tasks(model)
+        self.eval()  # the model already is
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
         outputs = self.outputs(images)
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     def outputs(self, images: Tensor) -> dict[str, Tensor]:
-        """Give the outputs by name; where one head answers several tasks, each task's part by the task's name."""
-        said = self.model(images)
-        if isinstance(said, Tensor) and self._shared:
-            return {one.name: one.read(said) for one in self._shared}
-        return named_tensors(said)
+        """Return the outputs by name; if one head serves several tasks, one output for each task."""
+        result = self.model(images)
+        if isinstance(result, Tensor) and self._tasks:
+            return {task.name: task.read(result) for task in self._tasks}
+        return named_tensors(result)
 
 
-def _questions(model: nn.Module) -> tuple[Target, ...]:
-    """Say what a model answers, where training taught it several things."""
+def _tasks(model: nn.Module) -> tuple[Target, ...]:
+    """Return the tasks of a model that was trained on several, else none."""
     names = class_names(model)
     if len(names) < 2:
         return ()
@@ -54,18 +56,18 @@ def _questions(model: nn.Module) -> tuple[Target, ...]:
 
 
 def named_tensors(result: Any) -> dict[str, Tensor]:
-    """Give the tensors of a model's output by name; ``output`` for a bare one."""
+    """Return the tensors of a model's output by name; ``output`` for a bare tensor."""
     tensors = dict(_walk(result, ""))
     if not tensors:
         raise ExportError(
-            f"the model gave a {type(result).__name__}. Expected a tensor, or a dict or tuple of tensors; wrap the "
-            "model in a module that returns what is wanted"
+            f"the model returned a {type(result).__name__}; expected a tensor, or a dict or tuple of tensors. Wrap the "
+            "model in a module that returns tensors"
         )
     return tensors
 
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Output):  # what our models with tasks give: answers, and features that are not exported
+    if isinstance(value, Output):  # features are not exported
         yield from _walk({"logits": value.logits, **value.by_role}, name)
     elif isinstance(value, Tensor):
         yield name or "output", value
@@ -77,13 +79,13 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _walk(part, f"{name or 'output'}_{index}")
 
 
-def trace(model: Plain, images: Tensor, dynamic: bool) -> torch.export.ExportedProgram:
-    """Turn a model into a program for inputs like ``images``, with any number of pictures if ``dynamic``.
+def trace(model: PlainModel, images: Tensor, dynamic: bool) -> torch.export.ExportedProgram:
+    """Trace a model into a program for inputs like ``images``.
 
     Args:
-        model: the model; its values go into the program.
-        images: an input; only its shape matters, and two pictures at least where their number is free.
-        dynamic: whether the number of pictures is free.
+        model: the model; the program contains its weights.
+        images: an example input; with ``dynamic`` it needs at least two images.
+        dynamic: accept any batch size.
     """
     shapes = {"images": {0: torch.export.Dim("batch")} if dynamic else None}
     try:
@@ -92,18 +94,19 @@ def trace(model: Plain, images: Tensor, dynamic: bool) -> torch.export.ExportedP
     except VitrailError:
         raise
     except Exception as error:
-        hint = "; batch=N exports it for N pictures at a time" if dynamic else ""
-        raise ExportError(f"torch.export cannot follow this {_kind(model)} ({first_line(error)}){hint}") from error
+        name = type(model.model).__name__
+        hint = "; try a fixed batch size with batch=N" if dynamic else ""
+        raise ExportError(f"torch.export cannot trace this {name} ({first_line(error)}){hint}") from error
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                node.meta.pop("stack_trace", None)  # names of files on this machine, in every node
+                node.meta.pop("stack_trace", None)  # file paths of this machine
     return program
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out what other libraries warn about while they export; it is addressed to their developers."""
+    """Silence other libraries' warnings during export; they address those libraries' developers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("default", VitrailWarning)
@@ -111,8 +114,8 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def heeding_interrupts() -> Iterator[None]:
-    """Let an interrupt through that a library hid: where it fails while clearing up, its error comes in its place."""
+def surface_interrupts() -> Iterator[None]:
+    """Raise a ``KeyboardInterrupt`` that a library replaced by an error of its own while cleaning up."""
     try:
         yield
     except ExportError as error:
@@ -124,5 +127,8 @@ def heeding_interrupts() -> Iterator[None]:
         raise
 
 
-def _kind(model: Plain) -> str:
-    return type(model.model).__name__
+def first_line(error: BaseException) -> str:
+    """Return class and first line of an error raised inside a library."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"

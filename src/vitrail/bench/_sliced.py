@@ -1,8 +1,8 @@
-"""The limit: a model whose tokens are cut off for free, by stock code.
+"""The lower bound on time: a model whose tokens are cut off for free.
 
-Each block attends with the library's modules and PyTorch's plain attention, drops the last tokens instead of
-merging any, and feeds the rest. It has as many tokens in every layer as a merged model, no sizes, no matching, no
-unmerging; what it computes is useless. Its time is what merging would take if it cost nothing.
+Each block attends with the library's modules and PyTorch's plain attention, drops the last tokens instead of merging
+any, and feeds the rest. It has as many tokens in each layer as the merged model but no sizes, no matching and no
+unmerging. Its output is useless; its time is what merging would take if it cost nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vitrail.runtime.class_swap import swap
 
 @dataclass(frozen=True)
 class Slice:
-    """What a sliced block knows: how many tokens leave it, how many are special, and how to find its parts."""
+    """Settings of a sliced block: tokens that leave it, special tokens in front, and the block's adapter."""
 
     length: int
     special: int
@@ -30,7 +30,7 @@ class Slice:
 
 
 class SlicedBlock:
-    """Mixin in front of a library's block: attend, cut off, feed."""
+    """Mixin in front of a library's block: attend, cut, feed."""
 
     _vitrail_slice: Slice
 
@@ -52,7 +52,7 @@ def _sliced_forward(mine: Slice, block: nn.Module, x: Tensor, call: BlockCall) -
         q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
     attended = _attend(parts, block, q, *repeat_heads(q, k, v))
     branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
-    # cut before the sum: the same values for fewer bytes, and the norm is given a tensor without holes
+    # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
     x = x[:, :length] + branch[:, :length]
     return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
 
@@ -66,13 +66,13 @@ def _attend(parts: BlockAdapter, block: nn.Module, q: Tensor, k: Tensor, v: Tens
 
 
 def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
-    """Change a model in place so that ``lengths[i]`` tokens leave block ``i``; throw the model away afterwards.
+    """Change a model in place so that ``lengths[i]`` tokens leave block ``i``; this cannot be undone.
 
-    Special tokens stand in front and stay.
+    Special tokens come first and stay.
     """
     found = find(model)
     if len(lengths) != len(found.blocks):
-        raise InvalidOption(f"{len(found.blocks)} blocks need as many lengths; got {len(lengths)}")
+        raise InvalidOption(f"expected one length for each of {len(found.blocks)} blocks; got {len(lengths)}")
     special = found.adapter.layout(found.trunk).num_special
     for block, parts, length in zip(found.blocks, found.block_adapters, lengths, strict=True):
         block._vitrail_slice = Slice(length, special, parts)  # type: ignore[assignment]

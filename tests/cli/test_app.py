@@ -47,7 +47,7 @@ def test_help_starts_fast() -> None:
     )
     assert "vitrail.cli" in loaded
     optional = {"PIL", "timm", "transformers", "torchvision", "matplotlib", "sklearn", "scipy", "onnx", "pyarrow"}
-    own = {f"vitrail.{name}" for name in ("bench", "export", "report", "analysis", "training", "drawing")}
+    own = {f"vitrail.{name}" for name in ("bench", "export", "report", "analysis", "training.trainer", "drawing")}
     assert loaded.isdisjoint(optional | own | {"torch._dynamo", "torch._inductor"})
 
 

@@ -1,4 +1,4 @@
-"""Old names that still work: they resolve to the new ones with a ``DeprecationWarning``."""
+"""Deprecated names, resolved with a ``DeprecationWarning``."""
 
 from __future__ import annotations
 
@@ -31,3 +31,16 @@ def renamed_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str
         return value
 
     return resolve
+
+
+def renamed_property(old: str, new: str) -> property:
+    """Return a property that reads the attribute ``new``, for a class whose attribute ``old`` was renamed."""
+
+    def resolve(self: Any) -> Any:
+        kind = type(self).__name__
+        warnings.warn(
+            f"{kind}.{old} is deprecated and will be removed in 0.4; use {kind}.{new}", DeprecationWarning, stacklevel=2
+        )
+        return getattr(self, new)
+
+    return property(resolve, doc=f"Deprecated name of ``{new}``.")

@@ -57,7 +57,7 @@ def test_a_failure_leaves_the_old_files(model: ViT, tmp_path: Path, monkeypatch:
 
 
 def test_other_folders_are_refused(model: ViT, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="is no folder"):
+    with pytest.raises(ModelLoadError, match="is not a directory"):
         ViT.from_pretrained(tmp_path / "none")
     with pytest.raises(ModelLoadError, match=r"has no config\.json"):
         ViT.from_pretrained(tmp_path)
@@ -65,7 +65,7 @@ def test_other_folders_are_refused(model: ViT, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     whole = config.read_text()
     config.write_text(whole.replace("vitrail.ViT", "ViTModel"))
-    with pytest.raises(ModelLoadError, match="not the config of a model of ours"):
+    with pytest.raises(ModelLoadError, match="not the config of a Vitrail model"):
         ViT.from_pretrained(tmp_path)
     config.write_text(whole.replace('"depth": 2', '"depth": 3'))
     with pytest.raises(ModelLoadError, match=r"missing: blocks\.2\.norm1\.weight"):
@@ -74,11 +74,11 @@ def test_other_folders_are_refused(model: ViT, tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="no option deep"):
         ViT.from_pretrained(tmp_path)
     config.write_text(whole[:-20])
-    with pytest.raises(ModelLoadError, match="could not be read"):
+    with pytest.raises(ModelLoadError, match="could not read"):
         ViT.from_pretrained(tmp_path)
     config.write_text(whole)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ModelLoadError, match="could not be read"):
+    with pytest.raises(ModelLoadError, match="could not read"):
         ViT.from_pretrained(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_create_model_reads_folders(model: ViT, tmp_path: Path) -> None:
     name = f"local-dir:{tmp_path}"
     assert torch.equal(create_model(name).norm.weight, model.norm.weight)
     assert create_model(name, num_classes=9).config.num_classes == 9
-    with pytest.raises(InvalidOption, match="brings its own options"):
+    with pytest.raises(InvalidOption, match="only num_classes can be changed"):
         create_model(name, depth=3)
 
 
@@ -158,5 +158,5 @@ def test_what_looks_like_a_folder_is_not_asked_for(name: str, tmp_path: Path, mo
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
-    with pytest.raises(ModelLoadError, match="is no folder"):
+    with pytest.raises(ModelLoadError, match="is not a directory"):
         ViT.from_pretrained(name)

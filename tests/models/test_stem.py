@@ -55,7 +55,7 @@ def test_a_model_with_a_stem_is_a_model(tmp_path: Any) -> None:
             model(x[:1])
     assert vitrail.count(model).flops * 2 == counter.get_total_flops()
     assert vitrail.count(model, (16, 32)).tokens == 1 + 32
-    with pytest.raises(UnsupportedModel, match="a stem of convolutions"):
+    with pytest.raises(UnsupportedModel, match="a convolutional stem"):
         vitrail.to_timm(model)
 
 
@@ -98,11 +98,11 @@ def alone(model: ViT, x: Tensor, places: Tensor) -> Tensor:
 
 
 def test_each_patch_is_left_out_as_often_as_it_says() -> None:
-    from vitrail.models.sequence import drop_patches
+    from vitrail.models.vit import _drop_patches
 
     torch.manual_seed(0)
     x = torch.arange(12.0).expand(2000, 12).unsqueeze(-1)
-    kept, rope = drop_patches(x, None, 0.25)
+    kept, rope = _drop_patches(x, None, 0.25)
     assert rope is None
     assert kept.shape == (2000, 9, 1)
     assert all(len(set(row)) == 9 for row in kept[:, :, 0].tolist())

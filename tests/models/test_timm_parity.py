@@ -285,7 +285,7 @@ def test_positions_of_another_grid_are_resampled() -> None:
 
 
 def test_nothing_that_fits_is_an_error() -> None:
-    with pytest.raises(ModelLoadError, match="none of these weights"):
+    with pytest.raises(ModelLoadError, match="no key matches"):
         load_timm_state_dict(
             further(vit(), TokenSpec("cls", Role.CLASS)), {"stem.weight": torch.zeros(2)}, strict=False
         )
@@ -294,21 +294,21 @@ def test_nothing_that_fits_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (partial(vit, block_fn=ResPostBlock), "blocks of another class"),
+        (partial(vit, block_fn=ResPostBlock), "other blocks"),
         (partial(vit, norm_layer=RmsNorm), "not all LayerNorm"),
-        (partial(vit, mlp_layer=GluMlp), "neither of GELU"),
-        (partial(vit, act_layer="quick_gelu"), "neither of GELU"),
-        (partial(vit, scale_attn_norm=True), "norm of its output"),
+        (partial(vit, mlp_layer=GluMlp), "neither GELU"),
+        (partial(vit, act_layer="quick_gelu"), "neither GELU"),
+        (partial(vit, scale_attn_norm=True), "output is normalized"),
         (partial(vit, global_pool="max", class_token=False), "pools by 'max'"),
         (partial(vit, global_pool="avg", pool_include_prefix=True), "pools special tokens"),
-        (partial(vit, fc_norm=True), "after a token is picked"),
-        (partial(vit, patch_drop_rate=0.5), "dropped while training"),
+        (partial(vit, fc_norm=True), "follows the pooling"),
+        (partial(vit, patch_drop_rate=0.5), "drops patches in training"),
         (partial(vit, drop_rate=0.1), "before the head"),
         (partial(vit, embed_norm_layer=LayerNorm), "patch embedding"),
-        (partial(vit, VisionTransformerDistilled, reg_tokens=4), "leaves them out"),
-        (partial(nn.Linear, 3, 3), "Linear cannot become"),
-        (partial(int, 3), "int cannot become"),
-        (partial(vit, block_fn=ParallelScalingBlock), "blocks of another class"),
+        (partial(vit, VisionTransformerDistilled, reg_tokens=4), "timm ignores"),
+        (partial(nn.Linear, 3, 3), "Linear cannot be converted"),
+        (partial(int, 3), "int cannot be converted"),
+        (partial(vit, block_fn=ParallelScalingBlock), "other blocks"),
     ],
 )
 def test_models_that_ours_cannot_equal_are_refused(build: Callable[[], nn.Module], reason: str) -> None:
@@ -343,24 +343,24 @@ def _wrapped(model: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "heads": (_other_heads, "its block 1 differs from the first in attn"),
-    "scale": (_other_scale, "scaled in another way"),
+    "heads": (_other_heads, "block 1 differs from block 0 in attn"),
+    "scale": (_other_scale, "another scale"),
     "hook": (lambda model: model.blocks[0].register_forward_hook(lambda *_: None), r"blocks\.0 has hooks"),
     "pre-hook": (lambda model: model.register_forward_pre_hook(lambda *_: None), "the model has hooks"),
-    "forward": (_replaced_forward, r"blocks\.2\.mlp has a forward of its own"),
-    "identity": (lambda model: model.blocks.__setitem__(1, nn.Identity()), "blocks of another class"),
-    "no blocks": (lambda model: setattr(model, "blocks", nn.Sequential()), "blocks of another class"),
+    "forward": (_replaced_forward, r"blocks\.2\.mlp has a replaced forward"),
+    "identity": (lambda model: model.blocks.__setitem__(1, nn.Identity()), "other blocks"),
+    "no blocks": (lambda model: setattr(model, "blocks", nn.Sequential()), "other blocks"),
     "wrapped": (_wrapped, "wrapped or replaced"),
     "epsilon": (
         lambda model: setattr(model.blocks[2].norm1, "eps", 1e-3),
-        "its block 2 differs from the first in norm1",
+        "block 2 differs from block 0 in norm1",
     ),
-    "scaled once": (lambda model: setattr(model.blocks[0], "ls1", nn.Identity()), "differs from the first in ls1"),
+    "scaled once": (lambda model: setattr(model.blocks[0], "ls1", nn.Identity()), "differs from block 0 in ls1"),
     "drop path": (lambda model: setattr(model.blocks[1].drop_path1, "drop_prob", 0.2), "drop path neither rises"),
-    "head": (lambda model: setattr(model, "head", nn.Sequential(nn.Linear(32, 5))), "something else than linear"),
+    "head": (lambda model: setattr(model, "head", nn.Sequential(nn.Linear(32, 5))), "not linear layers"),
     "head without bias": (
         lambda model: setattr(model, "head", nn.Linear(32, 5, bias=False)),
-        "something else than linear",
+        "not linear layers",
     ),
     "merged": (lambda model: vitrail.merge(model, r=1), "remove the merging"),
     "extended": (lambda model: vitrail.add_tokens(model, registers=1), "added tokens .* first"),
@@ -411,10 +411,10 @@ def test_ours_is_refused_when_it_is_merged_or_no_model() -> None:
     [
         ({"tokens": (TokenSpec("cls", Role.CLASS, count=2),)}, "several class tokens"),
         ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("c", Role.TASK, classes=2))}, "task tokens"),
-        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("cls", Role.CLASS))}, "in another order than class"),
+        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("cls", Role.CLASS))}, "order other than class"),
         ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER))}, "positions for some"),
         ({"tokens": (TokenSpec("cls", Role.CLASS, enters=1),)}, "another layer"),
-        ({"tokens": (TokenSpec("cls", Role.CLASS, visible=False),)}, "only read"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS, visible=False),)}, "invisible tokens"),
         (
             {
                 "tokens": tuple(

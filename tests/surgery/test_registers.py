@@ -1,4 +1,4 @@
-"""Test-time registers: planted neurons are found, their artifacts move, and everything comes back."""
+"""Test-time registers: planted neurons are found, their artifacts move, and removal restores the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.surgery.models import ALL, FEW, distance, run
-from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedInput
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
 from vitrail.surgery import TestTimeRegisters, find_register_neurons, test_time_registers
 
 LAYER, NEURONS, SPOTS = 1, (7, 40), (5, 10)
@@ -57,6 +57,10 @@ def artifacts(model: nn.Module, images: Tensor) -> Tensor:
     return last > 5 * last.median()
 
 
+def untouched(model: nn.Module) -> bool:
+    return not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
 def test_plant_makes_artifacts() -> None:
     model, images = planted()
     assert all(artifacts(model, images)[picture].nonzero().flatten().tolist() == list(SPOTS) for picture in range(6))
@@ -68,7 +72,7 @@ def test_planted_neurons_are_found() -> None:
     assert {layer: set(some) for layer, some in found.by_layer.items()} == {LAYER: set(NEURONS)}
     assert found.onset == LAYER
     assert found.outlier_share == pytest.approx(2 / 16)
-    assert found.pictures == 6
+    assert found.images == 6
     assert found.count == 2
     assert all(score > 1 for score in found.scores[LAYER])
     batches = find_register_neurons(model, images.split(4), 2, threshold=found.threshold)
@@ -150,10 +154,9 @@ def test_artifacts_move_to_the_registers(registers: int) -> None:
         used = min(registers, len(NEURONS))
         assert (recording.norms[3][:, list(places)[:used]] > 5 * patches.median()).all()
         assert recording.attention[0].shape[2] == 1 + registers
-        assert handle.active
+        assert handle.is_active
         assert TestTimeRegisters.of(model) is handle
     assert artifacts(model, images).any()
-    assert TestTimeRegisters.of(model) is None
 
 
 def test_each_picture_has_its_own() -> None:
@@ -202,7 +205,7 @@ def test_random_neurons_are_none_of_those_given() -> None:
             assert sorted(handle.by_layer[LAYER]) == list(range(1, 128, 2))
     with pytest.raises(InvalidOption, match="layer 1 has 128, of which 65 are given"):
         test_time_registers(model, neurons={LAYER: (*given, 1)}, control=0)
-    assert TestTimeRegisters.of(model) is None
+    assert untouched(model)
 
 
 def test_found_and_moved_in_one_call() -> None:
@@ -212,7 +215,6 @@ def test_found_and_moved_in_one_call() -> None:
     assert {layer: set(some) for layer, some in handle.by_layer.items()} == {LAYER: set(NEURONS)}
     assert not artifacts(model, images).any()
     handle.remove()
-    handle.remove()  # nothing more to do
     again = test_time_registers(model, neurons=handle.neurons)
     assert not artifacts(model, images).any()
     again.remove()
@@ -231,7 +233,7 @@ def test_every_model_takes_registers_and_is_itself_afterwards(name: str) -> None
         assert not torch.equal(changed, before)
     assert torch.equal(run(model, images, case), before)
     assert all(torch.equal(value, keys[key]) for key, value in model.state_dict().items())
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert untouched(model)
 
 
 @pytest.mark.parametrize("name", ["eva-dinov3", "timm-registers", "hf-registers-head"])
@@ -248,16 +250,16 @@ def test_patches_keep_their_rotation(name: str) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no data": ({}, InvalidOption, "give pictures"),
-    "registers": ({"neurons": {0: (1,)}, "registers": 0}, InvalidOption, "number of registers"),
+    "no data": ({}, InvalidOption, "pass data"),
+    "registers": ({"neurons": {0: (1,)}, "registers": 0}, InvalidOption, "registers must be"),
     "layer": ({"neurons": {9: (1,)}}, InvalidOption, "0 to 3; got layer 9"),
     "neuron": ({"neurons": {0: (1, 5000)}}, InvalidOption, r"neurons 0 to 127.*got \[5000\]"),
     "twice": ({"neurons": {0: (1, 1)}}, InvalidOption, "each to be given once"),
     "none": ({"data": torch.zeros(2, 3, 64, 64), "threshold": 1e9}, UnsupportedInput, "no artifacts"),
-    "layers": ({"data": torch.zeros(2, 3, 64, 64), "layers": [99]}, InvalidOption, "layers are numbers from -4 to 3"),
+    "layers": ({"data": torch.zeros(2, 3, 64, 64), "layers": [99]}, InvalidOption, "layers are integers from -4 to 3"),
     "threshold": ({"data": torch.zeros(2, 3, 64, 64), "threshold": "high"}, InvalidOption, "a finite number"),
-    "half a register": ({"neurons": {0: (1,)}, "registers": 1.5}, InvalidOption, "number of registers"),
-    "control": ({"neurons": {0: (1,)}, "control": "yes"}, InvalidOption, "control is a seed"),
+    "half a register": ({"neurons": {0: (1,)}, "registers": 1.5}, InvalidOption, "registers must be"),
+    "control": ({"neurons": {0: (1,)}, "control": "yes"}, InvalidOption, "control must be a random seed"),
     "half a neuron": ({"neurons": {0: (1.5,)}}, InvalidOption, "numbers by layer"),
     "layer in words": ({"neurons": {"0": (1,)}}, InvalidOption, "numbers by layer"),
     "one neuron": ({"neurons": {0: 5}}, InvalidOption, "numbers by layer"),
@@ -283,15 +285,15 @@ def test_bad_options_change_nothing(wrong: str) -> None:
     with pytest.raises(kind, match=words):
         test_time_registers(model, **options)
     assert torch.equal(model(images), before)
-    assert TestTimeRegisters.of(model) is None
+    assert untouched(model)
 
 
 def test_merging_and_registers_refuse_each_other() -> None:
     model, _ = planted()
     with test_time_registers(model, neurons={0: (1,)}):
-        with pytest.raises(AlreadyMerged, match="test-time registers"):
+        with pytest.raises(AlreadyApplied, match="test-time registers"):
             vitrail.merge(model, r=1)
-        with pytest.raises(AlreadyMerged, match="already"):
+        with pytest.raises(AlreadyApplied, match="already"):
             test_time_registers(model, neurons={0: (1,)})
-    with vitrail.merge(model, r=1), pytest.raises(AlreadyMerged, match="merged already"):
+    with vitrail.merge(model, r=1), pytest.raises(AlreadyApplied, match="merged already"):
         test_time_registers(model, neurons={0: (1,)})

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import as_tuple
 from vitrail.adapters import Found, find
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import listen
 from vitrail.runtime.checks import extended_trunk
 from vitrail.runtime.layout import all_entered, layout_of
 from vitrail.runtime.side_tokens import receiving
-from vitrail.surgery.added_token_module import AddedModule
-from vitrail.surgery.added_tokens import AddedTokens
+from vitrail.surgery.added_tokens import AddedModule, AddedTokens
+from vitrail.surgery.hooks import check_layers
 from vitrail.surgery.recording import stream
-from vitrail.surgery.selection import check_layers, listed
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 Rows = dict[int, list[Tensor]]
@@ -123,9 +123,7 @@ def role_inputs(
     """Run a model on pictures, and keep what its roles are measured by."""
     found = find(model)
     stage = Stage(found)
-    asked = (
-        check_layers(attention_layers, len(found.blocks) + len(stage.blocks)) if listed(attention_layers, str) else ()
-    )
+    asked = check_layers(attention_layers, len(found.blocks) + len(stage.blocks)) if as_tuple(attention_layers) else ()
     if not stage.full(layout_of(found)).num_special:
         raise UnsupportedInput(f"this {type(found.trunk).__name__} has patches alone; there are no roles to compare")
     notes = {layer: note for layer in asked if (note := _unseen(found, layer))}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
-from vitrail.errors import ExportError, InvalidOption, NotMerged, UnsupportedModel, VitrailError
+from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel, VitrailError
 from vitrail.export.base import INPUT, Batch, ExportResult, Format, Shape, Traced, first_line
 from vitrail.export.checking import DRAWS, TOLERANCES, compare, count_tokens
 from vitrail.export.files import publish, workshop
@@ -176,7 +176,7 @@ def _tolerance(tolerance: Any, precision: torch.dtype) -> float:
 def _merging(model: nn.Module) -> Merging | None:
     try:
         return Merging.of(model)
-    except NotMerged:
+    except NotApplied:
         return None
 
 

@@ -1,4 +1,4 @@
-"""What is read off the tokens after the last layer: pooling, one head per role, fusion, dense maps."""
+"""Heads: pooling, one linear head per role, fusion of their logits, and dense maps."""
 
 from vitrail.heads.by_role import Heads, Output
 from vitrail.heads.dense import DenseHead

@@ -24,8 +24,7 @@ from vitrail.report.sections import Section
 from vitrail.report.study import Study, features_of, spread
 from vitrail.surgery.hooks import watch
 from vitrail.surgery.recording import evaluating, to_model
-from vitrail.surgery.register_neurons import find_register_neurons
-from vitrail.surgery.registers import test_time_registers
+from vitrail.surgery.registers import find_register_neurons, test_time_registers
 
 PICTURES = 200
 """Most pictures that the cure is tried on, beside those that are shown."""

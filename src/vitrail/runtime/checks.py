@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedModel
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
 from vitrail.runtime.layout import MARK
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _plan(part: nn.Module) -> Any:
 def refuse_merged(model: nn.Module) -> None:
     """Refuse a model that carries a merging already."""
     if merged_trunk(model) is not None:
-        raise AlreadyMerged(
+        raise AlreadyApplied(
             "this model is merged already; change its r with `Merging.of(model).r = ...`, or remove the merging with "
             "`Merging.of(model).remove()` first"
         )
@@ -42,7 +42,7 @@ def refuse_merged(model: nn.Module) -> None:
 def refuse_extended(model: nn.Module) -> None:
     """Refuse a model that tokens were added to."""
     if extended_trunk(model) is not None:
-        raise AlreadyMerged(
+        raise AlreadyApplied(
             "tokens were added to this model already; remove them with `AddedTokens.of(model).remove()` first. "
             "vitrail.add_tokens takes all that are wanted at once"
         )
@@ -51,7 +51,7 @@ def refuse_extended(model: nn.Module) -> None:
 def refuse_registers(found: Found) -> None:
     """Refuse a model with test-time registers: they would be taken for patches."""
     if hasattr(found.trunk, MARK):
-        raise AlreadyMerged(
+        raise AlreadyApplied(
             "this model has test-time registers, which neither merging nor added tokens know; remove them first with "
             "`TestTimeRegisters.of(model).remove()`"
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
 from vitrail.adapters import Found, find
-from vitrail.errors import InvalidOption, NotMerged, UnsupportedModel
+from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.merging import METHODS, Schedule
 from vitrail.runtime.checks import (
     as_pictures,
@@ -27,6 +27,7 @@ from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to
 from vitrail.runtime.plan import Plan, parse_protect
 from vitrail.runtime.trace import Trace, tracking
+from vitrail.surgery._handle import Handle
 from vitrail.surgery.recording import evaluating
 from vitrail.tokens import TokenLayout
 
@@ -103,7 +104,7 @@ def merge(
     return Merging(model, found, plan)
 
 
-class Merging:
+class Merging(Handle):
     """A merged model's handle: settings, figures, pictures, and the way back.
 
     Attributes:
@@ -111,32 +112,23 @@ class Merging:
         found: the merged trunk in it, its blocks and their adapters.
     """
 
+    _function = "vitrail.merge"
+
     def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
         self.model = model
         self.found = found
         self._plan = plan
 
     @classmethod
-    def of(cls, model: nn.Module) -> Merging:
+    def of(cls, model: nn.Module) -> Self:
         """Find the merging of a model again, also of a copied or unpickled one."""
         trunk = merged_trunk(model)
         if trunk is None:
-            raise NotMerged(f"this {type(model).__name__} carries no merging; vitrail.merge(model, r=...) adds one")
+            raise cls._not_found(model)
         return cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
 
-    def __enter__(self) -> Merging:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.is_applied:
-            self.remove()
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.items())
-        return f"Merging({type(self.model).__name__}, {settings})"
-
     @property
-    def is_applied(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the model is merged by this handle's settings."""
         return getattr(self.found.trunk, "_vitrail_plan", None) is self._plan
 
@@ -155,7 +147,7 @@ class Merging:
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
-        self._check_applied()
+        self._check_active()
         shape = 0.0 if hasattr(value, "__len__") else self._plan.schedule.inflection
         self._plan.change(Schedule.parse(self._plan.depth, value, schedule=shape))
 
@@ -197,7 +189,7 @@ class Merging:
 
     def track(self) -> AbstractContextManager[Trace]:
         """Collect where every patch goes in the forward passes of this thread inside a ``with`` block."""
-        self._check_applied()
+        self._check_active()
         return tracking(self._plan)
 
     @torch.no_grad()
@@ -225,7 +217,7 @@ class Merging:
 
     def remove(self) -> None:
         """Give the model back exactly as it was, but for tokens that were added to it."""
-        self._check_applied()
+        self._check_active()
         if self._plan.added is None:
             uninstall(self.found)
         else:
@@ -240,10 +232,6 @@ class Merging:
         finally:
             refuse_merged(self.model)
             install(self.found, self._plan)
-
-    def _check_applied(self) -> None:
-        if not self.is_applied:
-            raise NotMerged("this merging was removed from its model; vitrail.merge(model, ...) makes a new one")
 
     def _layout_for(self, size: Size | None) -> TokenLayout:
         if size is None:

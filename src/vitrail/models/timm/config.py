@@ -1,4 +1,4 @@
-"""Reading the config off one of timm's models, part by part; a part that ours do not have is an error."""
+"""Derive a ``ViTConfig`` from a timm model; raise if the model has a part that ``ViT`` does not have."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vitrail.models.config import CLASS_TOKEN, DISTILLATION_TOKEN, ViTConfig, de
 from vitrail.tokens import Role, TokenSpec
 
 _FREE = {"training", "fused_attn", "init_values", "grad_checkpointing"}
-"""What may differ from block to block without changing any number."""
+"""Attributes that may differ between blocks without changing the output."""
 
 _POOLS: dict[str, Literal["token", "mean", "attention"]] = {"token": "token", "avg": "mean", "map": "attention"}
 
 
 def read_config(model: nn.Module) -> ViTConfig:
-    """Give the config of one of timm's models as ours would have it."""
+    """Return the configuration of the `ViT` that equals a timm model."""
     from timm.models.cait import Cait
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
@@ -30,23 +30,25 @@ def read_config(model: nn.Module) -> ViTConfig:
     reader = readers.get(type(model))
     if reader is None:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot become one of our models; expected timm's "
+            f"{type(model).__name__} cannot be converted to vitrail.ViT; expected timm's "
             f"{', '.join(kind.__name__ for kind in readers)}"
         )
     return reader(model)
 
 
 def refuse_changed(model: nn.Module) -> None:
-    """Refuse a model that does more than its class says: that would be left behind without a word."""
+    """Raise if a model has surgery, hooks or a replaced forward, which the conversion would silently drop."""
     for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if "_vitrail_plan" in vars(part):
             raise UnsupportedModel(
-                "this model is merged, or tokens were added to it; remove the merging (`Merging.of(model).remove()`) "
-                "or the added tokens (`AddedTokens.of(model).remove()`) first"
+                "the model is merged or has added tokens; remove the merging (`Merging.of(model).remove()`) or the "
+                "added tokens (`AddedTokens.of(model).remove()`) first"
             )
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            what = "has a forward of its own" if "forward" in vars(part) else "has hooks"
-            raise UnsupportedModel(f"{name or 'the model'} {what}, which would be left behind; take that away first")
+            what = "a replaced forward" if "forward" in vars(part) else "hooks"
+            raise UnsupportedModel(
+                f"{name or 'the model'} has {what}, which the conversion would drop; remove it first"
+            )
 
 
 def _vit(model: Any) -> ViTConfig:
@@ -55,10 +57,10 @@ def _vit(model: Any) -> ViTConfig:
 
     _refuse(
         {
-            "its patches are dropped while training": not isinstance(model.patch_drop, nn.Identity),
-            "it pools special tokens too": model.pool_include_prefix,
+            "it drops patches in training": not isinstance(model.patch_drop, nn.Identity),
+            "it pools special tokens, too": model.pool_include_prefix,
             f"it pools by {model.global_pool!r}": model.global_pool not in ("token", "avg", "map"),
-            "its norm comes after a token is picked": model.global_pool == "token" and _is_norm(model.fc_norm),
+            "its norm follows the pooling of a token": model.global_pool == "token" and _is_norm(model.fc_norm),
         }
     )
     _check_blocks(model, model.blocks, Block, Attention)
@@ -67,8 +69,8 @@ def _vit(model: Any) -> ViTConfig:
     scaled = not isinstance(first.ls1, nn.Identity)
     _refuse(
         {
-            "its attention has a gate": getattr(attention, "gate", None) is not None,
-            "its attention has a norm of its output": not isinstance(attention.norm, nn.Identity),
+            "its attention is gated": getattr(attention, "gate", None) is not None,
+            "its attention output is normalized": not isinstance(attention.norm, nn.Identity),
             "its heads do not add up to its width": attention.qkv.out_features != 3 * model.embed_dim,
             "only one of queries and keys has a norm": _is_norm(attention.q_norm) != _is_norm(attention.k_norm),
             "only one of its branches is scaled": scaled != (not isinstance(first.ls2, nn.Identity)),
@@ -80,7 +82,7 @@ def _vit(model: Any) -> ViTConfig:
         right = plain and pool.num_heads == attention.num_heads and _is_scaled(pool, model.embed_dim)
         normed = right and _is_norm(pool.norm) and isinstance(pool.q_norm, nn.Identity)
         normed = normed and _are_linear(pool.q, pool.kv, pool.proj)
-        _refuse({"its attention pooling is of another kind": not normed or _mlp(pool.mlp) != "gelu"})
+        _refuse({"its attention pooling is not supported": not normed or _mlp(pool.mlp) != "gelu"})
     return replace(
         _common(model, [model.norm_pre, model.norm, model.fc_norm, attention.q_norm, attention.k_norm]),
         tokens=_tokens(model),
@@ -110,7 +112,7 @@ def _cait(model: Any) -> ViTConfig:
     first, last = model.blocks[0], gathering[0]
     _refuse(
         {
-            "its two stages have MLPs of different kinds": _mlp(last.mlp) != "gelu"
+            "its two stages have different MLPs": _mlp(last.mlp) != "gelu"
             or last.mlp.fc1.out_features != first.mlp.fc1.out_features,
             "its two stages have different numbers of heads": last.attn.num_heads != first.attn.num_heads,
         }
@@ -118,7 +120,7 @@ def _cait(model: Any) -> ViTConfig:
     return replace(
         _common(model, [model.norm, last.norm1, last.norm2]),
         tokens=(replace(CLASS_TOKEN, enters=-1, position=False),),
-        layer_scale=depth_rule(len(model.blocks)),  # timm does not keep the first value
+        layer_scale=depth_rule(len(model.blocks)),  # timm does not store the initial value
         pool=_POOLS[model.global_pool],
         class_attention=len(gathering),
         talking_heads=True,
@@ -127,14 +129,14 @@ def _cait(model: Any) -> ViTConfig:
 
 
 def _common(model: Any, norms: Iterable[nn.Module]) -> ViTConfig:
-    """Read what all of timm's models have; of special tokens, only that they need not be there."""
+    """Read the options that all timm models share, without special tokens."""
     from timm.layers import PatchEmbed
 
     first = model.blocks[0]
     embed = model.patch_embed
     norms = [norm for norm in (*norms, first.norm1, first.norm2) if not isinstance(norm, nn.Identity)]
     kind = _mlp(first.mlp)
-    _refuse({"its MLPs are neither of GELU nor of packed SwiGLU": kind is None})
+    _refuse({"its MLPs use neither GELU nor packed SwiGLU": kind is None})
     heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
     sizes = {head.out_features if _are_linear(head) and head.bias is not None else 0 for head in heads}
     drops = {model.pos_drop.p, first.attn.proj_drop.p, *(getattr(first.mlp, name).p for name in ("drop1", "drop2"))}
@@ -142,14 +144,13 @@ def _common(model: Any, norms: Iterable[nn.Module]) -> ViTConfig:
         {
             "its norms are not all LayerNorm": any(not _is_norm(norm) for norm in norms),
             "its norms have different epsilons": len({getattr(norm, "eps", None) for norm in norms}) > 1,
-            "its patch embedding is of another kind": type(embed) is not PatchEmbed
+            "its patch embedding is not a plain PatchEmbed": type(embed) is not PatchEmbed
             or not isinstance(embed.norm, nn.Identity)
             or type(embed.proj) is not nn.Conv2d
             or embed.img_size is None,
-            "it answers by something else than linear layers with a bias and as many classes each": len(sizes) > 1
+            "its heads are not linear layers with a bias and the same number of classes": len(sizes) > 1
             or (sizes == {0} and not all(type(head) is nn.Identity for head in heads)),
-            "its dropouts after positions and projections differ, or it has one before the head": len(drops) > 1
-            or model.head_drop.p > 0,
+            "its dropout rates differ, or it has dropout before the head": len(drops) > 1 or model.head_drop.p > 0,
         }
     )
     return ViTConfig(
@@ -160,7 +161,7 @@ def _common(model: Any, norms: Iterable[nn.Module]) -> ViTConfig:
         depth=len(model.blocks),
         heads=first.attn.num_heads,
         mlp_ratio=first.mlp.fc1.out_features / model.embed_dim,
-        num_classes=sizes.pop(),  # a head that was replaced may have others than the model says
+        num_classes=sizes.pop(),  # model.num_classes may be outdated after a head was replaced
         tokens=(),
         pool="mean",
         mlp=kind,  # type: ignore[arg-type]
@@ -176,8 +177,8 @@ def _tokens(model: Any) -> tuple[TokenSpec, ...]:
     distilled = getattr(model, "dist_token", None) is not None
     if distilled and registers:
         raise UnsupportedModel(
-            f"this distilled model was asked for {registers} registers, and timm leaves them out of its sequence; "
-            "build it with reg_tokens=0, or build one of our models with both roles"
+            f"this distilled model was built with reg_tokens={registers}, which timm ignores; build it with "
+            "reg_tokens=0, or build a vitrail.ViT with both roles"
         )
     position = model.pos_embed is not None and not model.no_embed_class
     specs = [replace(CLASS_TOKEN, position=position)] if model.cls_token is not None else []
@@ -189,7 +190,7 @@ def _tokens(model: Any) -> tuple[TokenSpec, ...]:
 
 
 def _mlp(mlp: Any) -> str | None:
-    """Say which of our MLPs one of timm's is, if any."""
+    """Return the option ``mlp`` that equals a timm MLP; None if there is none."""
     from timm.layers import GluMlp, Mlp
 
     if not isinstance(getattr(mlp, "norm", None), nn.Identity):
@@ -202,27 +203,27 @@ def _mlp(mlp: Any) -> str | None:
 
 
 def _check_blocks(model: Any, blocks: Iterable[Any], kind: type, attending: type) -> None:
-    """Refuse blocks that ours do not equal, or that differ from each other: a config says everything once."""
+    """Raise if blocks have no equal in `ViT`, or differ from each other."""
     blocks = list(blocks)
-    _refuse({"it has blocks of another class": any(type(block) is not kind for block in blocks) or not blocks})
-    _refuse({"it attends in another way": any(type(block.attn) is not attending for block in blocks)})
+    _refuse({"it has other blocks": any(type(block) is not kind for block in blocks) or not blocks})
+    _refuse({"its attention is not supported": any(type(block.attn) is not attending for block in blocks)})
     first = _traits(blocks[0])
     for number, block in enumerate(blocks):
         traits = _traits(block)
         differing = sorted(path or "itself" for path in first.keys() | traits if traits.get(path) != first.get(path))
-        _refuse({f"its block {number} differs from the first in {', '.join(differing)}": bool(differing)})
+        _refuse({f"block {number} differs from block 0 in {', '.join(differing)}": bool(differing)})
     attention = blocks[0].attn
     layers = [part for name, part in attention.named_children() if name in ("qkv", "q", "k", "v", "proj")]
     _refuse(
         {
             "a linear layer of its attention is wrapped or replaced": not _are_linear(*layers),
-            "its attention is scaled in another way": not _is_scaled(attention, model.embed_dim),
+            "its attention has another scale": not _is_scaled(attention, model.embed_dim),
         }
     )
 
 
 def _traits(block: nn.Module) -> dict[str, Any]:
-    """Describe a block by the class and the plain values of each part, less drop path, which rises with depth."""
+    """Return the class and plain attributes of each part of a block, without drop path, which varies with depth."""
     plain = (bool, int, float, str, tuple, type(None))
     return {
         path: (type(part), {k: v for k, v in vars(part).items() if isinstance(v, plain) and k not in _FREE})
@@ -237,7 +238,7 @@ def _drop_path(parts: list[Any]) -> dict[str, Any]:
     steps = max(1, len(rates) - 1)
     wanted = [rates[-1] if uniform else rates[-1] * layer / steps for layer in range(len(rates))]
     odd = any(not isclose(rate, one, abs_tol=1e-6) for rate, one in zip(rates, wanted, strict=True))
-    _refuse({"its drop path neither rises evenly from 0 nor is the same in all blocks": odd and len(rates) > 1})
+    _refuse({"its drop path neither rises linearly from 0 nor is uniform": odd and len(rates) > 1})
     return {"drop_path": rates[-1], "drop_path_uniform": uniform}
 
 
@@ -258,4 +259,4 @@ def _is_norm(part: nn.Module) -> bool:
 def _refuse(reasons: dict[str, bool]) -> None:
     found = [reason for reason, true in reasons.items() if true]
     if found:
-        raise UnsupportedModel(f"this model of timm cannot become one of ours: {'; '.join(found)}")
+        raise UnsupportedModel(f"this timm model cannot be converted to vitrail.ViT: {'; '.join(found)}")

@@ -1,4 +1,4 @@
-"""timm's models as ours, and ours as timm's: the same numbers from the same weights."""
+"""``from_timm`` and ``to_timm``: convert models with their weights; outputs stay equal."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from vitrail.errors import UnsupportedModel
 from vitrail.models.config import ViTConfig
 from vitrail.models.saving import load_states
 from vitrail.models.timm.config import read_config, refuse_changed
-from vitrail.models.timm.weights import TIMM_TOKENS, check_ours, load_timm_state_dict, timm_state_dict
+from vitrail.models.timm.weights import TIMM_TOKENS, check_vit, load_timm_state_dict, timm_state_dict
 from vitrail.models.vit import ViT
 
 
 def from_timm(model: nn.Module) -> ViT:
-    """Give timm's ``VisionTransformer`` (DeiT and DINOv2 among them) or ``Cait`` as one of ours, with its weights.
+    """Convert timm's ``VisionTransformer`` (including DeiT and DINOv2) or ``Cait`` to a `ViT`, copying the weights.
 
-    The weights are copied. A model with a part that ours do not have is an error, as are two parts that would have
-    to be one.
+    Raises :class:`~vitrail.errors.UnsupportedModel` if the model has a part that `ViT` does not have.
     """
     config = read_config(model)
     states = {name: value.detach().clone() for name, value in model.state_dict().items()}
     with torch.device("meta"):
-        ours = ViT(config)
-    load_timm_state_dict(ours, states, assign=True)
-    return ours.train(model.training)
+        converted = ViT(config)
+    load_timm_state_dict(converted, states, assign=True)
+    return converted.train(model.training)
 
 
 def to_timm(model: ViT) -> nn.Module:
-    """Give one of our models as timm's, with its weights copied; an error where timm has no such model."""
+    """Convert a `ViT` to a timm model, copying the weights; raise if timm has no equal."""
     from timm.models.cait import Cait
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
-    check_ours(model)
+    check_vit(model)
     refuse_changed(model)
     config = model.config
     _check_known(config)
@@ -49,13 +48,13 @@ def to_timm(model: ViT) -> nn.Module:
         kind = VisionTransformer
     states = {name: value.detach().clone() for name, value in timm_state_dict(model).items()}
     with torch.device("meta"):
-        theirs = kind(**options)
-    load_states(theirs, states, assign=True)
-    return theirs.train(model.training)
+        converted = kind(**options)
+    load_states(converted, states, assign=True)
+    return converted.train(model.training)
 
 
 def _options(config: ViTConfig) -> dict[str, Any]:
-    """Spell a config as the arguments of timm's classes."""
+    """Return a config as arguments of timm's classes."""
     from timm.layers import LayerNorm, SwiGLUPacked
 
     ratio = (config.hidden + 0.5) / config.width  # timm rounds down
@@ -99,7 +98,7 @@ def _options(config: ViTConfig) -> dict[str, Any]:
 
 
 def _check_known(config: ViTConfig) -> None:
-    """Raise with everything that timm has no equal of."""
+    """Raise with all options that have no equal in timm."""
     specs = config.tokens
     names = [TIMM_TOKENS.get(spec.role, "") for spec in specs]
     positioned = {config.positioned(spec) for spec in specs}
@@ -107,20 +106,20 @@ def _check_known(config: ViTConfig) -> None:
     late = [spec for spec in specs if config.entry(spec) != (config.depth if staged else 0)]
     reasons = {
         "input of three dimensions": len(config.patch) == 3,
-        "a stem of convolutions": config.stem != "patches",
-        "patches that are left out while training": config.patch_drop > 0,
+        "a convolutional stem": config.stem != "patches",
+        "patch_drop": config.patch_drop > 0,
         "task tokens": "" in names,
         "several class tokens": sum(s.count for s, name in zip(specs, names, strict=True) if name == "cls_token") > 1,
-        "register specs side by side": names.count("reg_token") > 1,
+        "several register specs": names.count("reg_token") > 1,
         "a distillation token beside registers, or without a class token": "dist_token" in names
         and set(names) != {"cls_token", "dist_token"},
         "a distillation token without position": "dist_token" in names and positioned != {True},
-        "tokens in another order than class, distillation, registers": names
+        "tokens in an order other than class, distillation, registers": names
         != sorted(names, key=[*TIMM_TOKENS.values(), ""].index),
         "tokens that enter at another layer": bool(late),
-        "tokens that only read": not all(spec.visible for spec in specs),
-        "class tokens with classes of their own": any(spec.classes is not None for spec in specs),
-        "positions for some special tokens and not for others": len(positioned) > 1,
+        "invisible tokens": not all(spec.visible for spec in specs),
+        "tokens with their own number of classes": any(spec.classes is not None for spec in specs),
+        "positions for some special tokens only": len(positioned) > 1,
         f"position {config.position!r}": config.position not in ("learned", "none"),
         f"fuse={config.fuse!r}": config.fuse == "softmax" or (config.fuse != "logits" and "dist_token" in names),
         "talking heads without class attention": config.talking_heads and not staged,
@@ -130,7 +129,7 @@ def _check_known(config: ViTConfig) -> None:
     }
     if staged:
         reasons |= {
-            "class attention for other tokens than one class token without position": names != ["cls_token"]
+            "class attention for tokens other than one class token without position": names != ["cls_token"]
             or True in positioned,
             "class attention without talking heads": not config.talking_heads,
             "class attention without layer scale": config.layer_scale is None,
@@ -146,5 +145,5 @@ def _check_known(config: ViTConfig) -> None:
     lacking = [reason for reason, true in reasons.items() if true]
     if lacking:
         raise UnsupportedModel(
-            f"timm has no equal of this model, which has {'; '.join(lacking)}; save it with save_pretrained instead"
+            f"timm has no equal of this model, which has {'; '.join(lacking)}; use save_pretrained instead"
         )

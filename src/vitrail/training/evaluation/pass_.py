@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import InvalidOption, NotMerged, UnsupportedInput
+from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.heads import listen
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
@@ -105,7 +105,7 @@ def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dic
     """
     try:
         present = Merging.of(model)
-    except NotMerged:
+    except NotApplied:
         present = None
     if merge is None:
         yield None if present is None else present.config

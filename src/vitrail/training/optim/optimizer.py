@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vitrail.models.weight_decay import undecayed
+from vitrail.models.vit import undecayed
 from vitrail.training.optim.muon import Muon, hidden_weights
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "muon": Muon}

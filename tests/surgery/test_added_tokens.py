@@ -1,4 +1,4 @@
-"""Tokens added to models that exist: read-only at first, opened by gates, and gone again without a trace."""
+"""Added tokens: output unchanged until opened, gates, saving, and removal without a trace."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ import vitrail
 from tests.adapters.test_own import lively, pictures
 from tests.parity.models import Case
 from tests.surgery.models import ALL, FEW, distance, run
-from vitrail.errors import AlreadyMerged, InvalidOption, ModelLoadError, NotMerged, UnsupportedInput, UnsupportedModel
+from vitrail.errors import AlreadyApplied, InvalidOption, ModelLoadError, NotApplied, UnsupportedInput, UnsupportedModel
 from vitrail.models import create_model
 from vitrail.runtime.side_tokens import receiving
 from vitrail.tokens import Role, TokenSpec
@@ -171,8 +171,8 @@ def test_merged_before_and_after(name):
             merged = run(model, images, case)
             with receiving() as later:
                 run(model, images, case)
-            assert merging.is_applied
-        assert added.is_applied
+            assert merging.is_active
+        assert added.is_active
         added.open(0.0)
         assert distance(run(model, images, case), alone) > 1e-5
         values = copy.deepcopy(added.tokens.state_dict())
@@ -268,7 +268,7 @@ def test_recorded_with_everything_else():
     rows = vitrail.record(model, images, "attention", queries=range(21)).attention[2]
     assert distance(rows.sum(-1), torch.ones(3, 2, 21, dtype=torch.float64)) < 1e-12
     assert rows[:, :, own][..., 2:5].min() > 0
-    with pytest.raises(InvalidOption, match="those that were added"):
+    with pytest.raises(InvalidOption, match="added tokens"):
         vitrail.record(model, images, "mlp")
 
 
@@ -315,7 +315,7 @@ def test_state_saves_and_loads(tmp_path, opened):
         assert torch.equal(other(images).features, output.features)
         assert other.tokens is not added.tokens
         other.remove()
-        assert added.is_applied
+        assert added.is_active
 
 
 def test_files_that_do_not_fit(tmp_path):
@@ -326,11 +326,11 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(ModelLoadError, match="gates is"):
         vitrail.AddedTokens.load(deeper, path)
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ModelLoadError, match="holds no added tokens"):
+    with pytest.raises(ModelLoadError, match="has no added tokens"):
         vitrail.AddedTokens.load(deeper, path)
     with pytest.raises(ModelLoadError):
         vitrail.AddedTokens.load(deeper, tmp_path / "none")
-    with pytest.raises(ModelLoadError, match="could not be written"):
+    with pytest.raises(ModelLoadError, match="could not write"):
         mix(small()).save(tmp_path / "no" / "such")
     assert list(deeper.state_dict()) == keys
 
@@ -338,24 +338,24 @@ def test_files_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "no tokens were asked for"),
-        ({"registers": -1}, "registers is how many"),
-        ({"registers": True}, "registers is how many"),
-        ({"classes": 1.5}, "classes is how many"),
+        ({}, "no tokens to add"),
+        ({"registers": -1}, "registers is the number"),
+        ({"registers": True}, "registers is the number"),
+        ({"classes": 1.5}, "classes is the number"),
         ({"distillation": 2}, "at most one"),
         ({"tasks": ["breed"]}, "names with numbers of outputs"),
         ({"tasks": {"breed": 0}}, "number of outputs"),
-        ({"tasks": {"two words": 3}}, "Python name"),
+        ({"tasks": {"two words": 3}}, "Python identifier"),
         ({"tasks": {"breed": 3}, "tokens": [TokenSpec("breed", Role.TASK, classes=3)]}, "more than once: breed"),
         ({"distillation": True, "tokens": [TokenSpec("more", Role.DISTILLATION)]}, "at most one distillation"),
         ({"registers": 1, "num_classes": 0}, "num_classes is 1 or more"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=3)]}, "expected 0 to 2, a block"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=-1)]}, "expected 0 to 2, a block"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, position=True)]}, "added tokens have none"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=3)]}, "expected a block, 0 to 2"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=-1)]}, "expected a block, 0 to 2"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, position=True)]}, "no position"),
         ({"tokens": ["t"]}, "TokenSpec objects"),
         ({"tokens": None}, "list of TokenSpec"),
         ({"tokens": TokenSpec("t", Role.TASK, classes=2)}, "list of TokenSpec"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until they are opened"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until opened"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_changes(options, said):
@@ -369,16 +369,16 @@ def test_what_cannot_work_is_refused_before_anything_changes(options, said):
 
 def test_mixes_with_the_models_own_tokens_are_refused():
     distilled = timm.create_model("deit_tiny_distilled_patch16_224", depth=1, embed_dim=32, num_heads=2)
-    with pytest.raises(InvalidOption, match="has a distillation token already"):
+    with pytest.raises(InvalidOption, match="already has a distillation token"):
         vitrail.add_tokens(distilled, distillation=True)
     # timm itself ignores registers on a distilled model
     assert vitrail.add_tokens(distilled, registers=4).layout.indices(Role.REGISTER) == range(2, 6)
     roles = [TokenSpec("cls", Role.CLASS), TokenSpec("breed", Role.TASK, classes=3)]
     ours = create_model("vit_tiny_patch16", depth=1, tokens=roles)
-    with pytest.raises(InvalidOption, match="tokens named 'breed' already"):
+    with pytest.raises(InvalidOption, match="already has tokens named 'breed'"):
         vitrail.add_tokens(ours, tasks={"breed": 3})
     headless = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
-    with pytest.raises(InvalidOption, match="give num_classes="):
+    with pytest.raises(InvalidOption, match="set num_classes="):
         vitrail.add_tokens(headless, classes=1)
     with pytest.raises(UnsupportedModel):
         vitrail.add_tokens(nn.Linear(2, 2), registers=1)
@@ -389,19 +389,19 @@ def test_mixes_with_the_models_own_tokens_are_refused():
 def test_once_at_a_time_and_not_after_removal():
     model, images = small(), pictures()
     added = mix(model)
-    with pytest.raises(AlreadyMerged, match="added to this model already"):
+    with pytest.raises(AlreadyApplied, match="added to this model already"):
         vitrail.add_tokens(model, registers=1)
-    with pytest.raises(AlreadyMerged, match="added to this model already"):
+    with pytest.raises(AlreadyApplied, match="added to this model already"):
         vitrail.test_time_registers(model, neurons={0: [1]})
     assert "closed" in repr(added)
     assert "2 register 'registers'" in repr(added)
     added.remove()
     for call in (added.open, added.close, added.remove, added.trainable):
-        with pytest.raises(NotMerged, match="were removed"):
+        with pytest.raises(NotApplied, match="was removed"):
             call()
-    with pytest.raises(NotMerged, match="nothing was added"):
+    with pytest.raises(NotApplied, match="carries no AddedTokens"):
         vitrail.AddedTokens.of(model)
-    with pytest.raises(NotMerged, match="were removed"):
+    with pytest.raises(NotApplied, match="was removed"):
         added(images)
     assert "removed" in repr(added)
     with mix(model) as added:
@@ -481,9 +481,9 @@ def test_gates_keep_their_precision_and_learn():
     assert added.tokens.gates.dtype == torch.float32
     assert model.to(torch.float16).vitrail_tokens.gates.dtype == torch.float32
     model.bfloat16()
-    optimiser = torch.optim.Adam(added.trainable(gate_lr=0.1), lr=1e-3)
+    optimizer = torch.optim.Adam(added.trainable(gate_lr=0.1), lr=1e-3)
     model(images).square().mean().backward()
-    optimiser.step()
+    optimizer.step()
     assert (added.tokens.gates.detach() + 10).abs().min() > 0.05
 
 

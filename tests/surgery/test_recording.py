@@ -1,4 +1,4 @@
-"""Recordings equal what the model computes, for every model, while its own attention stays as it is."""
+"""Recordings equal what every supported model computes, with its own attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vitrail.surgery.recording import stream
 
 
 class Attended:
-    """Takes down what reaches PyTorch's attention function: the independent witness of queries, keys and values."""
+    """Stores the arguments of PyTorch's attention function, as an independent reference for q, k and v."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -206,7 +206,7 @@ def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) ->
     for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_collection(tmp_path)):
         assert torch.allclose(vitrail.record(toy, given, "norms", batch_size=2).norms[2], expected)
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    with pytest.warns(VitrailWarning, match=r"could not be read, 1 of the pictures.*broken\.png"):
+    with pytest.warns(VitrailWarning, match=r"1 images that could not be read.*broken\.png"):
         assert len(vitrail.record(toy, tmp_path, "norms")) == 3
 
 
@@ -246,17 +246,17 @@ def test_compiled_blocks_are_seen_without_compiling_anew() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "what": ({"what": "magic"}, InvalidOption, "what to record is one or more of"),
-    "nothing": ({"what": ()}, InvalidOption, "what to record is one or more of"),
-    "layer": ({"layers": 3}, InvalidOption, "layers are numbers from -3 to 2"),
-    "no layers": ({"layers": []}, InvalidOption, "layers are numbers"),
-    "role": ({"what": "attention", "queries": "king"}, InvalidOption, "queries are roles"),
+    "what": ({"what": "magic"}, InvalidOption, "what is one or more of"),
+    "nothing": ({"what": ()}, InvalidOption, "what is one or more of"),
+    "layer": ({"layers": 3}, InvalidOption, "layers are integers from -3 to 2"),
+    "no layers": ({"layers": []}, InvalidOption, "layers are integers"),
+    "role": ({"what": "attention", "queries": "king"}, InvalidOption, "tokens are roles"),
     "position": ({"what": "attention", "queries": 17}, InvalidOption, "positions below 17"),
     "empty role": ({"what": "attention", "queries": "register"}, InvalidOption, "no such token"),
-    "no what": ({"what": None}, InvalidOption, "what to record is one or more of"),
-    "half a layer": ({"layers": 1.5}, InvalidOption, "layers are numbers"),
-    "yes as a layer": ({"layers": True}, InvalidOption, "layers are numbers"),
-    "half a position": ({"what": "attention", "queries": 3.5}, InvalidOption, "queries are roles"),
+    "no what": ({"what": None}, InvalidOption, "what is one or more of"),
+    "half a layer": ({"layers": 1.5}, InvalidOption, "layers are integers"),
+    "yes as a layer": ({"layers": True}, InvalidOption, "layers are integers"),
+    "half a position": ({"what": "attention", "queries": 3.5}, InvalidOption, "tokens are roles"),
     "batch size in words": ({"batch_size": "2"}, InvalidOption, "batch_size is 1 or more"),
     "dtype in words": ({"dtype": "half"}, InvalidOption, "floating point"),
     "whole numbers": ({"dtype": torch.int8}, InvalidOption, "floating point"),
@@ -276,7 +276,7 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(toy, torch.randn(3, 16, 16))
     with pytest.raises(UnsupportedInput, match="got a tensor of"):
         vitrail.record(toy, torch.randn(1, 3, 2, 16, 16))
-    with pytest.raises(UnsupportedInput, match="no pictures"):
+    with pytest.raises(UnsupportedInput, match="no images"):
         vitrail.record(toy, [])
     with pytest.raises(ImageError, match=r"cat\.jpg: there is no such file"):
         vitrail.record(toy, ["cat.jpg"])
@@ -284,7 +284,7 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(toy, "photos")
     with pytest.raises(UnsupportedInput, match="got NoneType"):
         vitrail.record(toy, None)
-    with pytest.raises(UnsupportedInput, match="expected floating point"):
+    with pytest.raises(UnsupportedInput, match="must be floating point"):
         vitrail.record(toy, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     with pytest.raises(UnsupportedInput, match="several sizes"):
         vitrail.record(toy, [torch.randn(1, 3, 16, 16), torch.randn(1, 3, 32, 16)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitrail.heads import AttentionPool
 from vitrail.merging.attention import weights_of_few
 from vitrail.models import ViTConfig
-from vitrail.models.class_attention import ClassAttention
+from vitrail.models.layers import ClassAttention
 
 WIDTH, HEADS, TOKENS = 128, 2, 64
 FAR = -150.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail import errors
 from vitrail.adapters import load_model
-from vitrail.merging import Assignment
+from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, register_method
 from vitrail.surgery import (
     Ablation,
     AddedTokens,
@@ -44,13 +44,17 @@ __all__ = [
     "Ablation",
     "AddedTokens",
     "Assignment",
+    "Context",
     "Count",
     "Merging",
+    "Method",
     "Recording",
+    "Reduction",
     "RegisterNeurons",
     "Report",
     "Role",
     "TestTimeRegisters",
+    "ToMe",
     "TokenLayout",
     "TokenSpan",
     "TokenSpec",
@@ -71,6 +75,7 @@ __all__ = [
     "load_model",
     "merge",
     "record",
+    "register_method",
     "test_time_registers",
     "to_timm",
 ]

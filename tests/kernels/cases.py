@@ -49,6 +49,7 @@ class Attention(Case):
         sharp: factor of the queries; large ones make attention pick single keys.
         shift: added to log₂ of all sizes, which changes nothing: but where something that is not there has a score of
             0 instead of −∞, its weight overflows once all others are far below.
+        padding: tokens of size 0 at the end of the first image, half as many at the end of the others.
     """
 
     topic: ClassVar[str] = "attention"
@@ -61,6 +62,7 @@ class Attention(Case):
     scale: float | None = None
     sharp: float = 1.0
     shift: float = 0.0
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Merging(Case):
 
     Attributes:
         crowded: whether most tokens that go, go into one group.
+        padding: tokens of size 0, as in ``Attention``, and as many groups without members in the first image.
     """
 
     topic: ClassVar[str] = "merging"
@@ -111,6 +114,7 @@ class Merging(Case):
     norm: bool = False
     sizes: bool = False
     crowded: bool = False
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,7 @@ class Backward(Case):
         kept: how many tokens are left; None where nothing merges.
         tokens: whether a gradient comes along the tokens.
         strided: whether it has holes.
+        padding: tokens of size 0 and groups without members, as in ``Merging``.
     """
 
     topic: ClassVar[str] = "backward"
@@ -171,6 +176,7 @@ class Backward(Case):
     gamma: bool = False
     sizes: bool = False
     strided: bool = False
+    padding: int = 0
 
 
 HALF = "float16"
@@ -188,6 +194,8 @@ ATTENTION = (
     Attention(length=40, width=128, stepped=True, layout="separate"),
     Attention(length=50, width=32, heads=3, scale=0.3, sharp=8.0),
     *(Attention(length=33, width=32, shift=-200.0, stepped=stepped) for stepped in (False, True)),
+    *(Attention(length=80, width=32, padding=40, stepped=stepped) for stepped in (False, True)),
+    Attention(length=70, width=64, padding=69, dtype=HALF),
 )
 
 ATTENTION_BACKWARD = (
@@ -205,6 +213,11 @@ ATTENTION_BACKWARD = (
     *(AttentionBackward(length=20, layout=layout, heads=3, split=True) for layout in ("separate", "heads", "channels")),
     AttentionBackward(length=40, width=32, scale=0.3, sharp=4.0, split=True),
     *(AttentionBackward(length=33, width=32, shift=-200.0, split=split) for split in (False, True)),
+    *(
+        AttentionBackward(length=50, padding=40, blocks=blocks, split=split)
+        for blocks in (False, True)
+        for split in (False, True)
+    ),
     *(AttentionBackward(length=24, shift=-200.0, blocks=True, split=split, dtype=HALF) for split in (False, True)),
 )
 
@@ -241,6 +254,9 @@ MERGING = (
     *(Merging(**_EVERYTHING, dtype=dtype, crowded=True, length=40, kept=20) for dtype in ("float32", HALF)),
     *(Merging(**_EVERYTHING, channels=channels, dtype=HALF) for channels in (1, 32, 384, 768)),
     Merging(norm=True, sizes=True),
+    Merging(sizes=True, padding=4),
+    Merging(padding=4, norm=True),
+    *(Merging(**_EVERYTHING, padding=5, dtype=dtype) for dtype in ("float32", HALF)),
     Merging(length=2, kept=1, sizes=True),
     Merging(length=9, kept=9, sizes=True, dtype=HALF),
 )
@@ -266,6 +282,7 @@ BACKWARD = (
         for tokens in (False, True)
     ),
     Backward(norm=True, tokens=False, channels=200),
+    *(Backward(norm=norm, gamma=norm, sizes=True, padding=4) for norm in (False, True)),
 )
 
 SUM = (*(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),)

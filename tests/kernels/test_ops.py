@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,8 +19,16 @@ from vitrail import kernels
 from vitrail.adapters.base import DenseBlock
 from vitrail.adapters.timm import TimmBlock
 from vitrail.kernels import KernelAssignment, ops
-from vitrail.merging import Assignment, MergeState, match, proportional_attention
+from vitrail.merging import Assignment, Context, MergeState, Random, ToMe, match, proportional_attention
 from vitrail.runtime.dense_forward import dense_block, dense_forward, serves
+
+
+def plan(method: Any = None, order: str = "paper") -> Any:
+    """What the dense path asks of a plan."""
+    return SimpleNamespace(method=method or ToMe(), order=order)
+
+
+PLAN = plan()
 
 OPERATORS = [
     *("attend", "attend_keep", "attend_back", "attend_packed", "attend_packed_back", "match", "merge"),
@@ -95,7 +105,7 @@ def test_dense_block_without_values(gpu: str, learns: bool, r: int, scaled: bool
     state = MergeState((r, r, r), protected=1)
     with torch.set_grad_enabled(learns):
         for layer in range(3):
-            assert serves(x, state)
+            assert serves(x, PLAN, state)
             x, state = dense_forward(block, x, state, state.r, proportional=True)
             assert shapes(x) == [((3, 17 - (layer + 1) * r, 32), torch.bfloat16)]
     assert state.layer == 3
@@ -111,14 +121,16 @@ def test_dense_block_without_values(gpu: str, learns: bool, r: int, scaled: bool
 def test_dense_path_serves_half_precision_in_paper_order(gpu: str) -> None:
     x = torch.empty(1, 17, 32, device=gpu, dtype=torch.bfloat16)
     state = MergeState((2,))
-    assert serves(x, state)
-    assert not serves(x.float(), state)
-    assert not serves(x, MergeState((2,), order="original"))
-    assert not serves(x, MergeState((2,), protected=torch.zeros(1, 17, dtype=torch.bool)))
+    assert serves(x, PLAN, state)
+    assert not serves(x.float(), PLAN, state)
+    assert not serves(x, plan(order="original"), state)
+    assert not serves(x, plan(method=ToMe(features="values")), state)
+    assert not serves(x, plan(method=Random()), state)
+    assert not serves(x, PLAN, MergeState((2,), protected=torch.zeros(1, 17, dtype=torch.bool)))
     with mock.patch.object(torch, "is_autocast_enabled", lambda device: device == "cuda"):
-        assert not serves(x, state)
+        assert not serves(x, PLAN, state)
     with kernels.reference():
-        assert not serves(x, state)
+        assert not serves(x, PLAN, state)
 
 
 @pytest.mark.parametrize(("width", "served"), [(64, True), (128, True), (136, False)])
@@ -130,7 +142,7 @@ def test_dense_path_leaves_wide_heads_to_the_reference(
     block = Block(2 * width, 2, qkv_bias=True).to(torch.bfloat16).eval()
     x = torch.empty(1, 17, 2 * width, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert (dense_block(TimmBlock(), block, x, MergeState((2,))) is not None) == served
+        assert (dense_block(TimmBlock(), block, x, PLAN, MergeState((2,))) is not None) == served
 
 
 def test_kernels_serve_floating_point_on_gpus(gpu: str) -> None:
@@ -156,11 +168,31 @@ def test_reference_holds_until_the_outermost_end(gpu: str) -> None:
     assert kernels.usable(x)
 
 
-def test_other_matchings_go_to_the_reference(gpu: str) -> None:
+def context(k: Tensor, protected: Any = 1) -> Context:
+    x = torch.empty(k.shape[0], k.shape[2], 8, device=k.device, dtype=k.dtype)
+    return Context(0, (1, 4, 4), x, protected=protected, project=lambda: (k, k, k))
+
+
+def test_the_fused_matching_runs_only_where_it_does_the_same(gpu: str) -> None:
     k = torch.empty(1, 2, 17, 16, device=gpu)
-    assert type(kernels.match(k, 0)) is Assignment
-    assert type(kernels.match(k, 2, 1, "original")) is Assignment
-    assert type(kernels.match(k, 2, torch.zeros(1, 17, dtype=torch.bool, device=gpu))) is Assignment
+    assert isinstance(reduced(ToMe(), context(k)), KernelAssignment)
+    assert type(reduced(ToMe(), context(k), "original")) is Assignment
+    assert type(reduced(ToMe("values"), context(k))) is Assignment
+    assert type(reduced(Random(), context(k))) is Assignment
+    assert type(reduced(ToMe(), context(k, torch.zeros(1, 17, dtype=torch.bool, device=gpu)))) is Assignment
+
+
+def reduced(method: ToMe, shown: Context, order: Any = "paper", r: int = 2) -> Assignment:
+    found = kernels.reduce(method, shown, r, order)
+    assert found is not None
+    return found.assignment
+
+
+def test_any_assignment_lists_its_members() -> None:
+    target = torch.tensor([[0, 2, 2, 0, 1], [1, 1, 1, 1, 0]])
+    found = kernels.with_members(Assignment(target, 4))
+    assert found.start.tolist() == [[0, 2, 3, 5, 5], [0, 1, 5, 5, 5]]
+    assert found.member.tolist() == [[0, 3, 4, 1, 2], [4, 0, 1, 2, 3]]
 
 
 def test_a_machine_without_a_gpu_uses_the_reference() -> None:
@@ -169,7 +201,7 @@ def test_a_machine_without_a_gpu_uses_the_reference() -> None:
     assert kernels.describe()["kernels"] == "reference"
     assert kernels.describe()["why"] == ("no CUDA device" if find_spec("triton") else "Triton is not installed")
     k = torch.randn(2, 3, 17, 8, dtype=torch.float16)
-    step = kernels.match(k, 4, 1)
+    step = reduced(ToMe(), context(k), r=4)
     assert type(step) is Assignment
     assert torch.equal(step.target, match(k.float().mean(1), 4, 1).target)
 

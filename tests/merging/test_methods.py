@@ -1,6 +1,8 @@
-"""What Token Merging is compared with: merging at random, and pruning."""
+"""The methods that come with the package: ToMe with any features, and the controls Random and Prune."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,39 +12,46 @@ from torch import Tensor
 import vitrail
 from tests.models.mixes import SMALL, built, pictures
 from vitrail.errors import InvalidOption
-from vitrail.merging import METHODS, match
-from vitrail.merging.methods import prune
+from vitrail.merging import Context, MergeState, Prune, Random, ToMe, as_method, match
 from vitrail.models import ViT, ViTConfig
 
 
-@pytest.mark.parametrize("order", ["paper", "original"])
-def test_pruning_keeps_the_tokens_that_others_would_go_into(order: str) -> None:
+def context(x: Tensor, **options: Any) -> Context:
+    """A block that shows the same values as tokens, queries, keys and values of one head."""
+    heads = x.unsqueeze(1)
+    return Context(0, (1, 1, x.shape[1]), x, project=lambda: (heads, heads, heads), **options)
+
+
+def test_pruning_keeps_the_tokens_that_others_would_go_into() -> None:
     torch.manual_seed(0)
-    features, x = torch.randn(3, 11, 4), torch.randn(3, 11, 5)
-    for r in range(6):
-        merged, pruned = match(features, r, 1, order), prune(features, r, 1, order)
-        assert torch.equal(pruned.target, merged.target)
-        kept, sizes, _ = pruned.merge_all(x, None)
-        assert torch.equal(sizes, torch.ones(3, 11 - r))
-        for picture in range(3):
+    x = torch.randn(3, 11, 4)
+    for r in range(1, 6):
+        merged = match(x, r, 1)
+        reduction = Prune().reduce(context(x, protected=1), r)
+        assert torch.equal(reduction.assignment.target, merged.target)
+        kept, state = MergeState((r,), protected=1).apply(x, reduction)
+        assert torch.equal(state.size, torch.ones(3, 11 - r))
+        for image in range(3):
             for place in range(11 - r):
-                members = (merged.target[picture] == place).nonzero()[:, 0].tolist()
+                members = (merged.target[image] == place).nonzero()[:, 0].tolist()
                 stays = members[0] if len(members) == 1 else next(one for one in members if one % 2)
-                assert torch.equal(kept[picture, place], x[picture, stays])
+                assert torch.equal(kept[image, place], x[image, stays])
 
 
-def test_sizes_that_tokens_had_stay_theirs() -> None:
-    """Pruning after merging: a token of four members that stays counts four times, whoever went into it."""
+def test_pruning_keeps_the_size_of_the_token_that_stays() -> None:
     torch.manual_seed(0)
-    size = torch.tensor([[4.0, 1.0, 2.0, 3.0]])
-    step = prune(torch.randn(1, 4, 3), 1)
-    gone = int((~step.stays).nonzero()[0, 1])
-    assert sorted(step.merge_sizes(size)[0].tolist()) == sorted(size[0].tolist()[:gone] + size[0].tolist()[gone + 1 :])
+    x, size = torch.randn(1, 4, 3), torch.tensor([[4.0, 1.0, 2.0, 3.0]])
+    reduction = Prune().reduce(context(x, size=size), 1)
+    assert reduction.weight is not None
+    gone = int((reduction.weight == 0).nonzero()[0, 1])
+    _, state = MergeState((1,), size=size).apply(x, reduction)
+    assert state.size is not None
+    assert sorted(state.size[0].tolist()) == sorted(size[0].tolist()[:gone] + size[0].tolist()[gone + 1 :])
 
 
 def test_random_merges_choose_all_pairs_alike() -> None:
     torch.manual_seed(0)
-    step = METHODS["random"](torch.zeros(4000, 8, 16), 1, 0, "paper")
+    step = Random().reduce(context(torch.zeros(4000, 8, 16)), 1).assignment
     pairs = torch.zeros(8, 8)
     for row in step.target:
         into = (row == row.mode().values).nonzero()[:, 0]
@@ -53,33 +62,70 @@ def test_random_merges_choose_all_pairs_alike() -> None:
     assert (pairs[even_odd] - 250).abs().max() < 5 * 250**0.5
 
 
-def pruned_by_hand(model: ViT, x: Tensor, r: int) -> Tensor:
-    """The answer of a model whose blocks lose tokens between attention and MLP, written out."""
+def merged_by_hand(model: ViT, x: Tensor, r: int, features: Any, prune: bool = False) -> Tensor:
+    """The class token of a model that merges or prunes by some features, written out for unmerged models."""
     patches, special = model._embed(x, model.config.grid)
     y = torch.cat([special["cls"], patches], 1)
+    size = torch.ones(y.shape[:2], dtype=y.dtype)
     for block in model.blocks:
         h = block.norm1(y)
         q, k, v = block.attn.qkv(h).unflatten(-1, (3, model.config.heads, -1)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        y = y + block.ls1(block.attn.proj(out))
-        unit = F.normalize(k.mean(1), dim=-1)
-        scores = unit[:, ::2] @ unit[:, 1::2].mT
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=size.log()[:, None, None])
+        y = y + block.ls1(block.attn.proj(out.transpose(1, 2).flatten(2)))
+        shown = {"keys": k.mean(1), "queries": q.mean(1), "values": v.mean(1), "tokens": y}
+        scores = sum(
+            weight * F.normalize(shown[name], dim=-1) @ F.normalize(shown[name], dim=-1).mT
+            for name, weight in features.items()
+        )[:, ::2, 1::2]
         scores[:, 0] = -torch.inf  # the class token
-        gone = 2 * scores.amax(2).topk(r).indices
-        stays = torch.ones(y.shape[:2], dtype=torch.bool).scatter(1, gone, False)
-        order = torch.arange(y.shape[1]).expand(y.shape[:2])
-        order = torch.where(order % 2 == 0, order, order + y.shape[1])  # even ones first
-        places = order.masked_fill(~stays, 10**6).argsort(1)[:, : y.shape[1] - r]
-        y = y.gather(1, places.unsqueeze(-1).expand(-1, -1, y.shape[2]))
+        best, partner = scores.max(2)
+        merged_y, merged_size = [], []
+        for image in range(len(y)):
+            gone = {2 * int(i): 2 * int(partner[image, i]) + 1 for i in best[image].topk(r).indices}
+            left = sorted((i for i in range(y.shape[1]) if i not in gone), key=lambda i: (i % 2, i))
+            groups = [[i, *(s for s, d in gone.items() if d == i and not prune)] for i in left]
+            merged_size.append(torch.stack([size[image, members].sum() for members in groups]))
+            merged_y.append(
+                torch.stack([(size[image, m, None] * y[image, m]).sum(0) / size[image, m].sum() for m in groups])
+            )
+        y, size = torch.stack(merged_y), torch.stack(merged_size)
         y = y + block.ls2(block.mlp(block.norm2(y)))
     return model.norm(y)[:, 0]
+
+
+@pytest.mark.parametrize(
+    "features", ["keys", "queries", "values", "tokens", {"keys": 0.7, "tokens": 0.3}, {"queries": 2, "values": 1}]
+)
+def test_every_feature_against_a_loop(features: Any) -> None:
+    config = ViTConfig(**SMALL)
+    model, x = built(config), pictures(config)
+    weights = {features: 1} if isinstance(features, str) else features
+    with torch.no_grad():
+        expected = merged_by_hand(model, x, 3, weights)
+        with vitrail.merge(model, r=3, method=ToMe(features=features)) as merging:
+            found = model.forward_features(x)[:, 0]
+            config_of_method = merging.config["method"]
+        with vitrail.merge(model, r=3, method=config_of_method):
+            again = model.forward_features(x)[:, 0]
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(again, found)
+
+
+def test_features_differ() -> None:
+    config = ViTConfig(**SMALL)
+    model, x = built(config), pictures(config)
+    answers = []
+    for features in ("keys", "queries", "values", "tokens"):
+        with torch.no_grad(), vitrail.merge(model, r=3, method=ToMe(features=features)):
+            answers.append(model(x))
+    assert len({tuple(answer.flatten().tolist()) for answer in answers}) == 4
 
 
 def test_a_pruned_model_is_one_that_loses_tokens() -> None:
     config = ViTConfig(**SMALL)
     model, x = built(config), pictures(config)
     with torch.no_grad():
-        expected = pruned_by_hand(model, x, 3)
+        expected = merged_by_hand(model, x, 3, {"keys": 1}, prune=True)
         with vitrail.merge(model, r=3, method="prune") as merging:
             found = model.forward_features(x)[:, 0]
             assert merging.config["method"] == "prune"
@@ -101,6 +147,13 @@ def test_random_merging_depends_on_the_seed_alone() -> None:
     assert not torch.equal(answers[0], answers[2])
 
 
-def test_unknown_methods() -> None:
-    with pytest.raises(InvalidOption, match=r"method is one of tome, random, prune; got 'magic'"):
-        vitrail.merge(built(ViTConfig(**SMALL)), r=1, method="magic")
+@pytest.mark.parametrize("method", ["magic", 3, {"features": "keys"}, {"name": "tome", "speed": 2}, None, ToMe])
+def test_unknown_methods(method: Any) -> None:
+    with pytest.raises(InvalidOption, match="method"):
+        as_method(method)
+
+
+@pytest.mark.parametrize("features", ["colors", {}, {"keys": 0}, {"keys": -1.0}, {"keys": True}, {"x": 1}, ["keys"]])
+def test_unknown_features(features: Any) -> None:
+    with pytest.raises(InvalidOption, match="features"):
+        ToMe(features=features)

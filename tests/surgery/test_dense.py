@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from vitrail import kernels
 from vitrail.adapters.timm import TimmBlock
-from vitrail.merging import MergeState
+from vitrail.merging import MergeState, ToMe
 from vitrail.runtime import dense_forward as dense
 from vitrail.runtime.dense_forward import dense_block
 
@@ -24,8 +25,12 @@ def block(monkeypatch: pytest.MonkeyPatch) -> Block:
     return Block(32, 2, qkv_bias=True, init_values=0.1, drop_path=0.1, proj_drop=0.1).to(torch.bfloat16).eval()
 
 
+PLAN = SimpleNamespace(order="paper", method=ToMe())
+"""What the dense path asks of a plan."""
+
+
 def find(block: nn.Module) -> dense.DenseBlock | None:
-    return dense_block(TimmBlock(), block, torch.empty(1, 9, 32, dtype=torch.bfloat16), MergeState((2,)))
+    return dense_block(TimmBlock(), block, torch.empty(1, 9, 32, dtype=torch.bfloat16), PLAN, MergeState((2,)))
 
 
 def test_known_block_is_not_looked_through_again(block: Block) -> None:

@@ -1,11 +1,11 @@
-"""Fast twins of the reference functions, and the choice between the two.
+"""Fused Triton kernels for the functions of ``vitrail.merging``, and the choice between the two.
 
-    attention    proportional attention                   merging.proportional_attention
-    match        which tokens merge into which            merging.match
-    KernelAssignment.merge_all    means of groups         merging.Assignment.merge_all
+    attention                     proportional attention            merging.proportional_attention
+    reduce                        a method, or its fused twin       merging.Method.reduce
+    KernelAssignment.merge_all    means of groups                   merging.Assignment.merge_all
 
-The kernels serve CUDA devices where Triton is installed; every other device and dtype gets the reference. Inside
-``with reference():`` everything does.
+The kernels run on CUDA devices where Triton is installed; every other device and dtype uses the reference functions,
+and so does everything inside ``with reference():``.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitrail.kernels import ops
-from vitrail.merging import METHODS, Assignment, proportional_attention
+from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
 from vitrail.merging.bipartite import Order, Protected
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST = 128
-"""Widest head, in channels, whose blocks fit a multiprocessor's memory."""
+"""Largest head width whose blocks fit the shared memory of a multiprocessor."""
 
 
 class _Switch:
@@ -39,7 +39,7 @@ _switch = _Switch()
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Use the reference functions everywhere inside, in all threads."""
+    """Use the reference functions inside the ``with`` block, in all threads."""
     _switch.forced += 1
     try:
         yield
@@ -48,12 +48,12 @@ def reference() -> Iterator[None]:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the kernels serve a tensor."""
+    """Return whether the kernels run on a tensor."""
     return x.is_cuda and x.dtype in _DTYPES and _HAS_TRITON and not _switch.forced
 
 
 def describe() -> dict[str, Any]:
-    """Say which functions are used here, and why."""
+    """Return which implementation is used here, and why."""
     if _switch.forced:
         return {"kernels": "reference", "why": "forced by vitrail.kernels.reference()"}
     if not _HAS_TRITON:
@@ -64,18 +64,18 @@ def describe() -> dict[str, Any]:
 
 
 BESIDE = 32
-"""Largest batch whose matching runs beside attention: a few pictures do not fill a GPU, many do."""
+"""Largest batch whose matching runs concurrently with attention: a few images do not fill a GPU, many do."""
 
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 @contextmanager
 def beside(x: Tensor) -> Iterator[Callable[[], None]]:
-    """Run what is inside on a stream of its own, once ``x`` is there; the function given joins the streams again.
+    """Run the ``with`` block on a side stream once ``x`` is ready; yield a function that joins the streams.
 
-    For small batches while a CUDA graph is recorded: otherwise streams cost more time to launch than they save. Every
-    stream has one beside it, which waits for it each time: so memory that is given back on either is never taken while
-    the other still reads it.
+    Only for small batches while a CUDA graph is captured: otherwise the extra launches cost more than they save. Every
+    stream has its own side stream, which waits for it each time, so memory freed on either is never reused while the
+    other still reads it.
     """
     if x.shape[0] > BESIDE or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
         yield _nothing
@@ -90,12 +90,17 @@ def beside(x: Tensor) -> Iterator[Callable[[], None]]:
 
 
 def _nothing() -> None:
-    """Join nothing."""
+    """Do nothing: there is no stream to join."""
 
 
 @dataclass(frozen=True)
 class KernelAssignment(Assignment):
-    """An assignment that lists the members of each group, so that a kernel can merge them in one pass."""
+    """An assignment that lists the members of each group, so that a kernel can merge them in one pass.
+
+    Attributes:
+        member: positions group by group (B, N), int32.
+        start: where each group starts in ``member`` (B, length + 1), int32.
+    """
 
     member: Tensor
     start: Tensor
@@ -104,18 +109,41 @@ class KernelAssignment(Assignment):
         return ops.merge(x, size, self.member, self.start)
 
 
-FUSED = ("tome",)
-"""Methods that the kernels know."""
+def with_members(assignment: Assignment) -> KernelAssignment:
+    """Return any assignment with the members of its groups listed."""
+    target, length = assignment.target, assignment.length
+    member = target.argsort(stable=True, dim=1).to(torch.int32)
+    counts = torch.zeros(target.shape[0], length + 1, dtype=torch.int64, device=target.device)
+    counts.scatter_add_(1, target + 1, torch.ones_like(target))
+    return KernelAssignment(target, length, member, counts.cumsum(1).to(torch.int32))
 
 
-def match(k: Tensor, r: int, protected: Protected = 0, order: Order = "paper", method: str = "tome") -> Assignment:
-    """Match tokens by their keys (B, H, N, d), averaged over heads."""
-    known = method in FUSED and isinstance(protected, int) and order == "paper"
-    if r and known and k.shape[-1] <= WIDEST and usable(k):
-        target, member, start = ops.match(k, r, protected)
-        return KernelAssignment(target, k.shape[2] - r, member, start)
-    metric = k.mean(1, dtype=torch.promote_types(k.dtype, torch.float32))
-    return METHODS[method](metric, r, protected, order)
+def serves_tome(k: Tensor, protected: Protected) -> bool:
+    """Return whether the fused matching of ToMe runs on these keys (B, H, N, d)."""
+    return isinstance(protected, int) and k.shape[-1] <= WIDEST and usable(k)
+
+
+def match(k: Tensor, r: int, protected: int) -> KernelAssignment:
+    """Match tokens as ToMe does, by their keys (B, H, N, d), with the fused kernel."""
+    target, member, start = ops.match(k, r, protected)
+    return KernelAssignment(target, k.shape[2] - r, member, start)
+
+
+def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "paper") -> Reduction | None:
+    """Reduce the tokens of a block: by the method's fused twin where it runs, by the method itself otherwise."""
+    if method.twin == "tome" and order == "paper" and isinstance(r, int) and not context.padded:
+        k = context.k.detach()
+        if r and isinstance(context.protected, int) and serves_tome(k, context.protected):
+            return Reduction(match(k, r, context.protected))
+    reduction = method.reduce(context, r)
+    if reduction is None:
+        return None
+    if order == "original" or not method.places_groups:
+        reduction = replace(reduction, assignment=reduction.assignment.by_first_member())
+    plain = reduction.weight is None and reduction.size is None and reduction.soft is None and method.averages
+    if plain and usable(context.x) and not torch.compiler.is_compiling():
+        return replace(reduction, assignment=with_members(reduction.assignment))
+    return reduction
 
 
 def attention(
@@ -130,7 +158,7 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend (B, H, N, d) in proportion to sizes (B, N); gives (B, N, H·d). Sizes may want gradients, too."""
+    """Compute proportional attention (B, H, N, d) with sizes (B, N), differentiable in both; return (B, N, H·d)."""
     plain = mask is None and not causal and dropout == 0.0
     if size is not None and plain and q.shape[-1] <= WIDEST and not size.requires_grad and usable(q):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -145,7 +173,7 @@ def attention(
 def packed_attention(
     qkv: Tensor, heads: int, size: Tensor | None, log2_size: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Attend with queries, keys and values in one tensor (B, N, 3·H·d), for gradients that are one tensor, too."""
+    """Compute proportional attention from packed queries, keys and values (B, N, 3·H·d); the gradient is packed too."""
     if size is None or not usable(qkv):
         return attention(*ops.unpack(qkv, heads), size, log2_size, scale=scale)
     scale = (qkv.shape[2] // (3 * heads)) ** -0.5 if scale is None else scale

@@ -1,7 +1,7 @@
-"""Launch a Triton kernel without Triton's look at every argument, which takes longer than a small kernel runs.
+"""Launch Triton kernels without Triton's inspection of every argument, which takes longer than a small kernel runs.
 
-Triton finds the machine code for a launch by the dtype and alignment of each tensor and by what divides each number.
-Here the numbers themselves are part of the key instead: it is made faster, and shapes repeat from call to call.
+Triton looks up the compiled kernel by the dtype and alignment of each tensor and by the divisibility of each number.
+Here the numbers themselves are part of the key: the key is cheaper, and shapes repeat from call to call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def launch(
     constants: Mapping[str, Any],
     **options: int,
 ) -> None:
-    """Launch a kernel on the device of its tensors, in the present stream of that device.
+    """Launch a kernel on the device of its tensors, in the current stream of that device.
 
     Args:
         kernel: a Triton function whose parameters are tensors, then numbers, then constants.
@@ -60,10 +60,10 @@ def launch(
 
 
 def power_of_two(number: int) -> int:
-    """Give the next power of two; Triton's own takes as long as a launch."""
+    """Return the next power of two; Triton's own function takes as long as a launch."""
     return 1 << (number - 1).bit_length()
 
 
 def blocks(length: int, block: int) -> int:
-    """Give the number of blocks that cover a length."""
+    """Return the number of blocks that cover a length."""
     return -(-length // block)

@@ -1,7 +1,7 @@
 """Proportional attention as one kernel: a bias per key instead of a mask, any strides, no copy of q, k or v.
 
 B batch, H heads, N tokens, D channels of a head. ``bias`` is log₂ of each key's size; beyond the last key it is −∞,
-which is all the masking that scores need.
+which is all the masking that scores need. A key of size 0 has bias −∞ too: it is padding.
 
 Up to 256 tokens, one program keeps all keys and values of a head and walks over the queries: one softmax, no running
 maximum. Longer sequences walk over the keys, with a running maximum and sum.
@@ -125,9 +125,9 @@ def _step(
 def launch(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, keep: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend (B, H, N, D) tensors of any strides, with log₂ sizes (B, N) for bias.
+    """Compute attention of (B, H, N, D) tensors of any strides, with log₂ sizes (B, N) as bias.
 
-    Gives (B, N, H·D), and where asked to keep them log₂ of each query's sum of weights (B, H, N).
+    Returns (B, N, H·D) and, with ``keep``, log₂ of each query's sum of weights (B, H, N) for the gradient.
     """
     batch, heads, length, channels = q.shape
     q, k, v = readable(q), readable(k), readable(v)
@@ -149,23 +149,23 @@ def launch(
 
 
 def _blocks(length: int, wide: bool) -> tuple[int, int, int]:
-    """Queries and keys of a block, and blocks of keys in flight: what was fastest on a Hopper GPU."""
+    """Return queries and keys per block and pipeline stages, as measured fastest on a Hopper GPU."""
     if wide:
         return 64, 32, 2
     return (128, 64, 3) if length > 540 else (64, 32, 3)
 
 
 def width(q: Tensor) -> tuple[int, bool]:
-    """Channels of a head in memory, and whether they take twice the room of 64 in half precision."""
+    """Return the padded head width, and whether it takes more than 64 channels of half precision."""
     padded = power(q.shape[3])
     return padded, padded > 64 or q.dtype == torch.float32
 
 
 def power(length: int) -> int:
-    """Next power of two that matrix units take."""
+    """Return the next power of two that tensor cores accept."""
     return max(16, launching.power_of_two(length))
 
 
 def readable(part: Tensor) -> Tensor:
-    """Lay channels one after the other, as the kernels read them."""
+    """Return the tensor with contiguous channels, as the kernels read them."""
     return part if part.stride(3) == 1 else part.contiguous()

@@ -1,13 +1,13 @@
-"""Gradients of proportional attention. Weights are computed again from log₂ of their sums, which the forward keeps.
+"""Gradients of proportional attention. Weights are recomputed from log₂ of their sums, which the forward keeps.
 
-B batch, H heads, N tokens, D channels of a head. No atomics in either form, so the same input gives the same bits.
+B batch, H heads, N tokens, D channels of a head. No atomics in either variant: the same input gives the same bits.
 
-Short sequences: one program has a head to itself. It walks over blocks of keys and, for each, over the queries;
-gradients of queries grow in memory that no other program touches.
+Short sequences: one program per head. It loops over blocks of keys and, for each, over the queries; gradients of
+queries accumulate in memory that no other program touches.
 
-Long ones: one program has a block of queries and walks over the keys, then in a second launch one has a block of keys
-and walks over the queries. Scores are computed twice, but there are programs enough for every multiprocessor, and
-nothing grows in memory. Rows beyond the last are the last one again; their weights are zero.
+Long sequences: one program per block of queries loops over the keys, then in a second launch one program per block of
+keys loops over the queries. Scores are computed twice, but every multiprocessor has work, and nothing accumulates in
+memory. Rows beyond the last repeat the last one; their weights are zero.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, check-untyped-defs=False
@@ -26,7 +26,7 @@ from vitrail.kernels.triton_attention import LOG2E, power, readable, width
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a block, blocks in flight, warps, and at most so many registers for each thread."""
+    """Queries and keys per block, pipeline stages, warps, and the register limit per thread."""
 
     queries: int
     keys: int
@@ -42,7 +42,7 @@ def _back_head(
     heads, length, scale, factor,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Scores and weights are kept transposed, keys by queries: as the products for keys and values want them."""
+    """Compute the gradients of one head, with transposed scores (keys by queries) for the products of keys."""
     batch = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     channel = tl.arange(0, D_PAD)
@@ -107,7 +107,7 @@ def _back_queries(
     heads, length, scale, factor,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block of queries; keeps each query's mean of pulls for the keys' turn."""
+    """Compute the gradients of one block of queries; keep each query's weighted mean for the second launch."""
     batch, head, first_row = _place(heads, length, BLOCK_M)
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = tl.minimum(rows, length - 1)
@@ -140,7 +140,7 @@ def _back_keys(
     heads, length, scale, factor,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block of keys and of their values, with scores transposed as ``_back_head`` has them."""
+    """Compute the gradients of one block of keys and values, with scores transposed as in ``_back_head``."""
     batch, head, first_key = _place(heads, length, BLOCK_N)
     keys = first_key + tl.arange(0, BLOCK_N)
     there = tl.minimum(keys, length - 1)
@@ -169,7 +169,7 @@ def _back_keys(
 
 @triton.jit
 def _place(heads, length, BLOCK: tl.constexpr):
-    """Say which picture, which head, and where in it this program begins; blocks of a head are neighbours."""
+    """Return the image, the head and the first row of this program; the blocks of a head are adjacent programs."""
     parts = tl.cdiv(length, BLOCK)
     which = tl.program_id(0) // parts
     return (which // heads).to(tl.int64), (which % heads).to(tl.int64), tl.program_id(0) % parts * BLOCK
@@ -239,7 +239,7 @@ def launch(
 
 
 def _blocks_head(length: int, wide: bool) -> tuple[int, int]:
-    """Queries and keys that one program computes gradients for at once: what was fastest on a Hopper GPU."""
+    """Return queries and keys per block, as measured fastest on a Hopper GPU."""
     most = power(length)
     if wide:
         return min(32, most), min(32, most)
@@ -247,14 +247,14 @@ def _blocks_head(length: int, wide: bool) -> tuple[int, int]:
 
 
 def _splits(length: int, padded: int, dtype: torch.dtype) -> bool:
-    """Say whether two launches beat one program for each head: as measured on a Hopper GPU."""
+    """Return whether two launches beat one program per head, as measured on a Hopper GPU."""
     if dtype == torch.float32:
         return length > 192
     return length > (128 if padded <= 64 else 32)
 
 
 def _blocks_split(length: int, padded: int, dtype: torch.dtype) -> tuple[Blocks, Blocks]:
-    """Blocks for the queries' gradients and for those of keys and values: what was fastest on a Hopper GPU."""
+    """Return the blocks for queries and for keys and values, as measured fastest on a Hopper GPU."""
     if dtype == torch.float32:
         small = Blocks(32, 32, 2)
         return (small, small) if padded > 64 else (Blocks(128, 64, 2, warps=8), Blocks(64, 128, 2, warps=8))

@@ -1,15 +1,15 @@
 """Matching without a sort: similarity, best partner, and places found by counting.
 
-Everything a step needs is counted from three short vectors per picture (best score, partner, merged or not), so
+Everything a step needs is counted from three short vectors per image (best score, partner, merged or not), so
 there is no sort, no scatter and no atomic: the same input gives the same bits.
 
-    _metric    keys ─► mean over heads, unit length                    (B, N, D)
+    _metric    keys ─► mean over heads, unit norm                      (B, N, D)
     _best      each even token's most similar odd token                (B, A)
     _choose    the r best edges: rank = edges that come before         (B, A)
     _place     where each token goes, and the members of each group    (B, N)
 
-A = ⌈N/2⌉ tokens stand at even positions, C = ⌊N/2⌋ at odd ones; the first P tokens are protected. Afterwards come the
-P protected tokens, the A − ⌈P/2⌉ − r even ones that stay, and the C − ⌊P/2⌋ odd ones, each in their order.
+A = ⌈N/2⌉ tokens are at even positions, C = ⌊N/2⌋ at odd ones; the first P tokens are protected. The result has the P
+protected tokens first, then the A − ⌈P/2⌉ − r even ones that stay, then the C − ⌊P/2⌋ odd ones, each in their order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from vitrail.kernels import launch as launching
 
 WHOLE = 256
-"""Longest sequence that one program matches by itself."""
+"""Longest sequence that one program matches alone."""
 
 
 @triton.jit(do_not_specialize=["heads", "length"])
@@ -91,7 +91,7 @@ def _choose(best_ptr, merges_ptr, evens, r, BLOCK_A: tl.constexpr, BLOCK_J: tl.c
 
 @triton.jit
 def _comes_before(other, j, mine, a, evens):
-    """Whether edge j comes before edge a in descending order, equal ones by lower index: (A, J) of 0 and 1."""
+    """Return whether edge j precedes edge a in descending order, ties by lower index: (A, J) of 0 and 1."""
     larger = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < a[:, None]))
     return (larger & (j < evens)[None, :]).to(tl.int32)
 
@@ -166,7 +166,7 @@ def _match_whole(
     k_ptr, scratch_ptr, target_ptr, member_ptr, start_ptr, k_b, k_h, k_n, heads, length, protected, r,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All four steps for a picture of at most 2·BLOCK tokens in one program."""
+    """Run all four steps for an image of at most 2·BLOCK tokens in one program."""
     batch = tl.program_id(0).to(tl.int64)
     evens = (length + 1) // 2
     odds = length // 2
@@ -219,8 +219,8 @@ def _unit(x):
 def launch(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     """Match tokens by their keys (B, H, N, D).
 
-    Gives ``target`` (B, N): where each token goes; ``member`` (B, N): the tokens of each group, one group after the
-    other, the one that stays first; ``start`` (B, N − r + 1): where each group's members begin.
+    Returns ``target`` (B, N), the group of each token; ``member`` (B, N), the tokens group by group, the one that stays
+    first; ``start`` (B, N − r + 1), where the members of each group start.
     """
     batch, heads, length, channels = k.shape
     if k.stride(3) != 1:

@@ -1,10 +1,11 @@
-"""Weighted means of groups with the sum before and the LayerNorm after them, in one pass over memory.
+"""Weighted means of groups, with the residual sum before and the LayerNorm after them, in one pass over memory.
 
-A group's members are listed one after the other (``triton_matching``), so each token is read once, means need no
-atomics, and the same input gives the same bits. Sums run in float32.
+The members of each group are listed contiguously (``triton_matching``), so each token is read once, means need no
+atomics, and the same input gives the same bits. Sums are computed in float32. A group without members, or with members
+of size 0 alone, becomes a zero token of size 0: padding.
 
-The gradient goes the same way back in one pass, too: through the LayerNorm, plus what comes along the tokens, to the
-members of each group. Gradients of weights are summed by a fixed number of programs, each over tokens of its own.
+The gradient also takes one pass: through the LayerNorm, plus the gradient of the tokens, to the members of each group.
+Gradients of weights are summed by a fixed number of programs, each over its own tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from vitrail.kernels import launch as launching
 
 WARPS = 2
 PROGRAMS = 1056
-"""How many programs sum gradients of weights: eight for each multiprocessor of a large GPU."""
+"""Number of programs that sum gradients of weights: eight per multiprocessor of a large GPU."""
 
 
 class Groups(NamedTuple):
-    """What is merged: sizes before (None for all one), members group by group, and where each group begins."""
+    """Groups to merge: sizes before (None: all 1), members group by group, and where each group starts."""
 
     size: Tensor | None
     member: Tensor
@@ -46,16 +47,16 @@ def _merge(
     HAS_Y: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_ADD: tl.constexpr, HAS_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One program makes one token: the mean of its members of ``x + γ·y``, its LayerNorm, and the token + ``add``."""
+    """Compute one token per program: the mean of its members of ``x + γ·y``, its LayerNorm, and the token + ``add``."""
     row = tl.program_id(0).to(tl.int64)
     batch = row // kept
     channel = tl.arange(0, D_PAD)
     inside = channel < D
-    at = row + batch  # start has one entry more per picture
+    at = row + batch  # start has one entry more per image
     first = tl.load(start_ptr + at)
     last = tl.load(start_ptr + at + 1)
     total = 1.0
-    source = batch * length + tl.load(member_ptr + batch * length + first)
+    source = batch * length + tl.load(member_ptr + batch * length + tl.minimum(first, length - 1))
     if HAS_SIZE:
         total = tl.load(size_ptr + source)
     token = _summed(x_ptr, y_ptr, gamma_ptr, source, channel, inside, HAS_Y, HAS_GAMMA, D)
@@ -69,6 +70,8 @@ def _merge(
             token += share * _summed(x_ptr, y_ptr, gamma_ptr, source, channel, inside, HAS_Y, HAS_GAMMA, D)
             total += share
         token = token / total
+    total = tl.where(last > first, total, 0.0)
+    token = tl.where(total > 0, token, 0.0)  # padding: no member, or members of size 0 alone
     tl.store(out_size_ptr + row, total)
     tl.store(out_log_ptr + row, tl.log2(total))
     token = token.to(out_ptr.dtype.element_ty)
@@ -81,7 +84,7 @@ def _norm(
     HAS_Y: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_ADD: tl.constexpr, HAS_NORM: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The same for a token that stays alone."""
+    """Compute the same for tokens that do not merge."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, D_PAD)
     inside = channel < D
@@ -135,7 +138,7 @@ def _backward(
     HAS_GRAD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_GROUPS: tl.constexpr,
     HAS_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Give the gradient of each token to the members of its group; sum those of weight, bias and γ on the way."""
+    """Distribute the gradient of each token to the members of its group; sum those of weight, bias and γ."""
     channel = tl.arange(0, D_PAD)
     inside = channel < D
     weight = tl.zeros([D_PAD], tl.float32)
@@ -172,7 +175,7 @@ def _backward(
                 share = 1.0
                 if HAS_SIZE:
                     share = tl.load(size_ptr + source)
-                given = grad * (share / total)
+                given = grad * tl.where(total > 0, share / total, 0.0)
                 for_gamma += _give(given, y_ptr, gamma, dx_ptr, dy_ptr, source, channel, inside, HAS_GAMMA, D)
         else:
             for_gamma += _give(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA, D)
@@ -186,7 +189,7 @@ def _backward(
 
 @triton.jit
 def _give(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA: tl.constexpr, D: tl.constexpr):
-    """Write a token's gradient and γ times it; gives the token's share of γ's own."""
+    """Write a token's gradient and γ times it; return the token's share of γ's gradient."""
     tl.store(dx_ptr + row * D + channel, grad.to(dx_ptr.dtype.element_ty), mask=inside)
     share = tl.zeros_like(grad)
     if HAS_GAMMA:
@@ -203,7 +206,7 @@ def launch(
     norm: Norm | None = None,
     add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Merge contiguous tokens ``x + γ·y`` (B, N, D): tokens (+ ``add``), sizes, their log₂, normalised tokens."""
+    """Merge contiguous tokens ``x + γ·y`` (B, N, D); return them (+ ``add``), sizes, their log₂, normalized tokens."""
     batch, length, channels = x.shape
     kept = groups.start.shape[1] - 1
     out = torch.empty(batch, kept, channels, dtype=x.dtype, device=x.device)
@@ -226,7 +229,7 @@ def launch(
 def launch_norm(
     x: Tensor, norm: Norm, y: Tensor | None = None, gamma: Tensor | None = None, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Normalise contiguous tokens ``x + γ·y`` (B, N, D); gives them (+ ``add``) and the normalised ones."""
+    """Normalize contiguous tokens ``x + γ·y`` (B, N, D); return them (+ ``add``) and the normalized ones."""
     channels = x.shape[-1]
     normed = torch.empty_like(x)
     out = torch.empty_like(x) if y is not None else x
@@ -240,7 +243,7 @@ def launch_norm(
 
 
 def launch_sum(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
-    """Give ``x + γ·y`` for contiguous tokens (…, D)."""
+    """Return ``x + γ·y`` for contiguous tokens (…, D)."""
     channels = x.shape[-1]
     out = torch.empty_like(x)
     constants = {"HAS_Y": True, "HAS_GAMMA": True, "HAS_ADD": False, "HAS_NORM": False, **_width(channels)}
@@ -250,7 +253,7 @@ def launch_sum(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Of ``x`` and ``y``, one tensor where there is no γ, and of weight, bias and γ as rows (2 or 3, D)."""
+    """Gradients of ``x`` and ``y`` (one tensor where there is no γ), and of weight, bias and γ as rows (2 or 3, D)."""
 
     x: Tensor
     y: Tensor
@@ -258,7 +261,7 @@ class Gradients(NamedTuple):
 
 
 class NormBack(NamedTuple):
-    """What the gradient of a LayerNorm needs: that of its output, its input, and its weight and epsilon."""
+    """Inputs of the gradient of a LayerNorm: the output's gradient, the input, weight and epsilon."""
 
     grad: Tensor
     token: Tensor
@@ -274,12 +277,12 @@ def launch_backward(
     y: Tensor | None = None,
     gamma: Tensor | None = None,
 ) -> Gradients:
-    """Take gradients of tokens and of normalised tokens (B, kept, D) back to those that merged (B, N, D).
+    """Propagate gradients of tokens and of normalized tokens (B, kept, D) back to the tokens that merged (B, N, D).
 
     Args:
-        grad: along the tokens; None where nothing came.
-        norm: through the LayerNorm; None where there was none.
-        groups: what merged; None where nothing did.
+        grad: gradient of the tokens; None for none.
+        norm: gradient of the LayerNorm; None for none.
+        groups: groups that merged; None where nothing merged.
         merged_size: sizes after.
         y: what was added, where γ scaled it.
     """

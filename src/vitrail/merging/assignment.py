@@ -1,4 +1,4 @@
-"""Assignment: where each token went."""
+"""Assignment: the index map of a reduction, from positions before it to positions after it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Assignment:
-    """An index map from positions before a merge to positions after it.
+    """An index map from positions before a reduction to positions after it.
 
-    ``target`` is (B, N) long with values in ``range(length)``: the token at position ``i`` went into the token
-    at position ``target[:, i]``. Every new position has at least one member. Maps compose (:meth:`then`), so
-    that the merges of all layers are one map, and no N × N matrix ever exists.
+    ``target`` is (B, N) long with values in ``range(length)``: the token at position ``i`` goes to the group at
+    position ``target[:, i]``. Maps compose (:meth:`then`), so the reductions of all layers are one map, and no N × N
+    matrix is ever built. A group without members, or whose members all weigh 0, becomes a zero token of size 0: it is
+    padding.
 
     >>> pairs = Assignment(torch.tensor([[0, 1, 1, 2]]), 3)
     >>> pairs.merge(torch.tensor([[[1.0], [2.0], [4.0], [8.0]]])).squeeze(-1)
@@ -27,42 +28,51 @@ class Assignment:
 
     @classmethod
     def identity(cls, batch: int, length: int, device: torch.device | str | None = None) -> Assignment:
-        """Build the map that leaves every token where it is."""
+        """Return the map that leaves every token in place."""
         return cls(torch.arange(length, device=device).expand(batch, length), length)
 
     def merge_sizes(self, size: Tensor) -> Tensor:
-        """Add up the sizes (B, N) of the members of each group: (B, length)."""
+        """Sum the sizes (B, N) of each group's members: (B, length)."""
         return size.new_zeros(size.shape[0], self.length).scatter_add(1, self.target, size)
 
-    def merge(self, x: Tensor, size: Tensor | None = None) -> Tensor:
-        """Give the size-weighted mean of each group's members: (B or 1, N, D) becomes (B, length, D).
+    def merge(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the weighted mean of each group: (B or 1, N, D) becomes (B, length, D).
 
-        Sums run in float32 at least. A group of one member is copied exactly: its weight is 1.
+        Weights (B, N) default to 1. Sums are computed in float32 or better. A group of one member is copied exactly.
         """
         work = torch.promote_types(x.dtype, torch.float32)
-        if size is None:
-            size = torch.ones(self.target.shape, dtype=work, device=x.device)
-        weight = size / self.merge_sizes(size).gather(1, self.target)
-        weighted = x.to(work) * weight.to(work).unsqueeze(-1)
+        if weight is None:
+            weight = torch.ones(self.target.shape, dtype=work, device=x.device)
+        total = self.merge_sizes(weight).gather(1, self.target)
+        share = weight / total.masked_fill(total == 0, 1)
+        weighted = x.to(work) * share.to(work).unsqueeze(-1)
         merged = weighted.new_zeros(weighted.shape[0], self.length, x.shape[2])
         return merged.scatter_add(1, self._index(x.shape[2]), weighted).to(x.dtype)
 
     def merge_all(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Merge tokens and sizes (None for all one) at once; gives both, and log₂ of the sizes where it is free."""
+        """Merge tokens and sizes (None: all 1); return both, and log₂ of the sizes where a kernel computes it."""
         if size is None:
             size = torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         return self.merge(x, size), self.merge_sizes(size), None
 
     def unmerge(self, x: Tensor) -> Tensor:
-        """Give every old position the token of its group: (B, length, D) becomes (B, N, D)."""
+        """Copy each group's token to its members: (B, length, D) becomes (B, N, D)."""
         return x.gather(1, self._index(x.shape[2]))
 
     def then(self, later: Assignment) -> Assignment:
-        """Compose: first this map, then ``later``, which starts where this one ends."""
+        """Compose: this map first, then ``later``, which starts where this one ends."""
         return Assignment(later.target.gather(1, self.target), later.length)
 
+    def by_first_member(self) -> Assignment:
+        """Return the same groups in the order of their first member; groups without members come last."""
+        position = torch.arange(self.target.shape[1], device=self.target.device).expand_as(self.target)
+        first = position.new_full((position.shape[0], self.length), position.shape[1])
+        first = first.scatter_reduce(1, self.target, position, "amin").gather(1, self.target)
+        place = (first == position).long().cumsum(1) - 1
+        return Assignment(place.gather(1, first), self.length)
+
     def insert(self, places: Sequence[int]) -> Assignment:
-        """Give the map for sequences that have one more token at each of these places, before as after.
+        """Return the map for sequences with one more token at each of these places, before and after the map.
 
         The tokens in front of the last place must not have moved.
         """
@@ -77,7 +87,7 @@ class Assignment:
 
 
 def insert(values: Tensor, places: Sequence[int], new: Sequence[float]) -> Tensor:
-    """Put a new value at each of these places of the result into a sequence (B, N, …)."""
+    """Insert one new value at each of these places (counted in the result) of a sequence (B, N, …)."""
     pieces, start = [], 0
     for before, (place, value) in enumerate(sorted(zip(places, new, strict=True))):
         pieces.append(values[:, start : place - before])

@@ -1,4 +1,4 @@
-"""Attention: proportional, where a merged token counts as often as it has members; plain; and that of few queries."""
+"""Proportional attention: a token of size s counts as s tokens."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def proportional_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend with ``softmax(q·kᵀ·scale + log size)``: exactly as if each member were there as a copy.
+    """Compute attention with ``softmax(q·kᵀ·scale + log size)``: a key of size s equals s copies of it.
 
     Args:
         q: queries (B, H, N, d), and ``k``, ``v`` likewise.
-        size: members of each key's token (B, N); None where every token has one member, or for plain attention.
-        mask: mask of plain attention, boolean or added to the scores.
-        causal: whether each token sees only those before it; only while every token has one member.
+        size: sizes of the keys (B, N); None where all are 1, or for plain attention. Keys of size 0 get no weight.
+        mask: boolean or additive mask.
+        causal: whether each token sees only those before it; only while all sizes are 1.
         scale: factor of the scores, 1/√d by default.
         dropout: probability with which attention weights are dropped.
     """
@@ -46,10 +46,11 @@ def fused_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend by the best of PyTorch's kernels whose gradients can be relied on.
+    """Compute attention with the fastest of PyTorch's kernels whose gradients are reliable.
 
-    That is PyTorch's own choice, but for cuDNN's kernel on a GPU where gradients are wanted and `overflows_in_cudnn`
-    says so; it is taken all the same if the caller allows no other. Arguments as for `proportional_attention`.
+    That is PyTorch's own choice, except for cuDNN's kernel on a GPU where gradients are needed and
+    `overflows_in_cudnn`; it is used all the same if the caller allows no other. Arguments as for
+    `proportional_attention`.
     """
     others = beside_cudnn() if q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2]) else []
     with sdpa_kernel(others) if others else nullcontext():
@@ -57,17 +58,17 @@ def fused_attention(
 
 
 def overflows_in_cudnn(tokens: int) -> bool:
-    """Say whether cuDNN's gradients of attention to so many tokens may be NaN, as on Hopper for 8 × 8 patches.
+    """Return whether cuDNN's gradients of attention over this many tokens may be NaN, as on Hopper for 8 × 8 patches.
 
-    Where a number of tokens leaves 64 over multiples of 128, cuDNN computes as if there were more, with scores of 0. If
-    the log-sum-exp of the real ones is below −88.7, that overflows a float32 (pytorch#196678). Nothing holds scores
-    up, for a softmax does not see what they share.
+    Where the number of tokens is 64 modulo 128, cuDNN pads with scores of 0. If the log-sum-exp of the real scores is
+    below −88.7, that overflows float32 (pytorch#196678). Nothing bounds scores from below, since softmax is invariant
+    to a shift of all of them.
     """
     return tokens % 128 == 64
 
 
 def beside_cudnn() -> list[SDPBackend]:
-    """Name the kernels that are allowed now, beside cuDNN's; compiled code keeps those of when it was compiled."""
+    """Return the enabled kernels other than cuDNN's; compiled code keeps those enabled when it was compiled."""
     flags: Any = torch.backends.cuda
     allowed = {
         SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled(),
@@ -82,7 +83,7 @@ vars(beside_cudnn)["_dynamo_marked_constant"] = True
 
 
 def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Give sizes (B, N) and a mask, boolean or added, as one bias on scores (B, H, Q, N), in the dtype of ``like``."""
+    """Return sizes (B, N) and a mask, boolean or additive, as one bias on scores (B, H, Q, N) of ``like``'s dtype."""
     if size is None and mask is None:
         return None
     bias = like.new_zeros(1, 1, 1, 1) if size is None else size.log().to(like.dtype)[:, None, None]
@@ -92,10 +93,10 @@ def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor |
 
 
 def weights_of_few(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Give the weights (B, H, Q, N) by which few queries attend, in float32 at least, also where autocast is on.
+    """Return the attention weights (B, H, Q, N) of a few queries, in float32 or better, also under autocast.
 
-    Not by PyTorch's fused attention: for one query whose scores are all far below zero, cuDNN's gradients are not
-    finite (NVIDIA/cudnn-frontend#1072); and with so few there is nothing to fuse.
+    Not computed by PyTorch's fused attention: for one query whose scores are all far below zero, cuDNN's gradients are
+    not finite (NVIDIA/cudnn-frontend#1072), and with so few queries there is nothing to fuse.
 
     Args:
         q: queries (B, H, Q, d).

@@ -1,7 +1,7 @@
 """Schedules: how many tokens merge in each layer.
 
-A :class:`Schedule` says what the user asked for. :meth:`Schedule.solve` turns it into one number per layer for
-a given number of tokens: never more merges than there are pairs, and reported where that cut something off.
+A :class:`Schedule` holds the user's request. :meth:`Schedule.solve` turns it into one number per layer for a given
+number of tokens: never more than the method can merge, and with the shortfall reported.
 """
 
 from __future__ import annotations
@@ -16,46 +16,53 @@ from typing import TypeGuard
 from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import front_edges
 
+Capacity = Callable[[int, int], int]
+"""Most tokens that one reduction can remove, of this many tokens and protected ones."""
+
 INFLECTIONS = {"constant": 0.0, "decreasing": -1.0, "increasing": 1.0}
-"""Names of the shapes of a schedule, each with its inflection in Token Merging's sense."""
+"""Inflections (as ToMe defines them) of the named schedules."""
 
 Cost = Callable[[Sequence[int]], float]
-"""Cost of a model whose layers merge that many tokens each."""
+"""Cost of a model as a function of the tokens that each layer merges."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """How many tokens there are, and how many of them may merge.
+    """How many tokens there are, and how many of them can merge.
 
     Attributes:
         tokens: length of the sequence, special tokens included.
-        protected: tokens that never merge (the most in any picture of the batch).
-        first: most merges in the first step that merges, where protected tokens stand among the others
-            and not in front; None where they stand in front.
+        protected: tokens that never merge (the most in any image of the batch).
+        first: most merges in the first step that merges, where protected tokens are among the others; None where they
+            are in front.
+        capacity: the method's capacity.
+        restored: tokens are restored after each layer, so that every layer starts with all of them.
     """
 
     tokens: int
     protected: int
     first: int | None = None
+    capacity: Capacity = front_edges
+    restored: bool = False
 
     def cap(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Cut each layer's merges down to the pairs that are left in that layer."""
+        """Limit each layer's merges to what is possible in that layer."""
         length, first, result = self.tokens, self.first, []
         for r in wanted:
-            most = front_edges(length, self.protected)
+            most = self.capacity(length, self.protected)
             if first is not None:
                 most = min(most, first)
             r = min(r, most)
-            if r:
+            if r and not self.restored:
                 first = None
-            length -= r
+                length -= r
             result.append(r)
         return tuple(result)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Merges per layer as asked and as possible, with the cost where a budget was asked for."""
+    """Merges per layer as requested and as possible, with the cost where a budget was requested."""
 
     wanted: tuple[int, ...]
     per_layer: tuple[int, ...]
@@ -63,17 +70,17 @@ class Solution:
 
     @property
     def missing(self) -> int:
-        """How many of the merges asked for are not possible."""
+        """Number of requested merges that are not possible."""
         return sum(self.wanted) - sum(self.per_layer)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What was asked for: ``r``, ``keep`` or ``gflops``, and the shape over depth.
+    """The request: ``r``, ``keep`` or ``gflops`` (or none: as much as the method wants), and the shape over depth.
 
     Attributes:
         r: tokens to merge per layer, one number or one per layer.
-        keep: share of the patches that is left at the end.
+        keep: share of the patches left after the last layer.
         gflops: budget for one input in 10⁹ multiply-adds (the literature's FLOPs).
         inflection: −1 merges most in the first layers, 0 equally, 1 most in the last ones.
     """
@@ -85,7 +92,7 @@ class Schedule:
 
     @property
     def shape(self) -> str | float:
-        """The inflection by its name, where it has one."""
+        """Name of the inflection, or its value where it has no name."""
         return next((name for name, value in INFLECTIONS.items() if value == self.inflection), self.inflection)
 
     @classmethod
@@ -96,9 +103,16 @@ class Schedule:
         keep: float | None = None,
         gflops: float | None = None,
         schedule: str | float = "constant",
+        required: bool = True,
     ) -> Schedule:
-        """Check a user's options for a model of ``depth`` layers."""
+        """Check a user's options for a model of ``depth`` layers.
+
+        Methods that decide by themselves how much to merge need none of ``r``, ``keep`` and ``gflops``
+        (``required=False``).
+        """
         given = [name for name, value in (("r", r), ("keep", keep), ("gflops", gflops)) if value is not None]
+        if not given and not required:
+            return cls(inflection=_inflection(schedule))
         if len(given) != 1:
             raise InvalidOption(
                 f"give exactly one of r=, keep= or gflops=; got {' and '.join(given) or 'none of them'}"
@@ -126,20 +140,25 @@ class Schedule:
         return cls(r=_count(r), inflection=inflection)
 
     def solve(self, depth: int, room: Room, cost: Cost | None = None) -> Solution:
-        """Find the merges of each layer for this many tokens."""
+        """Compute the merges of each layer for this many tokens."""
         if self.keep is not None:
             return self._solve_keep(depth, room)
         if self.gflops is not None:
             if cost is None:
                 raise ValueError("a budget needs a cost")
             return self._solve_budget(depth, room, cost)
-        wanted = self.r if isinstance(self.r, tuple) else ramp(self.r or 0, self.inflection, depth)
+        if self.r is None:  # every layer may merge as much as the method wants
+            most = tuple(room.cap([room.tokens] * depth) if room.restored else [room.tokens] * depth)
+            return Solution(most, most)
+        wanted = self.r if isinstance(self.r, tuple) else ramp(self.r, self.inflection, depth)
         return Solution(wanted, room.cap(wanted))
 
     def _solve_keep(self, depth: int, room: Room) -> Solution:
         assert self.keep is not None
         patches = room.tokens - room.protected
         total = patches - max(1, round(self.keep * patches)) if patches else 0
+        if room.restored:
+            return Solution((total,) * depth, room.cap([total] * depth))
         per_layer = self._scaled(depth, room, lambda merges: sum(merges) >= total)
         if per_layer is None:
             most = patches - sum(room.cap([room.tokens] * depth))
@@ -168,7 +187,7 @@ class Schedule:
         return Solution(per_layer, per_layer, cost(per_layer))
 
     def _scaled(self, depth: int, room: Room, enough: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:
-        """Find the gentlest multiple of the schedule's shape that is enough; None if even the cap is not."""
+        """Return the smallest multiple of the schedule's shape that is enough; None if even the cap is not."""
         shape = _shape(self.inflection, depth)
 
         def merges(total: float) -> tuple[int, ...]:
@@ -195,7 +214,7 @@ class Schedule:
 
 
 def ramp(r: int, inflection: float, depth: int) -> tuple[int, ...]:
-    """Token Merging's schedule: a straight line over depth that keeps the mean at ``r``.
+    """Return ToMe's schedule: a straight line over depth with mean ``r``.
 
     >>> ramp(16, -1, 12)
     (32, 29, 26, 23, 20, 17, 14, 11, 8, 5, 2, 0)
@@ -208,7 +227,7 @@ def ramp(r: int, inflection: float, depth: int) -> tuple[int, ...]:
 
 
 def _shape(inflection: float, depth: int) -> list[float]:
-    """Share of the merges that each layer gets."""
+    """Return the share of the merges of each layer."""
     if depth == 1:
         return [1.0]
     weights = [1 - inflection + 2 * inflection * layer / (depth - 1) for layer in range(depth)]

@@ -2,93 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from vitrail.errors import UnsupportedInput
 from vitrail.merging.assignment import Assignment, insert
-from vitrail.merging.bipartite import Order, Protected, mask_edges
+from vitrail.merging.bipartite import Protected
+from vitrail.merging.method import Method, Reduction
 
 
 @dataclass(frozen=True)
 class MergeState:
     """Sizes, positions and the composed assignment of one forward pass.
 
-    The state is never changed: :meth:`skip` and :meth:`merge` give the next one. It travels with the tokens, so
+    The state is never changed: :meth:`apply` and :meth:`next_layer` return the next one. It travels with the tokens, so
     that nothing is shared between two passes.
 
     Attributes:
-        per_layer: how many tokens merge in each layer.
-        layer: the layer that comes next.
-        protected: which of the present tokens may not merge.
-        order: how tokens are ordered after a merge.
-        method: how it is found which tokens merge; one of ``METHODS``.
-        size: members of each present token (B, N); None while all have one.
-        log2_size: log₂ of it, where it is known already.
+        per_layer: number of tokens planned to merge in each layer.
+        layer: index of the next layer.
+        protected: which of the present tokens must not merge.
+        size: members of each present token (B, N); None while all are 1. A token of size 0 is padding.
+        log2_size: log₂ of ``size``, where a kernel computed it.
         assignment: where each original token is now; None while nothing merged.
-        positions: coordinates of each present token (B, N, axes), where the model rotates by position.
+        positions: coordinates of each present token (B, N, axes), for models with rotary position.
+        memory: the method's own tensors (B, N, …), merged along.
+        archive: the method's own tensors, carried unchanged.
+        guide: maps from outside (B, N, …), merged along.
+        padded: whether images of the batch may keep different numbers of tokens.
+        lengths: tokens (B,) that each image kept in each layer so far, where ``padded``.
     """
 
     per_layer: tuple[int, ...]
     layer: int = 0
     protected: Protected = 0
-    order: Order = "paper"
-    method: str = "tome"
     size: Tensor | None = None
     log2_size: Tensor | None = None
     assignment: Assignment | None = None
     positions: Tensor | None = None
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    archive: Mapping[str, Tensor] = field(default_factory=dict)
+    guide: Mapping[str, Tensor] = field(default_factory=dict)
+    padded: bool = False
+    lengths: tuple[Tensor, ...] = ()
 
     @property
     def r(self) -> int:
-        """Tokens to merge in the layer that comes next."""
+        """Number of tokens planned to merge in the next layer."""
         return self.per_layer[self.layer]
 
-    def skip(self) -> MergeState:
-        """Go on to the next layer without merging."""
-        return replace(self, layer=self.layer + 1)
+    @property
+    def presence(self) -> Tensor | None:
+        """Sizes of 1 for tokens and 0 for padding (B, N); None where nothing is padded."""
+        return (self.size > 0).to(self.size.dtype) if self.padded and self.size is not None else None
 
-    def possible(self, r: int) -> int:
-        """Give how many of r tokens can merge: as many as there are pairs, where that depends on the data.
+    def next_layer(self, tokens: Tensor | None = None) -> MergeState:
+        """Return the state for the next layer; ``tokens`` are those that leave this one, for the lengths."""
+        lengths = self.lengths
+        if self.padded and tokens is not None:
+            full = tokens.new_full(tokens.shape[:1], tokens.shape[1], dtype=torch.long)
+            lengths = (*lengths, full if self.size is None else (self.size > 0).sum(1))
+        return replace(self, layer=self.layer + 1, lengths=lengths)
 
-        Protected tokens that stand among the others keep their places in original order, so how many even
-        positions are free is known only once earlier layers have merged.
+    def apply(self, x: Tensor, reduction: Reduction, method: Method | None = None) -> tuple[Tensor, MergeState]:
+        """Reduce tokens (B, N, D); return them with the state after the reduction, still in the same layer."""
+        state = replace(self, memory={**self.memory, **reduction.memory}, archive={**self.archive, **reduction.archive})
+        if reduction.soft is not None:
+            return state._apply_soft(x, reduction, reduction.soft)
+        step, weight = reduction.assignment, reduction.weight
+        averages = method is None or method.averages
+        if averages and weight is None and reduction.size is None:
+            merged, size, log2_size = step.merge_all(x, self.size)
+            return merged, state.after(step, size, log2_size)
+        weight = self.size if weight is None else weight
+        merged = step.merge(x, weight) if method is None else method.pool(x, step, weight)
+        added = weight if reduction.size is None else reduction.size
+        if added is None:
+            added = torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        return merged, state.after(step, step.merge_sizes(added), weight=weight)
+
+    def after(
+        self, step: Assignment, size: Tensor, log2_size: Tensor | None = None, weight: Tensor | None = None
+    ) -> MergeState:
+        """Return the state after a step that left tokens of these sizes, in the same layer.
+
+        Args:
+            weight: weights of the means, where they are not the sizes.
         """
-        if r == 0 or isinstance(self.protected, int) or self.order == "paper":
-            return r
-        if torch.compiler.is_compiling():
-            raise UnsupportedInput(
-                "protect= with order='original' leaves a number of tokens that depends on the picture, which "
-                "cannot be compiled; use order='paper', or run without torch.compile"
+        weight = self.size if weight is None else weight
+
+        def merged(values: Tensor) -> Tensor:
+            return step.merge(values.flatten(2) if values.dim() > 2 else values.unsqueeze(2), weight).view(
+                step.target.shape[0], step.length, *values.shape[2:]
             )
-        return min(r, int(mask_edges(self.protected).min()))
 
-    def merge(self, x: Tensor, step: Assignment) -> tuple[Tensor, MergeState]:
-        """Merge tokens (B, N, D) by a step, and go on to the next layer."""
-        merged, size, log2_size = step.merge_all(x, self.size)
-        return merged, self.after(step, size, log2_size)
-
-    def after(self, step: Assignment, size: Tensor, log2_size: Tensor | None = None) -> MergeState:
-        """Give the state after a step that left tokens of these sizes."""
         return replace(
             self,
-            layer=self.layer + 1,
             protected=self._protected_after(step),
             size=size,
             log2_size=log2_size,
             assignment=step if self.assignment is None else self.assignment.then(step),
-            positions=None if self.positions is None else step.merge(self.positions, self.size),
+            positions=None if self.positions is None else step.merge(self.positions, weight),
+            memory={name: merged(values) for name, values in self.memory.items()},
+            guide={name: merged(values) for name, values in self.guide.items()},
         )
 
+    def _apply_soft(self, x: Tensor, reduction: Reduction, soft: Tensor) -> tuple[Tensor, MergeState]:
+        """Reduce by a relaxed assignment (B, N, M): every token goes to every group, in parts."""
+        weight = self.size if reduction.weight is None else reduction.weight
+        mass = soft if weight is None else soft * weight.unsqueeze(2)
+        total = mass.sum(1)
+        share = (mass / total.masked_fill(total == 0, 1).unsqueeze(1)).transpose(1, 2)
+
+        def mixed(values: Tensor) -> Tensor:
+            mean = share.to(values.dtype) @ values.flatten(2)
+            return mean.view(*mean.shape[:2], *values.shape[2:])
+
+        size = total
+        if reduction.size is not None:
+            size = (soft * reduction.size.unsqueeze(2)).sum(1)
+        state = replace(
+            self,
+            protected=self._protected_after(reduction.assignment),
+            size=size,
+            log2_size=None,
+            assignment=reduction.assignment if self.assignment is None else self.assignment.then(reduction.assignment),
+            positions=None if self.positions is None else mixed(self.positions.expand(x.shape[0], -1, -1)),
+            memory={name: mixed(values.unsqueeze(-1)).squeeze(-1) for name, values in self.memory.items()},
+            guide={name: mixed(values.unsqueeze(-1)).squeeze(-1) for name, values in self.guide.items()},
+        )
+        return mixed(x), state
+
     def insert(self, places: Sequence[int]) -> MergeState:
-        """Give the state after tokens that may not merge entered, at places of the sequence that has them."""
+        """Return the state after protected tokens entered, at places counted in the sequence that has them."""
         count = len(places)
 
         def put(values: Tensor | None, value: float) -> Tensor | None:
             return None if values is None else insert(values, places, [value] * count)
+
+        def put_all(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: insert(values, places, [0.0] * count) for name, values in entries.items()}
 
         mask = self.protected
         return replace(
@@ -98,14 +153,20 @@ class MergeState:
             log2_size=put(self.log2_size, 0.0),
             assignment=None if self.assignment is None else self.assignment.insert(places),
             positions=put(self.positions, 0.0),
+            memory=put_all(self.memory),
+            guide=put_all(self.guide),
         )
 
-    def unmerge(self, x: Tensor) -> Tensor:
-        """Give every original position its token: (B, N now, D) becomes (B, N at the start, D)."""
-        return x if self.assignment is None else self.assignment.unmerge(x)
+    def unmerge(self, x: Tensor, method: Method | None = None) -> Tensor:
+        """Return a token for every original position: (B, N now, D) becomes (B, N at the start, D)."""
+        if self.assignment is None:
+            return x
+        if method is None:
+            return self.assignment.unmerge(x)
+        return method.restore(x, self.assignment, self.memory, self.archive)
 
     def remerge(self, x: Tensor) -> Tensor:
-        """Take full-length tokens back to the present ones, each the mean of its members."""
+        """Return full-length tokens reduced to the present ones, each the mean of its members."""
         return x if self.assignment is None else self.assignment.merge(x)
 
     def _protected_after(self, step: Assignment) -> Protected:

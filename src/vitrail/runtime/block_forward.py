@@ -1,9 +1,10 @@
-"""Running one block of a changed model: attend, merge, feed. It exists once, for every library."""
+"""The forward of one block of a changed model: attend, reduce, feed. Written once, for every library and method."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Rotary, repeat_heads
-from vitrail.errors import BrokenPass, UnsupportedInput
-from vitrail.merging import MergeState
+from vitrail.errors import BrokenPass, InvalidOption, UnsupportedInput
+from vitrail.merging import Context, MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.plan import Plan
@@ -25,16 +26,16 @@ class Carried:
     """What travels with the tokens from block to block.
 
     Attributes:
-        plan: the plan under which the pass began.
+        plan: the plan under which the pass started.
         layout: the tokens of this input before any merge.
-        state: what merged so far.
-        r: how many tokens merge in the block that comes next. Taken from the state before the block runs, for there it
-            would be looked up by the layer, and a compiler would make each block anew.
+        state: sizes and assignments so far.
+        r: number of tokens planned to merge in the next block. Read from the state before the block runs: inside, it
+            would be looked up by the layer, and a compiler would specialise every block.
         rotary: the model's rotary position, where it has one.
         expose: whether the tensors between blocks are shown at full length.
-        unmasked: whether nobody asked for a mask.
-        beside: tokens that were added and have entered (B, E, D).
-        tokens: the merged tokens, where the tensor that carries this is the full-length copy of them.
+        unmasked: whether the caller passed no mask.
+        beside: added tokens that have entered (B, E, D).
+        tokens: the merged tokens, where the tensor that carries this is a full-length copy of them.
     """
 
     plan: Plan
@@ -48,7 +49,7 @@ class Carried:
     tokens: Tensor | None = None
 
     def with_tokens(self, places: Sequence[int], special: tuple[TokenSpan, ...]) -> Carried:
-        """Give the same after tokens entered at places of the special ones, which are then these."""
+        """Return the same after tokens entered at these places among the special tokens, which are now ``special``."""
         layout = TokenLayout(special, self.layout.grid)
         return replace(self, layout=layout, state=self.state.insert(places))
 
@@ -56,10 +57,7 @@ class Carried:
 def merged_forward(
     parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
-    """Run one block: attend in proportion to sizes, merge what is most alike, feed what is left.
-
-    Gives the tokens, those beside them, and the state.
-    """
+    """Run one block; return the tokens, the added tokens beside them, and the state for the next block."""
     state, beside, added = carried.state, carried.beside, carried.plan.added
     call = read_mask(call, carried, x.shape[1])
     gate = added.gate(state.layer) if added is not None and beside is not None else None
@@ -68,22 +66,19 @@ def merged_forward(
     if call.rope is not None:
         state = _with_positions(state, carried, call.rope)
     elif call.mask is None and not call.causal:
-        dense = dense_block(parts, block, x, state) if gate is None else None
+        dense = dense_block(parts, block, x, carried.plan, state) if gate is None else None
         if dense is not None:
             return _dense_forward(parts, block, dense, x, carried)
 
+    method, entered = carried.plan.method, state
+    if method.place == "before":
+        x, state = _reduce_before(parts, block, x, call, carried, state)
     h = parts.attend_norm(block, x)
-    q, k, v = parts.qkv(block, h)
-    r = state.possible(carried.r)
-    step = kernels.match(k.detach(), r, state.protected, state.order, state.method) if r else None
-    if call.rope is not None:
-        table = call.rope
-        if state.size is not None and carried.rotary is not None and state.positions is not None:
-            table = carried.rotary.table(state.layer, state.positions)
-        q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
-    k, v = repeat_heads(q, k, v)
-    size = state.size if carried.plan.proportional else None
-    log2_size = state.log2_size
+    projected = parts.qkv(block, h)
+    q, k = _rotate(parts, block, projected, call, carried, state)
+    k, v = repeat_heads(q, k, projected[2])
+    size, log2_size = _attention_sizes(carried.plan, state)
+    attend = partial(_attention_weights, parts, block, q, k, size, state)
     if beside is not None:
         reading = prepare(parts, block, beside)
         beside = _read(parts, block, beside, reading, k, v, size, call.mask, gate)
@@ -93,15 +88,70 @@ def merged_forward(
                 call = call._replace(mask=F.pad(call.mask, (0, reading.k.shape[2]), value=True))
     attended = _attend(parts, block, q, k, v, size, log2_size, call)
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
-    x, state = (x, state.skip()) if step is None else state.merge(x, step)
+    if method.place == "between":
+        context = _context(carried, state, x)
+        context.project, context.attend = (lambda: projected), attend
+        x, state = _reduce(carried, state, x, context)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
-    return x, beside, state
+    if method.scope == "block" and state is not entered:
+        x, state = state.unmerge(x, method), replace(entered, archive=state.archive)
+    return x, beside, state.next_layer(x)
+
+
+def _reduce_before(
+    parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried, state: MergeState
+) -> tuple[Tensor, MergeState]:
+    """Reduce a block's input; projections and attention are computed only if the method uses them."""
+    context = _context(carried, state, x)
+    context.project = lambda: parts.qkv(block, parts.attend_norm(block, x))
+
+    def attend(queries: Sequence[int] | None) -> Tensor:
+        projected = (context.q, context.k, context.v)
+        q, k = _rotate(parts, block, projected, call, carried, state)
+        k, _ = repeat_heads(q, k, context.v)
+        return _attention_weights(parts, block, q, k, _attention_sizes(carried.plan, state)[0], state, queries)
+
+    context.attend = attend
+    return _reduce(carried, state, x, context)
+
+
+def _context(carried: Carried, state: MergeState, x: Tensor) -> Context:
+    return Context(
+        state.layer, carried.layout.grid, x, state.size, state.protected, state.memory, state.archive, state.guide,
+        state.padded,
+    )  # fmt: skip
+
+
+def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) -> tuple[Tensor, MergeState]:
+    """Reduce the tokens by the plan's method, where this block is planned to."""
+    plan, method, planned = carried.plan, carried.plan.method, carried.r
+    if planned and plan.images_decide:
+        if torch.compiler.is_compiling():
+            raise UnsupportedInput(
+                "here the number of tokens depends on the images, which cannot be compiled; use a static method and "
+                "order='paper', or run without torch.compile"
+            )
+        planned = min(planned, method.capacity(x.shape[1], state.protected))
+    if not planned:
+        return x, state
+    r = method.amount(context, planned)
+    if isinstance(r, int) and r == 0 and not state.padded:
+        return x, state
+    reduction = kernels.reduce(method, context, r, plan.order)
+    if reduction is None:
+        return x, state
+    if method.static and reduction.soft is None and reduction.assignment.length != x.shape[1] - planned:
+        raise InvalidOption(
+            f"{type(method).__name__} returned {reduction.assignment.length} of {x.shape[1]} tokens, where {planned} "
+            "tokens were planned to merge; a method whose numbers vary declares `static = False`"
+        )
+    return state.apply(x, reduction, method)
 
 
 def _dense_forward(
     parts: BlockAdapter, block: nn.Module, dense: DenseBlock, x: Tensor, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
-    """Run one block that is nothing but its matrices."""
+    """Run one block that consists of its matrices alone."""
     state, beside, proportional = carried.state, carried.beside, carried.plan.proportional
     if beside is None:
         x, state = dense_forward(dense, x, state, carried.r, proportional)
@@ -115,6 +165,31 @@ def _dense_forward(
     return x, found[0], state
 
 
+def _rotate(
+    parts: BlockAdapter,
+    block: nn.Module,
+    projected: tuple[Tensor, Tensor, Tensor],
+    call: BlockCall,
+    carried: Carried,
+    state: MergeState,
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys with rotary position, by the model's own table until tokens have merged."""
+    q, k, v = projected
+    if call.rope is None:
+        return q, k
+    table = call.rope
+    if state.size is not None and carried.rotary is not None and state.positions is not None:
+        table = carried.rotary.table(state.layer, state.positions)
+    return parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
+
+
+def _attention_sizes(plan: Plan, state: MergeState) -> tuple[Tensor | None, Tensor | None]:
+    """Return the sizes by which attention counts keys, and their log₂ where known; padding never counts."""
+    if plan.proportional:
+        return state.size, state.log2_size
+    return state.presence, None
+
+
 def _attend(
     parts: BlockAdapter,
     block: nn.Module,
@@ -125,7 +200,7 @@ def _attend(
     log2_size: Tensor | None,
     call: BlockCall,
 ) -> Tensor:
-    """Attend (B, H, N, d) in proportion to sizes; gives (B, N, H·d)."""
+    """Compute proportional attention (B, H, N, d); return (B, N, H·d)."""
     scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
     if parts.fused:
         return kernels.attention(
@@ -134,6 +209,39 @@ def _attend(
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
     weights = F.dropout(parts.weigh(block, scores, key_bias(size, call.mask, scores)), dropout).to(v.dtype)
     return (weights @ v).transpose(1, 2).flatten(2)
+
+
+QUERIES_AT_ONCE = 256
+"""Queries whose attention is computed at once where all are wanted."""
+
+
+def _attention_weights(
+    parts: BlockAdapter,
+    block: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    size: Tensor | None,
+    state: MergeState,
+    queries: Sequence[int] | None,
+) -> Tensor:
+    """Compute attention rows (B, H, Q, N), or the mean attention that each token receives (B, H, N)."""
+    scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
+
+    def rows(some: Tensor) -> Tensor:
+        scores = (some * scale) @ k.transpose(-2, -1)
+        return parts.weigh(block, scores, key_bias(size, None, scores))
+
+    if queries is not None:
+        return rows(q[:, :, list(queries)])
+    present = state.presence
+    received: Tensor | float = 0.0
+    for start in range(0, q.shape[2], QUERIES_AT_ONCE):
+        weights = rows(q[:, :, start : start + QUERIES_AT_ONCE])
+        if present is not None:
+            weights = weights * present[:, None, start : start + QUERIES_AT_ONCE, None]
+        received = received + weights.sum(2)
+    assert isinstance(received, Tensor)
+    return received / (q.shape[2] if present is None else present.sum(1)[:, None, None])
 
 
 def _read(
@@ -147,13 +255,13 @@ def _read(
     mask: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """Run a block for the tokens beside, which read what a patch may read."""
+    """Run a block for the added tokens, which read what a patch may read."""
     bias = key_bias(size, None if mask is None else mask[-1:], reading.q)
     return finish(parts, block, beside, reading, read(parts, block, reading, k, v, bias, gate))
 
 
 def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
-    """Give the mask of the present tokens, where there is one."""
+    """Return the call with the mask of the present tokens, where there is one."""
     if carried.unmasked:
         call = call._replace(mask=None)
     if call.mask is not None and call.among_special:
@@ -161,20 +269,20 @@ def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
     changed = any(carried.state.per_layer) or carried.beside is not None
     if changed and (call.mask is not None or call.causal):
         raise UnsupportedInput(
-            "an attention mask says who sees whom among the original tokens, and merged or added tokens are others; "
-            "call the model without a mask, or remove the merging or the added tokens"
+            "an attention mask is defined over the original tokens, and merged or added tokens are others; call the "
+            "model without a mask, or remove the merging or the added tokens"
         )
     return call
 
 
 def _with_positions(state: MergeState, carried: Carried, table: Tensor) -> MergeState:
-    """Give the state its coordinates before the first merge: zero, and so no rotation, for special tokens."""
+    """Return the state with coordinates, before the first merge: zero, and so no rotation, for special tokens."""
     rotary = carried.rotary
     if state.positions is not None or not any(state.per_layer):
         return state
     if rotary is None:
         raise BrokenPass(
-            "this model rotates by position, and its blocks were called without it: call the model, its "
+            "this model has rotary position, and its blocks were called without it: call the model, its "
             "forward_features or forward_intermediates instead of its blocks"
         )
     positions = rotary.read(table) if rotary.positions is None else rotary.positions

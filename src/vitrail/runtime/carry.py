@@ -1,8 +1,8 @@
-"""How a pass goes from block to block.
+"""How the state of a pass travels from block to block.
 
-The state of a pass is carried by the tokens themselves: a block reads it off the tensor it is given, hands it to its
-own forward as an argument, and sets it on the tensor that it returns. Hooks, gradient checkpointing, FSDP and threads
-may come between; a block that is given tokens without their state says so instead of guessing.
+The tokens carry it: a block reads the state off the tensor that it receives, passes it to its own forward as an
+argument, and sets it on the tensor that it returns. That holds with hooks, gradient checkpointing, FSDP and threads in
+between; a block that receives tokens without their state raises ``BrokenPass``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
 from vitrail.runtime.block_forward import Carried, merged_forward
+from vitrail.runtime.guide import current_guide
 from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import deliver
 from vitrail.runtime.trace import TracedPass, is_tracking, record
 
 
 class Passed(NamedTuple):
-    """What a block's forward leaves for after its hooks: tokens, those beside, what hooks were shown, the state."""
+    """What a block's forward leaves for after its hooks: tokens, added tokens, what hooks were shown, the state."""
 
     tokens: Tensor
     beside: Tensor | None
@@ -33,13 +34,13 @@ class Passed(NamedTuple):
 
 
 class Slot:
-    """Where a block's forward leaves what it did: an object of its own, which wrappers that rebuild arguments keep."""
+    """Where a block's forward leaves its result: one object, which wrappers that rebuild arguments keep."""
 
     passed: Passed
 
 
 class MergedBlock:
-    """Mixin in front of a library's block: the same parameters, attending, merging and feeding."""
+    """Mixin in front of a library's block: the same parameters; attends, reduces and feeds."""
 
     _vitrail: BlockPlan
 
@@ -66,7 +67,9 @@ class MergedBlock:
         parts = self._vitrail.parts
         call = parts.read_call(args, kwargs)
         x, beside, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
-        shown = state.unmerge(x) if _shows_full_length(self._vitrail, vitrail_carried) else x
+        shown = x
+        if _shows_full_length(self._vitrail, vitrail_carried):
+            shown = state.unmerge(x, vitrail_carried.plan.method)
         vitrail_slot.passed = Passed(x, beside, shown, state)
         return shown
 
@@ -81,30 +84,30 @@ def _split_tokens(
 
 
 def _receive(mine: BlockPlan, x: Tensor) -> Carried:
-    """Take the state off the incoming tokens, or begin a pass at the first block."""
+    """Return the state that the incoming tokens carry; the first block starts a pass."""
     carried: Carried | None = getattr(x, CARRIER, None)
     if mine.index == 0:
-        # tokens that come twice are a new pass, unless a checkpoint repeats the old one for its gradients
+        # the same tensor again is a new pass, unless gradient checkpointing repeats the old one
         if carried is None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             carried = _begin(mine.plan, x)
             setattr(x, CARRIER, carried)
         return carried
     if carried is None:
         raise BrokenPass(
-            f"block {mine.index} of a merged model was given tokens without the state of their pass. Something between "
+            f"block {mine.index} of a merged model received tokens without the state of their pass. Something between "
             "the blocks replaced the tensor (a custom forward, or reentrant gradient checkpointing: use "
             "use_reentrant=False), or the block was called by itself"
         )
     if carried.plan is not mine.plan or carried.state.layer != mine.index:
         raise BrokenPass(
-            f"block {mine.index} of a merged model was given tokens that come from block {carried.state.layer - 1}"
+            f"block {mine.index} of a merged model received tokens that come from block {carried.state.layer - 1}"
             f"{' of another model' if carried.plan is not mine.plan else ''}; merged blocks run once each, in order"
         )
     return carried
 
 
 def _begin(plan: Plan, x: Tensor) -> Carried:
-    """Begin a pass: with what the way into the model left, or, where blocks are called by themselves, without."""
+    """Start a pass, with what the model's entry point left, or without where blocks are called by themselves."""
     entered = current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
         entered = Pass(None, plan.layout)
@@ -120,15 +123,18 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
         layout = layout.with_grid((1, 1, patches))
     solution = plan.solve(patches)
     plan.report(solution, patches)
-    per_layer = solution.wanted if plan.pictures_decide else solution.per_layer
+    per_layer = solution.wanted if plan.images_decide else solution.per_layer
     state = MergeState(
-        per_layer, protected=plan.protected(layout, x.shape[0], x.device), order=plan.order, method=plan.method
+        per_layer,
+        protected=plan.protected(layout, x.shape[0], x.device),
+        guide=current_guide(plan, layout, x.shape[0], x.device),
+        padded=not plan.method.static,
     )
     return Carried(plan, layout, state, state.r, entered.rotary, entered.expose, entered.unmasked)
 
 
 def _refuse_changes(plan: Plan, entered: Pass) -> None:
-    """Refuse what could only come out wrong: other blocks than those merged, or merged tokens as a grid."""
+    """Raise where the result would be silently wrong: blocks added or dropped since, or merged tokens as a grid."""
     trunk: Any = entered.trunk
     count = len(trunk._vitrail_adapter.blocks(trunk))
     if count != plan.depth:
@@ -148,7 +154,7 @@ def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
 
 
 def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:
-    """Set the state on the outgoing tokens; the last block's are ordinary tokens again."""
+    """Set the state on the outgoing tokens; those of the last block are ordinary tokens again."""
     if mine.is_last:
         if passed.beside is not None:
             deliver(passed.beside)
@@ -157,7 +163,7 @@ def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Ten
         return out
     tokens = None
     if passed.shown is not passed.tokens:
-        # a hook may have put another tensor in its place; a reentrant checkpoint gives gradients to `out` alone
+        # a hook may have replaced the tensor; a reentrant checkpoint gives gradients to `out` alone
         same = out is passed.shown and out.requires_grad == passed.tokens.requires_grad
         tokens = passed.tokens if same else passed.state.remerge(out)
     state = passed.state
@@ -166,9 +172,9 @@ def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Ten
 
 
 def _finish(plan: Plan, carried: Carried, out: Tensor, passed: Passed) -> None:
-    """Tell whoever asked how a pass went."""
+    """Record a finished pass where it is tracked, and warn where it merged less than requested."""
     if is_tracking():
         record(plan, TracedPass(carried.layout, passed.state, out.shape[0], out.device))
-    if plan.pictures_decide:
+    if plan.images_decide and plan.method.static:
         done = carried.layout.num_tokens - passed.tokens.shape[1]
         plan.report_done(sum(passed.state.per_layer), done, carried.layout.num_patches)

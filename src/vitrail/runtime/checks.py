@@ -1,4 +1,4 @@
-"""What is checked before anything is changed or drawn; each raises an error of ours and touches nothing."""
+"""Checks that run before a model is changed; each raises one of our errors and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def merged_trunk(model: nn.Module) -> nn.Module | None:
-    """Give the merged trunk in a model, if there is one."""
+    """Return the merged trunk of a model; None if there is none."""
     return next((part for part in model.modules() if getattr(_plan(part), "merges", False)), None)
 
 
 def extended_trunk(model: nn.Module) -> nn.Module | None:
-    """Give the trunk in a model that tokens were added to, if there is one."""
+    """Return the trunk of a model that has added tokens; None if there is none."""
     return next((part for part in model.modules() if getattr(_plan(part), "added", None) is not None), None)
 
 
@@ -31,34 +31,34 @@ def _plan(part: nn.Module) -> Any:
 
 
 def refuse_merged(model: nn.Module) -> None:
-    """Refuse a model that carries a merging already."""
+    """Raise if a model is merged."""
     if merged_trunk(model) is not None:
         raise AlreadyApplied(
-            "this model is merged already; change its r with `Merging.of(model).r = ...`, or remove the merging with "
+            "this model is already merged; change r with `Merging.of(model).r = ...`, or remove the merging with "
             "`Merging.of(model).remove()` first"
         )
 
 
 def refuse_extended(model: nn.Module) -> None:
-    """Refuse a model that tokens were added to."""
+    """Raise if a model has added tokens."""
     if extended_trunk(model) is not None:
         raise AlreadyApplied(
-            "tokens were added to this model already; remove them with `AddedTokens.of(model).remove()` first. "
-            "vitrail.add_tokens takes all that are wanted at once"
+            "this model already has added tokens; remove them with `AddedTokens.of(model).remove()` first. "
+            "vitrail.add_tokens adds all of them at once"
         )
 
 
 def refuse_registers(found: Found) -> None:
-    """Refuse a model with test-time registers: they would be taken for patches."""
+    """Raise if a model has test-time registers: they would be taken for patches."""
     if hasattr(found.trunk, MARK):
         raise AlreadyApplied(
-            "this model has test-time registers, which neither merging nor added tokens know; remove them first with "
-            "`TestTimeRegisters.of(model).remove()`"
+            "this model has test-time registers, which do not combine with merging or added tokens; remove them "
+            "first with `TestTimeRegisters.of(model).remove()`"
         )
 
 
 def refuse_patched(found: Found) -> None:
-    """Refuse parts whose forward somebody replaced on the object itself: it would not be run."""
+    """Raise if the forward of a block or attention was replaced on the object: it would not be called."""
     attending = [
         part
         for parts, block in zip(found.block_adapters, found.blocks, strict=True)
@@ -73,7 +73,7 @@ def refuse_patched(found: Found) -> None:
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Refuse a model without values."""
+    """Raise if a model has parameters on the meta device."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.is_meta:
             raise UnsupportedModel(
@@ -83,17 +83,15 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def embedding(found: Found) -> list[nn.Module]:
-    """Give the modules that make patches into tokens."""
+    """Return the modules that embed patches."""
     return [part for root in found.adapter.patch_parts(found.trunk) for part in root.modules()]
 
 
 def refuse_other_channels(found: Found) -> None:
-    """Refuse to show colour pictures to a model that takes something else."""
+    """Raise if a model does not take RGB images."""
     channels = next((part.in_channels for part in embedding(found) if isinstance(part, nn.Conv2d)), 3)
     if channels != 3:
-        raise InvalidOption(
-            f"draw shows colour pictures to the model, which takes {channels} channels instead of three"
-        )
+        raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
 
 
 def as_pictures(images: Any) -> list[Image]:

@@ -1,8 +1,8 @@
-"""Changing what a module does by changing its class, and giving it back.
+"""Change what a module does by swapping its class, and restore it.
 
-A swapped module is the same object with the same parameters, buffers, hooks and attributes; only its class is now
-a subclass that puts a mixin in front of the original one, under the original's name. That survives deepcopy,
-pickling, DataParallel, DDP, FSDP and ``torch.compile``, and ends by assigning the class back.
+A swapped module is the same object with the same parameters, buffers, hooks and attributes; its class is a subclass
+with a mixin in front of the original class, under the original's name. That survives deepcopy, pickle, DataParallel,
+DDP, FSDP and ``torch.compile``, and is undone by assigning the class back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 @functools.cache
 def swapped_class(mixin: type, original: type) -> type:
-    """Give the subclass of ``original`` with ``mixin`` in front; the same one every time."""
+    """Return the subclass of ``original`` with ``mixin`` in front; cached, so it is the same class every time."""
     names = {
         # libraries key their registries by a class's printed name
         "__module__": original.__module__,
@@ -34,9 +34,9 @@ def swap(module: nn.Module, mixin: type) -> None:
 
 
 def original_class(module: nn.Module) -> type | None:
-    """Give the class that a module had before it was swapped; None if its class has nothing to do with a swapped one.
+    """Return the class that a module had before it was swapped; None if it was not swapped.
 
-    Where another class was put in front since (FSDP does so), it is one with that class in front of the original.
+    Where another class was put in front since (as FSDP does), return one with that class in front of the original.
     """
     kind: type = type(module)
     return _without_swap(kind)
@@ -59,7 +59,7 @@ def _base_without_swap(base: type) -> type:
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Pickle and copy by naming mixin and original: the swapped class itself cannot be found by name."""
+    """Pickle and copy by mixin and original class: the swapped class itself is not importable by name."""
     mixin, original = type(self)._vitrail_swap  # type: ignore[attr-defined]
     return _rebuild, (mixin, original), self.__dict__.copy()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
+from vitrail.merging import Method, ToMe
 
 
 @dataclass(frozen=True)
@@ -61,32 +62,47 @@ class CostModel:
         )
 
     def parts(
-        self, special: int, patches: int, per_layer: Sequence[int], beside: Sequence[int] = (), read: bool = False
+        self,
+        special: int,
+        patches: int,
+        per_layer: Sequence[int],
+        beside: Sequence[int] = (),
+        read: bool = False,
+        method: Method | None = None,
     ) -> dict[str, int]:
-        """Give the cost of one input by part, for these merges of each layer.
+        """Return the cost of one input by part, for these merges of each layer.
 
-        With ``beside``, so many tokens go beside the others in each layer, who read them (``read``) or do not.
+        With ``beside``, this many added tokens run beside the others in each layer; the others read them (``read``) or
+        do not.
         """
+        method = ToMe() if method is None else method
         kept = special + patches
         extra = list(beside) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
         found |= {"patches": self.per_patch * patches, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late
+            if r:
+                found["matching"] += method.flops(length, block.feature)
+            fed = length - r
+            length = fed if method.place == "before" else length
             found["projections"] += (length + more) * block.attend
             found["attention"] += (length * length + more * (length + more)) * block.pair
             found["attention"] += length * more * block.pair if read else 0
-            if r:
-                found["matching"] += ((length + 1) // 2) * (length // 2) * block.feature
-            kept -= r
-            found["feed"] += (length - r + more) * block.feed
+            kept -= 0 if method.scope == "block" else r
+            found["feed"] += (fed + more) * block.feed
         return found
 
     def counter(
-        self, special: int, patches: int, beside: Sequence[int] = (), read: bool = False
+        self,
+        special: int,
+        patches: int,
+        beside: Sequence[int] = (),
+        read: bool = False,
+        method: Method | None = None,
     ) -> Callable[[Sequence[int]], int]:
-        """Give the cost of one input as a function of the merges of each layer."""
-        return lambda per_layer: sum(self.parts(special, patches, per_layer, beside, read).values())
+        """Return the cost of one input as a function of the merges of each layer."""
+        return lambda per_layer: sum(self.parts(special, patches, per_layer, beside, read, method).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
-"""The merged forward of a block that is nothing but its matrices, in half precision on a GPU.
+"""The dense path: the merged forward of a block that consists of its matrices alone, in half precision on a GPU.
 
-The same as ``merged_forward``, in fewer passes over memory: the sum after attention, the merge and the LayerNorm before
-the MLP are one kernel, and so are their gradients. For inference, GELU is part of the first linear layer, and the last
-sum part of the second; what that adds beside its product, its bias, is put into the tokens by the kernel that writes
-them.
+Equal to ``merged_forward`` in fewer passes over memory: the residual sum after attention, the merge and the LayerNorm
+before the MLP are one kernel, and so are their gradients. For inference, GELU is the epilogue of the first linear layer
+and the residual sum that of the second, whose bias is added by the kernel that writes the tokens.
 """
 
 from __future__ import annotations
@@ -20,26 +19,29 @@ from torch import Tensor, nn
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
-from vitrail.merging import Assignment, MergeState
+from vitrail.merging import MergeState
+from vitrail.runtime.plan import Plan
 
 Read = Callable[[Tensor, Tensor], None]
 
 
-def serves(x: Tensor, state: MergeState) -> bool:
-    """Whether a block's forward can run here: half precision on a GPU, with tokens in paper order."""
+def serves(x: Tensor, plan: Plan, state: MergeState) -> bool:
+    """Return whether the dense path runs here: half precision on a GPU, ToMe's fused matching in paper order."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and isinstance(state.protected, int)
-        and state.order == "paper"
-        and state.method in kernels.FUSED
+        and plan.order == "paper"
+        and plan.method.twin == "tome"
+        and not state.memory
+        and not state.guide
         and kernels.usable(x)
         and not torch.is_autocast_enabled(x.device.type)
     )
 
 
-def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, state: MergeState) -> DenseBlock | None:
-    """Give a block as its matrices, where it is nothing more and the kernels serve it here."""
-    if not serves(x, state):
+def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, plan: Plan, state: MergeState) -> DenseBlock | None:
+    """Return a block as its matrices; None where it is more than that, or the kernels do not run here."""
+    if not serves(x, plan, state):
         return None
     if torch.compiler.is_compiling():
         return _find(parts, block)
@@ -53,7 +55,7 @@ def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, state: MergeSt
 
 
 def _lasts(block: nn.Module) -> bool:
-    """Whether a block's weights will be the same ones in the next pass; rounded ones are made for each."""
+    """Return whether a block keeps its weights for the next pass; rounded weights are made for each pass."""
     return all(type(weight) is nn.Parameter for weight in block.parameters())
 
 
@@ -63,14 +65,14 @@ def _find(parts: BlockAdapter, block: nn.Module) -> DenseBlock | None:
 
 @dataclass(frozen=True)
 class Known:
-    """A block's matrices and what they were found by, to be looked over before each use instead of found again.
+    """A block's matrices, cached; revalidated on each call.
 
     Attributes:
-        modules: all inside the block, with their classes and modes.
-        children: who has which of them.
-        hooks: on any of them; empty, or the block would not be dense.
-        weights: where their parameters are, and of which classes.
-        rates: of dropouts and the like.
+        modules: all modules inside the block; ``kinds`` are their classes and modes.
+        children: the submodules of each.
+        hooks: the hook dicts of all modules; empty, or the block would not be dense.
+        weights: the parameter dicts of all modules; ``weight_kinds`` are the classes of the parameters.
+        rates: dropout rates.
     """
 
     dense: DenseBlock
@@ -84,7 +86,7 @@ class Known:
 
     @classmethod
     def of(cls, block: nn.Module, dense: DenseBlock) -> Known:
-        """Take down what a block is."""
+        """Return the cache entry of a block."""
         modules = tuple(part for part in block.modules() if part is not block)
         weights = tuple(part._parameters for part in modules if part._parameters)
         return cls(
@@ -104,7 +106,7 @@ class Known:
         )
 
     def holds(self) -> bool:
-        """Whether nothing of it has changed."""
+        """Return whether nothing has changed."""
         return (
             not any(self.hooks)
             and [(type(part), part.training) for part in self.modules] == self.kinds
@@ -120,7 +122,7 @@ _known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 def dense_forward(
     dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None = None
 ) -> tuple[Tensor, MergeState]:
-    """Attend, merge r tokens and feed; ``read`` is shown the keys and values on the way, and may not keep them."""
+    """Attend, merge r tokens and feed; ``read`` is called with keys and values, and must not keep them."""
     _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
     gamma = dense.gammas[1]
@@ -143,28 +145,28 @@ def dense_forward(
 def _attend_and_merge(
     dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, owed: Tensor | None, read: Read | None
 ) -> tuple[Tensor, Tensor, MergeState]:
-    """Give the tokens after attention and the merge, plus ``owed``, and their LayerNorm for the MLP."""
+    """Return the tokens after attention and the merge, plus ``owed``, and their LayerNorm for the MLP."""
     x, y, step, join = _attend(dense, x, state, r, proportional, read)
     y = _apply(dense.drops[0], dense.proj(y))
     join()
     gamma, norm2 = dense.gammas[0], dense.norm2
     if step is None:
         x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, owed)
-        return x, h, state.skip()
-    assert isinstance(step, KernelAssignment)
+        return x, h, state.next_layer()
     x, size, log2_size, h = ops.merge_norm(
         x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, owed
     )
-    return x, h, state.after(step, size, log2_size)
+    return x, h, state.after(step, size, log2_size).next_layer()
 
 
 def _attend(
     dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None
-) -> tuple[Tensor, Tensor, Assignment | None, Callable[[], None]]:
-    """Attend, and match beside it, which needs the keys alone; the function given waits for the match."""
+) -> tuple[Tensor, Tensor, KernelAssignment | None, Callable[[], None]]:
+    """Attend, and match concurrently, which needs the keys alone; the returned function waits for the match."""
     x, packed, q, k, v = _project(dense, x)
     with kernels.beside(k) as join:
-        step = kernels.match(k.detach(), r, state.protected, state.order) if r else None
+        assert isinstance(state.protected, int)
+        step = kernels.match(k.detach(), r, state.protected) if r else None
     if read is not None:
         read(k, v)
     size = state.size if proportional else None
@@ -174,7 +176,7 @@ def _attend(
 
 
 def _project(dense: DenseBlock, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Give the tokens again, and queries, keys and values: in one tensor where one layer makes them, and apart."""
+    """Return the tokens, and queries, keys and values: packed where one layer computes them, and apart."""
     norm, heads = dense.norm1, dense.heads
     x, h = ops.norm_beside(x, norm.weight, norm.bias, norm.eps)
     if len(dense.qkv) == 1:
@@ -191,10 +193,10 @@ def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:
 
 
 def _linear_gelu(linear: nn.Linear, h: Tensor, approximate: str) -> Tensor:
-    """Linear layer and GELU as one matrix product with an epilogue.
+    """Compute a linear layer and GELU as one matrix product with an epilogue.
 
-    The library's epilogue is the tanh form of GELU. It is within 5·10⁻⁴ of the exact one, which is below what bfloat16
-    keeps of values around one; float16 keeps more, and gets the exact form.
+    The epilogue is the tanh form of GELU, within 5·10⁻⁴ of the exact one: below the resolution of bfloat16 around one.
+    float16 resolves more, and gets the exact form.
     """
     if approximate == "tanh" or h.dtype == torch.bfloat16:
         return torch._addmm_activation(linear.bias, h, linear.weight.t(), use_gelu=True)

@@ -1,7 +1,7 @@
 """Patch embedding as one matrix product.
 
 Patches do not overlap, so their convolution is a product of (patches × pixels) and (pixels × channels). Convolution
-kernels of today's GPUs do not see that and take many times as long, which matters once the blocks are fast.
+kernels do not exploit that and take many times as long, which matters once the blocks are fast.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from vitrail import kernels
 
 
 class PatchProduct:
-    """Mixin in front of a convolution whose stride is its kernel; half precision on a GPU takes the product."""
+    """Mixin in front of a convolution whose stride equals its kernel; a matrix product in half precision on a GPU."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dtype not in (torch.bfloat16, torch.float16) or not kernels.usable(x) or x.dtype != self.weight.dtype:
             return super().forward(x)  # type: ignore[misc]
         high, wide = self.kernel_size
-        batch, colours, height, width = x.shape
+        batch, channels, height, width = x.shape
         rows, columns = height // high, width // wide
-        cells = x[..., : rows * high, : columns * wide].reshape(batch, colours, rows, high, columns, wide)
-        flat = cells.permute(0, 2, 4, 1, 3, 5).reshape(batch * rows * columns, colours * high * wide)
+        cells = x[..., : rows * high, : columns * wide].reshape(batch, channels, rows, high, columns, wide)
+        flat = cells.permute(0, 2, 4, 1, 3, 5).reshape(batch * rows * columns, channels * high * wide)
         tokens = F.linear(flat, self.weight.flatten(1), self.bias)
         return tokens.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
 
 
 def patch_convolutions(parts: list[nn.Module]) -> list[nn.Module]:
-    """Find the convolutions among modules that only cut an input into patches."""
+    """Return the convolutions among these modules that embed non-overlapping patches."""
     return [part for part in parts if type(part) is nn.Conv2d and _cuts_patches(part)]
 
 

@@ -1,4 +1,4 @@
-"""Plan: what a merging does to a model, without the model."""
+"""Plan: the settings of a merging, independent of the model's modules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
-from vitrail.merging import Room, Schedule, Solution
-from vitrail.merging.bipartite import Order, mask_edges
+from vitrail.merging import Method, Room, Schedule, Solution, ToMe
+from vitrail.merging.bipartite import Order
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.side_tokens import Beside
 from vitrail.tokens import TokenLayout
@@ -25,13 +25,13 @@ from vitrail.tokens import TokenLayout
 class Plan:
     """The settings of one merging, shared by the blocks of one model.
 
-    A forward pass reads it once, at its first block; changing the schedule never touches a pass on its way.
+    A forward pass reads it once, at its first block; changing the schedule never affects a pass in progress.
 
     Attributes:
         layout: the model's tokens at its own input size.
-        merges: whether it is a merging at all, and not only there for tokens that were added.
-        added: tokens that go beside the model's own.
-        method: how it is found which tokens merge.
+        merges: False for a plan that only carries added tokens.
+        added: tokens that run beside the model's own.
+        method: decides which tokens merge.
         solved: merges per layer by number of patches, for the present schedule.
     """
 
@@ -46,13 +46,13 @@ class Plan:
     resizes: bool = False
     merges: bool = True
     added: Beside | None = None
-    method: str = "tome"
+    method: Method = field(default_factory=ToMe)
     warned: set[int] = field(default_factory=set)
     hooks_reported: bool = False
     solved: dict[int, Solution] = field(default_factory=dict, repr=False)
 
     def change(self, schedule: Schedule) -> None:
-        """Take another schedule for passes to come, if it can be met at the model's own size."""
+        """Use another schedule for later passes, if the model's own input size allows it."""
         patches = self.layout.num_patches
         known = {}
         if self.protect is None or self.protect.shape[1] == patches:
@@ -64,30 +64,31 @@ class Plan:
 
     @classmethod
     def bare(cls, found: Found, cost: CostModel, added: Beside) -> Plan:
-        """Make the plan of a model that does not merge and has tokens beside its own."""
+        """Return the plan of a model that does not merge and has added tokens."""
         depth, layout = len(found.blocks), found.adapter.layout(found.trunk)
         resizes = found.adapter.resizes(found.trunk)
         nothing = Schedule.parse(depth, 0)
         return cls(depth, layout, nothing, True, "paper", True, None, cost, resizes, merges=False, added=added)
 
     def without_merging(self) -> Plan:
-        """Give what is left of a plan when its merging is taken away."""
+        """Return what is left of the plan when its merging is removed."""
         nothing = Schedule.parse(self.depth, 0)
         return replace(
             self, schedule=nothing, proportional=True, order="paper", unmerge=True, protect=None, merges=False,
-            method="tome", warned=set(), hooks_reported=False, solved={},
+            method=ToMe(), warned=set(), hooks_reported=False, solved={},
         )  # fmt: skip
 
     @property
-    def pictures_decide(self) -> bool:
-        """Whether how many pairs there are depends on what earlier layers merged.
+    def images_decide(self) -> bool:
+        """Whether the number of tokens depends on the images.
 
-        It does where protected patches keep their places among others that merge.
+        It does for methods that are not static, and where protected patches keep their places among others that merge.
         """
-        return self.protect is not None and self.order == "original"
+        in_place = self.protect is not None and self.order == "original" and self.method.places_groups
+        return in_place or not self.method.static
 
     def solve(self, patches: int) -> Solution:
-        """Merges per layer for an input of that many patches."""
+        """Return the merges per layer for an input of this many patches."""
         solved = self.solved
         if patches in solved:
             return solved[patches]
@@ -97,29 +98,30 @@ class Plan:
         return solution
 
     def room(self, patches: int) -> Room:
-        """How many of the tokens may merge when there are that many patches."""
-        special = self.layout.num_special
+        """Return how many tokens can merge when there are this many patches."""
+        special, method = self.layout.num_special, self.method
+        restored = method.scope == "block"
         if self.protect is None:
-            return Room(special + patches, special)
+            return Room(special + patches, special, None, method.capacity, restored)
         if self.protect.shape[1] != patches:
             raise UnsupportedInput(
-                f"protect= has {self.protect.shape[1]} entries for each picture, but this input has {patches} patches; "
+                f"protect= has {self.protect.shape[1]} entries for each image, but this input has {patches} patches; "
                 "give one entry per patch, row by row"
             )
         mask = _with_special(self.protect, special)
-        return Room(special + patches, int(mask.sum(1).max()), int(mask_edges(mask).min()))
+        first = method.capacity(special + patches, mask)
+        return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored)
 
     def _solve(self, schedule: Schedule, patches: int) -> Solution:
         return schedule.solve(self.depth, self.room(patches), self.counter(self.layout.num_special, patches))
 
     def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
-        """Give the cost of one input as a function of the merges of each layer, with what was added."""
-        if self.added is None:
-            return self.cost.counter(special, patches)
-        return self.cost.counter(special, patches, self.added.counts(), self.added.is_open)
+        """Return the cost of one input as a function of the merges of each layer, added tokens included."""
+        counts, is_open = ([], False) if self.added is None else (self.added.counts(), self.added.is_open)
+        return self.cost.counter(special, patches, counts, is_open, self.method)
 
     def report(self, solution: Solution, patches: int) -> None:
-        """Warn, once for each size, where fewer tokens merge than were asked for."""
+        """Warn, once for each input size, where fewer tokens merge than requested."""
         if torch.compiler.is_compiling() or patches in self.warned:
             return
         if solution.missing:
@@ -140,7 +142,7 @@ class Plan:
             )
 
     def report_hooks(self, attending: Sequence[nn.Module]) -> None:
-        """Warn, once, about hooks on attention itself: its parts are called directly, so they never fire."""
+        """Warn, once, about hooks on attention modules: their parts are called directly, so the hooks never run."""
         if self.hooks_reported or not any(part._forward_hooks or part._forward_pre_hooks for part in attending):
             return
         hooks = [h for part in attending for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
@@ -148,13 +150,13 @@ class Plan:
             self.hooks_reported = True
             warnings.warn(
                 f"hooks on {type(attending[0]).__name__} do not run while the model is merged, because its parts are "
-                "called directly; hook into those, into the block, or remove the merging",
+                "called directly; hook its parts or the block instead, or remove the merging",
                 VitrailWarning,
                 stacklevel=5,
             )
 
     def report_done(self, wanted: int, done: int, patches: int) -> None:
-        """Warn, once for each size, where a pass merged fewer tokens than it was asked to."""
+        """Warn, once for each input size, where a pass merged fewer tokens than requested."""
         if done < wanted and patches not in self.warned:
             self.warned.add(patches)
             warnings.warn(
@@ -165,24 +167,24 @@ class Plan:
             )
 
     def protected(self, layout: TokenLayout, batch: int, device: torch.device) -> int | Tensor:
-        """Which tokens of a batch may not merge."""
+        """Return which tokens of a batch must not merge."""
         if self.protect is None:
             return layout.num_special
         mask = _with_special(self.protect, layout.num_special).to(device)
         if mask.shape[0] not in (1, batch):
             raise UnsupportedInput(
-                f"protect= has masks for {mask.shape[0]} pictures, but this batch has {batch}; give one mask per "
-                "picture, or one for all"
+                f"protect= has masks for {mask.shape[0]} images, but this batch has {batch}; give one mask per "
+                "image, or one for all"
             )
         return mask
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one block knows: the plan, its own place in it, whether no block follows, and how to find its parts.
+    """What one block knows: the plan, its index, whether it is the last block, and its adapter.
 
-    A block's forward asks for no place but the last, so that a compiler, which cuts it to what it asks, makes one of
-    all blocks between the first and the last.
+    A block's forward reads no index but ``is_last``: a compiler specialises on what is read, so all blocks between the
+    first and the last share one compiled graph.
     """
 
     plan: Plan
@@ -191,28 +193,37 @@ class BlockPlan:
     parts: BlockAdapter
 
 
-def _with_special(protect: Tensor, special: int) -> Tensor:
-    return torch.cat([protect.new_ones(protect.shape[0], special), protect], 1)
+def _with_special(values: Tensor, special: int) -> Tensor:
+    return torch.cat([values.new_ones(values.shape[0], special), values], 1)
 
 
 def parse_protect(protect: Any, grid: tuple[int, int, int], resizes: bool) -> Tensor | None:
-    """Check a user's mask over the patches, (P,), (B, P), (h, w) or (B, h, w), and give it as (1 or B, P).
-
-    A model that takes other sizes than its own takes masks for them, too; they are checked with the input.
-    """
+    """Return a user's protection mask over the patches as (1 or B, P); see :func:`parse_map` for the shapes."""
     if protect is None:
         return None
+    mask = parse_map("protect", protect, grid, resizes)
+    if mask.dtype != torch.bool:
+        raise InvalidOption(
+            f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+    return mask.cpu()
+
+
+def parse_map(name: str, values: Any, grid: tuple[int, int, int], resizes: bool) -> Tensor:
+    """Return a user's map over the patches, (P,), (B, P), (h, w) or (B, h, w), as (1 or B, P).
+
+    Models that accept other input sizes accept maps for them too; these are checked with the input.
+    """
     patches = prod(grid)
     try:
-        mask = torch.as_tensor(protect)
+        found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidOption(f"protect is a boolean mask over the patches; got {type(protect).__name__}") from error
-    if mask.dim() in (2, 3) and tuple(mask.shape[-2:]) == grid[1:]:
-        mask = mask.reshape(-1, patches)
-    fits = mask.dim() in (1, 2) and mask.numel() > 0 and (resizes or mask.shape[-1] == patches)
-    if mask.dtype != torch.bool or not fits:
+        raise InvalidOption(f"{name} is a map over the patches; got {type(values).__name__}") from error
+    if found.dim() in (2, 3) and tuple(found.shape[-2:]) == grid[1:]:
+        found = found.reshape(-1, patches)
+    if found.dim() not in (1, 2) or found.numel() == 0 or not (resizes or found.shape[-1] == patches):
         raise InvalidOption(
-            f"protect is a boolean mask of shape (patches,) or (pictures, patches), with {patches} patches at the "
-            f"model's own size; got {mask.dtype} of shape {tuple(mask.shape)}"
+            f"{name} is a map of shape (patches,) or (images, patches), with {patches} patches at the model's own "
+            f"size; got {found.dtype} of shape {tuple(found.shape)}"
         )
-    return mask.detach().cpu().reshape(-1, mask.shape[-1]).clone()
+    return found.detach().reshape(-1, found.shape[-1]).clone()

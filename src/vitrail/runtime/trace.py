@@ -1,4 +1,4 @@
-"""Trace: where every patch went, kept only while somebody asks."""
+"""Trace: where every patch went, recorded while a model runs inside ``merging.track()``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from vitrail.errors import InvalidOption, NotApplied
 from vitrail.merging import Assignment, MergeState
 from vitrail.runtime.eager import eagerly
+from vitrail.runtime.plan import Plan
 from vitrail.tokens import TokenLayout
 
 
@@ -35,12 +36,13 @@ class TracedPass:
 
 @dataclass
 class Trace:
-    """What :meth:`Merging.track` collects; the properties speak of the latest pass.
+    """What :meth:`Merging.track` records; the properties describe the latest pass.
 
     Attributes:
         passes: every forward pass that ran while tracking, in order.
     """
 
+    plan: Plan = field(repr=False)
     passes: list[TracedPass] = field(default_factory=list)
 
     @property
@@ -57,19 +59,47 @@ class Trace:
 
     @property
     def groups(self) -> Tensor:
-        """Which kept token each patch went into: (B, patches), indices into the merged sequence."""
+        """Index of the kept token that each patch went into: (B, patches), indices into the merged sequence."""
         return self.latest.assignment.target[:, self.layout.patches]
 
     @property
     def sizes(self) -> Tensor:
-        """How many original tokens each kept token holds: (B, kept)."""
+        """Number of original tokens in each kept token (B, kept); 0 marks padding."""
         latest = self.latest
         if latest.state.size is None:
             return torch.ones(latest.batch, latest.layout.num_tokens, device=latest.device)
         return latest.state.size
 
+    @property
+    def tokens_per_layer(self) -> Tensor:
+        """Number of tokens that leave each block, per image (B, layers); padding is not counted."""
+        latest = self.latest
+        if latest.state.lengths:
+            return torch.stack(latest.state.lengths, 1)
+        late = torch.tensor(self.plan.cost.late, device=latest.device)
+        merged = torch.tensor(latest.state.per_layer, device=latest.device)
+        merged = merged * 0 if self.plan.method.scope == "block" else merged.cumsum(0)
+        return (self._tokens_at_start - merged + late).expand(latest.batch, -1)
+
+    @property
+    def flops(self) -> Tensor:
+        """Multiply-adds of each image (B,), without its padding."""
+        latest = self.latest
+        if self.plan.method.scope == "block":
+            merges = torch.tensor(latest.state.per_layer).expand(latest.batch, -1)
+        else:
+            kept = self.tokens_per_layer.cpu() - torch.tensor(self.plan.cost.late)
+            merges = -torch.diff(kept, dim=1, prepend=torch.full_like(kept[:, :1], self._tokens_at_start))
+        patches = self.layout.num_patches
+        counter = self.plan.counter(self._tokens_at_start - patches, patches)
+        return torch.tensor([counter(per_layer) for per_layer in merges.tolist()])
+
+    @property
+    def _tokens_at_start(self) -> int:
+        return self.layout.num_tokens - self.plan.cost.late[-1]
+
     def unmerge(self, tokens: Tensor) -> Tensor:
-        """Give every original position its token: (B, kept, D) becomes (B, N, D)."""
+        """Return a token for every original position: (B, kept, D) becomes (B, N, D)."""
         assignment = self.latest.assignment
         batch, length = assignment.target.shape
         if tokens.dim() != 3 or tokens.shape[:2] != (batch, assignment.length):
@@ -78,39 +108,39 @@ class Trace:
                 f"unmerge takes the merged tokens of the latest pass, ({batch}, {assignment.length}, channels); "
                 f"got {tuple(tokens.shape)}{full}"
             )
-        return assignment.unmerge(tokens)
+        return self.latest.state.unmerge(tokens, self.plan.method)
 
 
 class _Active(threading.local):
     def __init__(self) -> None:
-        self.traces: list[tuple[object, Trace]] = []
+        self.traces: list[Trace] = []
 
 
 _active = _Active()
 
 
 @contextmanager
-def tracking(plan: object) -> Iterator[Trace]:
-    """Collect the passes of this thread through blocks of ``plan``.
+def tracking(plan: Plan) -> Iterator[Trace]:
+    """Record the passes of this thread through blocks of ``plan``.
 
-    Compiled models run eagerly meanwhile: what a trace keeps lives outside of any graph.
+    Compiled models run eagerly meanwhile: what a trace keeps lives outside any graph.
     """
-    trace = Trace()
-    _active.traces.append((plan, trace))
+    trace = Trace(plan)
+    _active.traces.append(trace)
     try:
         with eagerly():
             yield trace
     finally:
-        _active.traces.remove((plan, trace))
+        _active.traces = [other for other in _active.traces if other is not trace]
 
 
-def record(plan: object, traced: TracedPass) -> None:
-    """Hand a finished pass to whoever tracks in this thread."""
-    for wanted, trace in _active.traces:
-        if wanted is plan:
+def record(plan: Plan, traced: TracedPass) -> None:
+    """Add a finished pass to the traces of this thread."""
+    for trace in _active.traces:
+        if trace.plan is plan:
             trace.passes.append(traced)
 
 
 def is_tracking() -> bool:
-    """Whether anybody tracks in this thread."""
+    """Return whether any trace is recording in this thread."""
     return bool(_active.traces)

@@ -55,12 +55,13 @@ def count(model: nn.Module, size: Any = None) -> Count:
     special, patches = layout.num_special, layout.num_patches
     plan = getattr(found.trunk, "_vitrail_plan", None)
     nothing = (0,) * len(found.blocks)
-    merges = nothing if plan is None else plan.solve(patches).per_layer
+    merges = nothing if plan is None or not plan.method.static else plan.solve(patches).per_layer
+    method = None if plan is None else plan.method
     added = added_to(found)
-    beside = ((), False) if added is None else (added.counts(), added.is_open)
+    beside, read = ([], False) if added is None else (added.counts(), added.is_open)
     special -= cost.late[-1] + (0 if added is None else added.counts()[-1])
-    by_part = cost.parts(special, patches, merges, *beside)
-    unmerged = cost.counter(special, patches, *beside)(nothing)
+    by_part = cost.parts(special, patches, merges, beside, read, method)
+    unmerged = cost.counter(special, patches, beside, read)(nothing)
     return Count(
         sum(weight.numel() for weight in model.parameters()),
         _parameters(model, found),
@@ -68,7 +69,7 @@ def count(model: nn.Module, size: Any = None) -> Count:
         sum(by_part.values()),
         by_part,
         unmerged,
-        cost.counter(special + 1, patches, *beside)(nothing) - unmerged,
+        cost.counter(special + 1, patches, beside, read)(nothing) - unmerged,
     )
 
 

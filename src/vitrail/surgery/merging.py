@@ -1,18 +1,18 @@
-"""``vitrail.merge``: one line patches a model, one gives it back."""
+"""``vitrail.merge``: merge the tokens of a model in place, and undo it."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedModel
-from vitrail.merging import METHODS, Schedule
+from vitrail.merging import Method, ModelShape, Schedule, as_method
 from vitrail.runtime.checks import (
     as_pictures,
     merged_trunk,
@@ -23,9 +23,10 @@ from vitrail.runtime.checks import (
     refuse_registers,
 )
 from vitrail.runtime.cost import CostModel
+from vitrail.runtime.guide import guiding
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to
-from vitrail.runtime.plan import Plan, parse_protect
+from vitrail.runtime.plan import Plan, parse_map, parse_protect
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle
 from vitrail.surgery.recording import evaluating
@@ -48,33 +49,34 @@ def merge(
     order: str = "paper",
     protect: Any = None,
     unmerge: bool = True,
-    method: str = "tome",
+    method: str | Mapping[str, Any] | Method = "tome",
 ) -> Merging:
-    """Merge similar tokens between attention and MLP in every block of a model, in place.
+    """Merge similar tokens in every block of a model, in place.
 
     Parameters, buffers and the keys of ``state_dict`` stay as they are, and ``Merging.remove`` (or the end of a
-    ``with`` block) gives the model back exactly. Give one of ``r``, ``keep`` and ``gflops``.
+    ``with`` block) restores the model exactly. Pass one of ``r``, ``keep`` and ``gflops``; methods that decide by
+    themselves how much to merge need none.
 
     >>> merging = vitrail.merge(model, r=8)     # doctest: +SKIP
     >>> logits = model(images)                  # doctest: +SKIP
     >>> merging.remove()                        # doctest: +SKIP
 
     Args:
-        model: a supported model, or a module that has exactly one inside.
+        model: a supported model, or a module that contains exactly one.
         r: tokens to merge in each layer, or a list with one number per layer.
-        keep: share of the patches that is left after the last layer.
+        keep: share of the patches left after the last layer.
         gflops: budget for one input, in 10⁹ multiply-adds; solved for each input size.
-        schedule: how merges spread over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
-            ``"increasing"``, or Token Merging's inflection from −1 to 1.
-        proportional: count a merged token in attention as often as it has members. Models pretrained by masking
-            (MAE) and used without finetuning do better without.
-        order: ``"paper"`` as in Token Merging; ``"original"`` keeps tokens in the order of their first member.
-        protect: boolean mask of patches that never merge: (patches,) or (height, width) of the grid for all pictures;
-            (pictures, patches) or (pictures, height, width) for one batch.
-        unmerge: give every patch its token back after the last block, so that pooling, heads and dense outputs are
-            exact. With False the merged tokens come out, special ones in front.
-        method: ``"tome"``, Token Merging. For comparisons, ``"random"`` merges tokens whichever they are, and
-            ``"prune"`` leaves out the tokens that Token Merging would merge; neither has fast kernels.
+        schedule: distribution of the merges over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
+            ``"increasing"``, or ToMe's inflection from −1 to 1.
+        proportional: let attention count a token of size s as s tokens. Models pretrained by masking (MAE) and used
+            without finetuning do better without.
+        order: ``"paper"`` as in ToMe; ``"original"`` keeps tokens in the order of their first member.
+        protect: boolean mask of patches that never merge: (patches,) or (height, width) of the grid for all images;
+            (images, patches) or (images, height, width) for one batch.
+        unmerge: restore a token for every patch after the last block, so that pooling, heads and dense outputs are
+            exact. With False the merged tokens come out, special tokens in front.
+        method: how tokens merge: a registered name (``"tome"``; for comparisons ``"random"`` and ``"prune"``), an
+            instance such as ``ToMe(features="values")``, or a dict with a name and options.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
@@ -88,27 +90,34 @@ def merge(
             raise InvalidOption(f"{name} is True or False; got {value!r}")
     if order not in ("paper", "original"):
         raise InvalidOption(f"order is 'paper' or 'original'; got {order!r}")
-    if method not in METHODS:
-        raise InvalidOption(f"method is one of {', '.join(METHODS)}; got {method!r}")
+    chosen = as_method(method)
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
-    wanted = Schedule.parse(depth, r, keep, gflops, schedule)
+    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static)
     resizes = found.adapter.resizes(found.trunk)
     mask = parse_protect(protect, layout.grid, resizes)
     cost = CostModel.of(model, found)
     added = added_to(found)
-    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=method)  # type: ignore[arg-type]
+    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
+    chosen.build(_model_shape(found))
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
 
 
+def _model_shape(found: Found) -> ModelShape:
+    parts, block = found.block_adapters[0], found.blocks[0]
+    heads, head_width = parts.head_shape(block)
+    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
+    return ModelShape(len(found.blocks), int(width), heads, head_width)
+
+
 class Merging(Handle):
-    """A merged model's handle: settings, figures, pictures, and the way back.
+    """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging.
 
     Attributes:
-        model: the model as it was given.
+        model: the model that was passed to ``vitrail.merge``.
         found: the merged trunk in it, its blocks and their adapters.
     """
 
@@ -121,7 +130,7 @@ class Merging(Handle):
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """Find the merging of a model again, also of a copied or unpickled one."""
+        """Return the handle of a merged model, also of a copied or unpickled one."""
         trunk = merged_trunk(model)
         if trunk is None:
             raise cls._not_found(model)
@@ -129,21 +138,21 @@ class Merging(Handle):
 
     @property
     def is_active(self) -> bool:
-        """Whether the model is merged by this handle's settings."""
+        """Whether the model runs with this handle's settings."""
         return getattr(self.found.trunk, "_vitrail_plan", None) is self._plan
 
     @property
     def layout(self) -> TokenLayout:
-        """Which index is which token, at the model's own input size and before any merge."""
+        """Token layout at the model's own input size, before any merge."""
         return self.found.adapter.layout(self.found.trunk)
 
     @property
     def r(self) -> list[int]:
         """Merges per layer at the model's own input size. Assign a number or a list to change them.
 
-        A number is spread over depth by the schedule that the merging has; a list is the schedule itself.
+        A number is distributed over depth by the present schedule; a list is the schedule itself.
         """
-        return list(self._plan.solve(self.layout.num_patches).per_layer)
+        return list(self._planned(self.layout.num_patches))
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
@@ -153,7 +162,7 @@ class Merging(Handle):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings as plain data: ``vitrail.merge(model, **config)`` gives the same merging again."""
+        """The settings as plain data: ``vitrail.merge(model, **config)`` applies the same merging again."""
         plan, wanted = self._plan, self._plan.schedule
         given = {"r": wanted.r, "keep": wanted.keep, "gflops": wanted.gflops}
         config: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -161,44 +170,60 @@ class Merging(Handle):
             config["r"] = list(wanted.r)
         else:
             config["schedule"] = wanted.shape
-        config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge, method=plan.method)
+        config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge, method=plan.method.config)
         if plan.protect is not None:
             config["protect"] = plan.protect.tolist()
         return config
 
     def tokens_per_layer(self, size: Size | None = None) -> list[int]:
-        """How many tokens leave each block, special ones included, for inputs of a size in pixels.
+        """Return the number of tokens that leave each block, special tokens included, for a size in pixels.
 
-        With ``protect`` and ``order="original"`` the pictures decide, and more may be left.
+        With ``protect`` and ``order="original"`` the images decide, and more tokens may be left.
         """
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
-        for merges, late in zip(self._plan.solve(layout.num_patches).per_layer, self._plan.cost.late, strict=True):
-            length -= merges
+        for merges, late in zip(self._planned(layout.num_patches), self._plan.cost.late, strict=True):
+            length -= 0 if self.method.scope == "block" else merges
             lengths.append(length + late)
         return lengths
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
-        """Multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``).
+        """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``).
 
         One multiply-add is one FLOP, as in the literature.
         """
         layout = self._layout_for(size)
-        per_layer = self._plan.solve(layout.num_patches).per_layer if merged else (0,) * self._plan.depth
+        per_layer = self._planned(layout.num_patches) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
 
     def track(self) -> AbstractContextManager[Trace]:
-        """Collect where every patch goes in the forward passes of this thread inside a ``with`` block."""
+        """Record where every patch goes in the forward passes of this thread inside a ``with`` block."""
         self._check_active()
         return tracking(self._plan)
 
+    def guide(self, **maps: Any) -> AbstractContextManager[None]:
+        """Show maps over the patches to the method, for the forward passes of this thread inside a ``with`` block.
+
+        Each map is (patches,), (height, width), (images, patches) or (images, height, width); methods read them by
+        name as ``context.guide``.
+        """
+        self._check_active()
+        resizes = self.found.adapter.resizes(self.found.trunk)
+        parsed = {name: parse_map(name, values, self.layout.grid, resizes) for name, values in maps.items()}
+        return guiding(self._plan, parsed)
+
+    def loss(self) -> Tensor:
+        """Return the method's own loss for the latest pass, to be added to the training loss; 0 where it has none."""
+        found = self.method.loss()
+        return torch.zeros((), device=next(self.found.trunk.parameters()).device) if found is None else found
+
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:
-        """Paint each picture as stained glass: one pane per kept token, in the mean colour of its patches.
+        """Draw each image as stained glass: one pane per kept token, in the mean color of its patches.
 
         Args:
-            images: one picture or several: PIL images, or paths of files. The whole picture is resized to the
-                model's size for the model, and painted at its own resolution.
+            images: one image or several: PIL images, or paths of files. The whole image is resized to the model's
+                input size for the model, and drawn at its own resolution.
         """
         from vitrail.data import to_tensor
         from vitrail.drawing import stained_glass
@@ -216,7 +241,7 @@ class Merging(Handle):
         ]
 
     def remove(self) -> None:
-        """Give the model back exactly as it was, but for tokens that were added to it."""
+        """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""
         self._check_active()
         if self._plan.added is None:
             uninstall(self.found)
@@ -225,13 +250,28 @@ class Merging(Handle):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Have the model without this merging inside a ``with`` block; this handle and others stay good."""
+        """Run the model without this merging inside a ``with`` block; this handle and others stay valid."""
         self.remove()
         try:
             yield
         finally:
             refuse_merged(self.model)
             install(self.found, self._plan)
+
+    def _planned(self, patches: int) -> tuple[int, ...]:
+        """Return the merges per layer; raise where they depend on the images."""
+        if not self.method.static:
+            raise InvalidOption(
+                f"with method {self.method.name or type(self.method).__name__} the number of tokens depends on the "
+                "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
+                "trace.flops"
+            )
+        return self._plan.solve(patches).per_layer
+
+    @property
+    def method(self) -> Method:
+        """The method that decides which tokens merge; its parameters, if any, are trained and saved with the model."""
+        return self._plan.method
 
     def _layout_for(self, size: Size | None) -> TokenLayout:
         if size is None:
@@ -243,7 +283,7 @@ class Merging(Handle):
         pair = (height, width)
         own = self.found.adapter.preprocessing(self.found.trunk).size
         if pair != own and not self.found.adapter.resizes(self.found.trunk):
-            raise InvalidOption(f"this model takes pictures of {own[0]} × {own[1]} pixels only; got size={size!r}")
+            raise InvalidOption(f"this model takes images of {own[0]} × {own[1]} pixels only; got size={size!r}")
         try:
             return self.found.adapter.layout(self.found.trunk, pair)
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""The kernels as operators that ``torch.compile`` and autograd know: shapes without values, and gradients.
+"""The kernels as operators for ``torch.compile`` and autograd, with fake implementations and gradients.
 
-Implementations import Triton when they first run, so that loading Vitrail does not.
+Triton is imported when an operator first runs, not with Vitrail.
 """
 
 from vitrail.kernels.ops.attention import attend, attend_back, attend_keep, attend_packed, attend_packed_back, unpack

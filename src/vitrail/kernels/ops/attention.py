@@ -1,4 +1,4 @@
-"""Attention, forward and back: queries, keys and values by themselves or in one tensor."""
+"""Attention, forward and backward, with separate or packed queries, keys and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.kernels.ops.base import operator
 
 @operator("attend")
 def attend(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> Tensor:
-    """Attend (B, H, N, D) in proportion to sizes; gives (B, N, H·D)."""
+    """Compute proportional attention (B, H, N, D); return (B, N, H·D)."""
     from vitrail.kernels import triton_attention
 
     return triton_attention.launch(q, k, v, log2_size, scale)[0]
@@ -25,7 +25,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> Tenso
 
 @operator("attend_keep")
 def attend_keep(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend as ``attend`` does, with log₂ of each query's sum of weights (B, H, N) for the gradient."""
+    """Compute ``attend`` and log₂ of each query's sum of weights (B, H, N), for the gradient."""
     from vitrail.kernels import triton_attention
 
     out, sums = triton_attention.launch(q, k, v, log2_size, scale, keep=True)
@@ -43,7 +43,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, scale: float) -> tuple
 def attend_back(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log2_size: Tensor, out: Tensor, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     from vitrail.kernels import triton_attention_backward as triton_attention_back
 
     into = (_heads_like(q), _heads_like(k), _heads_like(v))
@@ -59,7 +59,7 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _heads_like(part: Tensor) -> Tensor:
-    """Make room for (B, H, N, D) with the tokens before the heads, as linear layers have them."""
+    """Return an empty (B, H, N, D) tensor with tokens before heads in memory, as linear layers write them."""
     batch, heads, length, channels = part.shape
     return part.new_empty(batch, length, heads, channels).transpose(1, 2)
 
@@ -80,7 +80,7 @@ attend_keep.differentiable(_keep_for_attend, _backward_of_attend)
 
 @operator("attend_packed")
 def attend_packed(qkv: Tensor, log2_size: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend with queries, keys and values in one tensor (B, N, 3·H·D), whose gradient then is one, too."""
+    """Compute attention from packed queries, keys and values (B, N, 3·H·D), whose gradient is packed too."""
     from vitrail.kernels import triton_attention
 
     out, sums = triton_attention.launch(*unpack(qkv, heads), log2_size, scale, keep=True)
@@ -98,7 +98,7 @@ def _(qkv: Tensor, log2_size: Tensor, heads: int, scale: float) -> tuple[Tensor,
 def attend_packed_back(
     grad: Tensor, qkv: Tensor, log2_size: Tensor, out: Tensor, sums: Tensor, heads: int, scale: float
 ) -> Tensor:
-    """Give the gradient of queries, keys and values in one tensor."""
+    """Return the packed gradient of queries, keys and values."""
     from vitrail.kernels import triton_attention_backward as triton_attention_back
 
     into = torch.empty_like(qkv)
@@ -112,7 +112,7 @@ def _(grad, qkv: Tensor, log2_size, out, sums, heads, scale) -> Tensor:  # type:
 
 
 def unpack(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See queries, keys and values (B, H, N, D) in one tensor (B, N, 3·H·D)."""
+    """Return views of queries, keys and values (B, H, N, D) in a packed tensor (B, N, 3·H·D)."""
     batch, length, channels = qkv.shape
     q, k, v = qkv.view(batch, length, 3, heads, channels // (3 * heads)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v

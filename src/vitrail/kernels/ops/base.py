@@ -1,7 +1,7 @@
-"""What an operator is: a function that the compiler and autograd know.
+"""Operator: a function registered with the compiler and autograd.
 
-Where the compiler does not look on, the function is called as it is, for gradients by a plain ``autograd.Function``: an
-operator's dispatch costs more than a small kernel.
+Outside compiled code the function is called directly, and for gradients through a plain ``autograd.Function``: the
+dispatch of an operator costs more than a small kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 
 class Operator:
-    """A function that is an operator for the compiler, and itself otherwise."""
+    """A function that is a custom operator for the compiler, and a plain function otherwise."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.op = custom_op(f"vitrail::{name}", function, mutates_args=())
@@ -40,7 +40,7 @@ class Operator:
         return self.op(*args) if self.learning is None else self.learning.apply(*args)
 
     def differentiable(self, keep: Callable[..., None], backward: Callable[..., Any]) -> None:
-        """Give the operator its gradient: what to keep of inputs and outputs, and what to make of it."""
+        """Register the gradient: what to save of inputs and outputs, and the backward function."""
 
         def forward(ctx: Any, *args: Any) -> Any:
             output = self.function(*args)
@@ -56,5 +56,5 @@ _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Make an operator of a function."""
+    """Return a decorator that makes a function an operator."""
     return functools.partial(Operator, name)

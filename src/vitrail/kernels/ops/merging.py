@@ -1,4 +1,4 @@
-"""Matching, merging and LayerNorm, forward and back."""
+"""Matching, merging and LayerNorm, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitrail.kernels.ops.base import operator
 
 @operator("match")
 def match(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Match by keys (B, H, N, D): target (B, N), member (B, N), start (B, N − r + 1)."""
+    """Match tokens by keys (B, H, N, D); return target (B, N), member (B, N), start (B, N − r + 1)."""
     from vitrail.kernels import triton_matching
 
     return triton_matching.launch(k, r, protected)
@@ -31,7 +31,7 @@ def _(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator("merge")
 def merge(x: Tensor, size: Tensor | None, member: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge tokens (B, N, D): tokens, sizes and their log₂."""
+    """Merge tokens (B, N, D); return tokens, sizes and their log₂."""
     from vitrail.kernels.triton_merging import Groups, launch
 
     return launch(x.contiguous(), Groups(size, member, start))[:3]
@@ -49,7 +49,7 @@ def _(x: Tensor, size: Tensor | None, member: Tensor, start: Tensor) -> tuple[Te
 
 @operator("merge_back")
 def merge_back(grad: Tensor, size: Tensor | None, merged_size: Tensor, member: Tensor, start: Tensor) -> Tensor:
-    """Give each token its share of its group's gradient."""
+    """Return each token's share of the gradient of its group."""
     from vitrail.kernels.triton_merging import Groups, launch_backward
 
     return launch_backward(grad, None, Groups(size, member, start), merged_size).x
@@ -87,7 +87,7 @@ def merge_norm(
     eps: float,
     add: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge ``x + γ·y``: tokens (+ ``add``, which has no gradient), sizes, their log₂, and the tokens' LayerNorm."""
+    """Merge ``x + γ·y``; return tokens (+ ``add``, without gradient), sizes, their log₂, and the tokens' LayerNorm."""
     from vitrail.kernels.triton_merging import Groups, Norm, launch
 
     out, sizes, logs, normed = launch(x, Groups(size, member, start), y, gamma, Norm(weight, bias, eps), add)
@@ -119,7 +119,7 @@ def norm_back(
     member: Tensor | None,
     start: Tensor | None,
 ) -> list[Tensor]:
-    """Give the gradients of x and of weight, bias and γ as rows of one tensor; with γ, that of y, too."""
+    """Return the gradients of x and of weight, bias and γ as rows of one tensor; with γ also that of y."""
     from vitrail.kernels.triton_merging import Groups, NormBack, launch_backward
 
     groups = None if member is None or start is None else Groups(size, member, start)
@@ -159,7 +159,7 @@ merge_norm.differentiable(_keep_for_merge_norm, _backward_of_merge_norm)
 
 @operator("norm")
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last axis of contiguous tokens."""
+    """Compute LayerNorm over the last axis of contiguous tokens."""
     from vitrail.kernels.triton_merging import Norm, launch_norm
 
     return launch_norm(x, Norm(weight, bias, eps))[1]
@@ -172,7 +172,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @operator("add_scaled")
 def add_scaled(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
-    """``x + γ·y`` for contiguous tokens."""
+    """Compute ``x + γ·y`` for contiguous tokens."""
     from vitrail.kernels.triton_merging import launch_sum
 
     return launch_sum(x, y, gamma)
@@ -187,7 +187,7 @@ def _(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
 def add_norm(
     x: Tensor, y: Tensor, gamma: Tensor | None, weight: Tensor, bias: Tensor, eps: float, add: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``x + γ·y`` (+ ``add``, which has no gradient), and its LayerNorm (without)."""
+    """Compute ``x + γ·y`` (+ ``add``, without gradient), and its LayerNorm (without ``add``)."""
     from vitrail.kernels.triton_merging import Norm, launch_norm
 
     return launch_norm(x, Norm(weight, bias, eps), y, gamma, add)
@@ -216,7 +216,7 @@ add_norm.differentiable(_keep_for_add_norm, _backward_of_add_norm)
 
 
 class NormBeside(torch.autograd.Function):
-    """Tokens as they are and their LayerNorm, whose gradients come back in one pass."""
+    """Return tokens unchanged and their LayerNorm; both gradients take one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -234,7 +234,7 @@ class NormBeside(torch.autograd.Function):
 
 
 def norm_beside(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Give contiguous tokens as they are, and their LayerNorm; the compiler orders the gradients by itself."""
+    """Return contiguous tokens unchanged, and their LayerNorm; the compiler fuses the gradients itself."""
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         return x, torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     if torch.is_grad_enabled():

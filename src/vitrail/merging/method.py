@@ -1,0 +1,255 @@
+"""The interface of merging methods: what a block shows a method, what the method returns, and how it is registered.
+
+A method decides, for one block, which tokens become one. Everything else (proportional attention, sizes, unmerging,
+tracking, costs, schedules) is written once for all methods. A complete method:
+
+>>> @register_method("halve")
+... class Halve(Method):
+...     '''Merge neighbors in pairs.'''
+...
+...     def reduce(self, context, r):
+...         pairs = torch.arange(context.x.shape[1]) // 2
+...         return Reduction(Assignment(pairs.expand(context.x.shape[:2]), int(pairs.max()) + 1))
+
+Shapes: B batch, N tokens, M tokens after the reduction, H heads, d channels of a head, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from vitrail.errors import InvalidOption
+from vitrail.merging.assignment import Assignment
+from vitrail.merging.bipartite import Protected, protected_mask
+
+Projections = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(eq=False)
+class Context:
+    """What one block shows a method.
+
+    Attributes:
+        layer: index of the block.
+        grid: patch grid (t, h, w) of the input before any merge.
+        x: tokens to reduce (B, N, D): the block's input, or what attention returned (``Method.place``).
+        size: number of members of each token (B, N); None while all are 1. Size 0 marks padding.
+        protected: tokens that must not merge: a number in front, or a mask (1 or B, N).
+        memory: the method's own tensors (B, N, …), merged along with the tokens.
+        archive: the method's own tensors, carried unchanged through the pass.
+        guide: maps from outside (B, N, …), such as a saliency map; 0 for special tokens, merged along with the tokens.
+        padded: whether images of the batch may keep different numbers of tokens.
+        project: computes queries, keys and values; called on first use.
+        attend: computes attention weights; see :meth:`attention`.
+    """
+
+    layer: int
+    grid: tuple[int, int, int]
+    x: Tensor
+    size: Tensor | None = None
+    protected: Protected = 0
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    archive: Mapping[str, Tensor] = field(default_factory=dict)
+    guide: Mapping[str, Tensor] = field(default_factory=dict)
+    padded: bool = False
+    project: Callable[[], Projections] | None = None
+    attend: Callable[[Sequence[int] | None], Tensor] | None = None
+    _projected: Projections | None = None
+
+    @property
+    def q(self) -> Tensor:
+        """Queries (B, H, N, d), after their norm and before rotary position."""
+        return self._qkv()[0]
+
+    @property
+    def k(self) -> Tensor:
+        """Keys (B, H, N, d), after their norm and before rotary position; with grouped queries H is smaller."""
+        return self._qkv()[1]
+
+    @property
+    def v(self) -> Tensor:
+        """Values (B, H, N, d)."""
+        return self._qkv()[2]
+
+    def attention(self, queries: Sequence[int] | None = None) -> Tensor:
+        """Compute attention weights on demand; the block itself keeps its fused kernel.
+
+        Returns the rows of these queries (B, H, len(queries), N), or, without queries, the mean attention that each
+        token receives from all tokens present (B, H, N).
+        """
+        if self.attend is None:
+            raise ValueError("this context has no attention")
+        return self.attend(queries)
+
+    @property
+    def present(self) -> Tensor | None:
+        """False for padding (B, N); None where there is none."""
+        return self.size > 0 if self.padded and self.size is not None else None
+
+    @property
+    def mergeable(self) -> Tensor:
+        """True for tokens (B or 1, N) that are neither protected nor padding."""
+        free = ~protected_mask(self.protected, self.x.shape[1], self.x.device)
+        present = self.present
+        return free if present is None else free & present
+
+    def _qkv(self) -> Projections:
+        if self._projected is None:
+            if self.project is None:
+                raise ValueError("this context has no queries, keys and values")
+            self._projected = self.project()
+        return self._projected
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a method does to the tokens of a block.
+
+    Attributes:
+        assignment: index map of the tokens. Images may fill different numbers of groups: the others are padding.
+        weight: share of each token in its group's mean (B, N); None: its size. 0 leaves a token out (pruning).
+        size: what each token adds to its group's size (B, N); None: the weight.
+        soft: relaxation of the index map for training (B, N, M); it replaces the map for tokens, sizes and memory.
+        memory: new or changed entries of the memory (B, N, …), merged along with the tokens.
+        archive: new entries of the archive, carried unchanged.
+    """
+
+    assignment: Assignment
+    weight: Tensor | None = None
+    size: Tensor | None = None
+    soft: Tensor | None = None
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    archive: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class ModelShape(NamedTuple):
+    """What a method with parameters needs to know of a model."""
+
+    depth: int
+    width: int
+    heads: int
+    head_width: int
+
+
+class Method(nn.Module):
+    """A way to reduce the tokens of a block. Subclasses implement :meth:`reduce`; everything else has a default.
+
+    Class attributes:
+        static: lengths follow from shapes alone, the same for every image. Static methods compile, export, and have
+            FLOPs before they run; others return different numbers of tokens per image.
+        place: reduce tokens ``"before"`` attention, or ``"between"`` attention and MLP.
+        scope: tokens stay reduced for the rest of the ``"pass"``, or are restored after each ``"block"``.
+        places_groups: the index map places groups itself, protected tokens in front in their order. Otherwise groups
+            are sorted by their first member.
+        twin: name of a fused kernel that does the same; see ``vitrail.kernels``.
+    """
+
+    static: ClassVar[bool] = True
+    place: ClassVar[Literal["before", "between"]] = "between"
+    scope: ClassVar[Literal["pass", "block"]] = "pass"
+    places_groups: ClassVar[bool] = False
+
+    name: ClassVar[str] = ""
+    """Name under which the method is registered."""
+
+    @property
+    def twin(self) -> str | None:
+        """Name of a fused kernel that does the same with these options; None for none."""
+        return None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Constructor arguments that differ from their defaults, as plain data for JSON."""
+        return {}
+
+    @property
+    def config(self) -> str | dict[str, Any]:
+        """The method as plain data: its name, or a dict with its name and options."""
+        return {"name": self.name, **self.options} if self.options else self.name
+
+    def build(self, shape: ModelShape) -> None:
+        """Create parameters for a model; called once, before the model is changed."""
+
+    def capacity(self, tokens: int, protected: Protected) -> int:
+        """Return how many of this many tokens one reduction can remove at most; for a mask, in every image."""
+        count = protected if isinstance(protected, int) else int(protected.sum(1).max())
+        return max(0, tokens - count - 1)
+
+    def amount(self, context: Context, planned: int) -> int | Tensor:
+        """Return how many tokens to remove in this block: the planned number, or one per image (B,)."""
+        return planned
+
+    def reduce(self, context: Context, r: int | Tensor) -> Reduction | None:
+        """Return which tokens become one; None to leave the tokens of this block as they are.
+
+        A static method removes exactly ``r`` tokens from every image.
+        """
+        raise NotImplementedError
+
+    def pool(self, x: Tensor, assignment: Assignment, weight: Tensor | None) -> Tensor:
+        """Combine the tokens (B, N, D) of each group into one; by default their weighted mean."""
+        return assignment.merge(x, weight)
+
+    def restore(
+        self, x: Tensor, assignment: Assignment, memory: Mapping[str, Tensor], archive: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return a token for every original position (B, N, D); by default a copy of its group's token."""
+        return assignment.unmerge(x)
+
+    def flops(self, tokens: int, head_width: int) -> int:
+        """Return the multiply-adds of one reduction of this many tokens."""
+        return 0
+
+    def loss(self) -> Tensor | None:
+        """Return the method's own loss for the latest pass, to be added to the model's; None where there is none."""
+        return None
+
+    @property
+    def averages(self) -> bool:
+        """Whether groups become the weighted mean of their members, so that a fused kernel can compute it."""
+        return type(self).pool is Method.pool
+
+
+METHODS: dict[str, type[Method]] = {}
+"""Registered methods by name."""
+
+AnyMethod = TypeVar("AnyMethod", bound=type[Method])
+
+
+def register_method(name: str) -> Callable[[AnyMethod], AnyMethod]:
+    """Register a method under a name, so that ``vitrail.merge(model, method=name)`` and the commands find it."""
+
+    def register(method: AnyMethod) -> AnyMethod:
+        if not isinstance(method, type) or not issubclass(method, Method):
+            raise InvalidOption(f"register_method registers subclasses of vitrail.Method; got {method!r}")
+        known = METHODS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):
+            raise InvalidOption(
+                f"a method named {name!r} is registered already ({known.__name__}); choose another name"
+            )
+        method.name = name
+        METHODS[name] = method
+        return method
+
+    return register
+
+
+def as_method(method: str | Mapping[str, Any] | Method) -> Method:
+    """Return a method by name, by name and options (``Method.config``), or as it is."""
+    if isinstance(method, Method):
+        return method
+    options = dict(method) if isinstance(method, Mapping) else {"name": method}
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in METHODS:
+        raise InvalidOption(
+            f"method is one of {', '.join(sorted(METHODS))}, a dict with a name and options, or an instance of "
+            f"vitrail.Method; got {method!r}"
+        )
+    try:
+        return METHODS[name](**options)
+    except TypeError as error:
+        raise InvalidOption(f"method {name!r} does not take these options: {error}") from error

@@ -1,0 +1,44 @@
+"""ToMe: Token Merging (Bolya et al., ICLR 2023)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from vitrail.merging.bipartite import Protected, front_edges, mask_edges, match
+from vitrail.merging.features import Features, check_features, compute_features
+from vitrail.merging.method import Context, Method, Reduction, register_method
+
+
+@register_method("tome")
+class ToMe(Method):
+    """Merge the r most similar pairs of a bipartite matching, by the mean key over heads.
+
+    Args:
+        features: features to compare, one name of ``vitrail.merging.FEATURES`` or several with weights.
+    """
+
+    places_groups = True
+
+    def __init__(self, features: Features = "keys") -> None:
+        super().__init__()
+        self.features = check_features(features)
+
+    @property
+    def twin(self) -> str | None:
+        return "tome" if self.features == "keys" else None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.features == "keys" else {"features": self.features}
+
+    def capacity(self, tokens: int, protected: Protected) -> int:
+        return front_edges(tokens, protected) if isinstance(protected, int) else int(mask_edges(protected).min())
+
+    def reduce(self, context: Context, r: int | Tensor) -> Reduction:
+        features = compute_features(context, self.features).detach()
+        return Reduction(match(features, r, context.protected, present=context.present))
+
+    def flops(self, tokens: int, head_width: int) -> int:
+        return ((tokens + 1) // 2) * (tokens // 2) * head_width

@@ -10,9 +10,10 @@ import vitrail
 
 PUBLIC = {
     "vitrail": (
-        "Ablation AddedTokens Assignment Count Merging Recording RegisterNeurons Report Role TestTimeRegisters "
-        "TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names compare count create_model "
-        "errors find_register_neurons from_timm inspect list_models load_model merge record test_time_registers to_timm"
+        "Ablation AddedTokens Assignment Context Count Merging Method Recording Reduction RegisterNeurons Report Role "
+        "TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names "
+        "compare count create_model errors find_register_neurons from_timm inspect list_models load_model merge record "
+        "register_method test_time_registers to_timm"
     ),
     "vitrail.bench": (
         "BenchConfig BenchResult Check FORMS Failure ModelTimes Row Timed VARIANTS copy_model run time_models"
@@ -25,7 +26,10 @@ PUBLIC = {
     "vitrail.drawing": "contact_sheet stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",
     "vitrail.heads": "AttentionPool DenseHead Heads Output listen",
-    "vitrail.merging": "Assignment METHODS MergeState Room Schedule Solution match proportional_attention",
+    "vitrail.merging": (
+        "Assignment Context FEATURES METHODS MergeState Method ModelShape Prune Random Reduction Room Schedule Solution "
+        "ToMe as_method match proportional_attention register_method"
+    ),
     "vitrail.models": (
         "MODELS ViT ViTConfig create_model from_timm list_models load_timm_state_dict timm_state_dict to_timm"
     ),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.fakes import ToyViT
+from tests.merging.test_custom_methods import Threshold
 from tests.surgery.models import ALL, distance, leaving, run
 from vitrail.adapters import find
 from vitrail.data import open_collection, read_image, to_tensor
@@ -317,3 +318,13 @@ def test_videos() -> None:
     for wrong in (videos[:, :, 0], [videos[:, :, 0]]):
         with pytest.raises(UnsupportedInput, match=r"videos are \(B, C, T, H, W\) for this model"):
             vitrail.record(model, wrong)
+
+
+@pytest.mark.parametrize("method", ["prune", "random", Threshold(0.0)], ids=["prune", "random", "threshold"])
+def test_attention_rows_sum_to_one_whatever_merges(method: Any) -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images()
+    with vitrail.merge(model, r=3, method=method):
+        found = vitrail.record(model, images, "attention")
+    for rows in found.attention.values():
+        assert torch.allclose(rows.sum(-1), torch.ones(()).to(rows))

@@ -187,8 +187,9 @@ class Recorder:
                 parts, block, q, k, call, carried, [places.index(query) for query in present], beside, special
             )
             rows, added = rows[..., : k.shape[2]], rows[..., k.shape[2] :]
-            if state.assignment is not None and state.size is not None:
-                rows = (rows / state.size[:, None, None]).transpose(1, 3)  # equal shares for the members of a group
+            if state.assignment is not None:
+                members = state.assignment.merge_sizes(rows.new_ones(len(rows), state.assignment.target.shape[1]))
+                rows = (rows / members.clamp_min(1)[:, None, None]).transpose(1, 3)  # equal shares in a group
                 rows = state.unmerge(rows.flatten(2)).unflatten(2, rows.shape[2:]).transpose(1, 3)
             rows = torch.cat([rows[..., :special], added, rows[..., special:]], -1)
             rows = _scatter(rows, places, now.layout.num_tokens, 3)
@@ -277,8 +278,10 @@ def attention_rows(
     mask = call.mask
     if mask is not None and mask.shape[-2] != 1:
         mask = mask[..., [min(row, mask.shape[-2] - 1) for row in rows], :]
-    weighted = carried is not None and carried.plan.proportional
-    bias = key_bias(carried.state.size if weighted else None, mask, scores)  # type: ignore[union-attr]
+    size = None
+    if carried is not None:
+        size = carried.state.size if carried.plan.proportional else carried.state.presence
+    bias = key_bias(size, mask, scores)
     if extra:
         assert carried is not None
         assert carried.plan.added is not None

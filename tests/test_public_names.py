@@ -27,8 +27,8 @@ PUBLIC = {
     "vitrail.export": "Comparison ExportError ExportResult export",
     "vitrail.heads": "AttentionPool DenseHead Heads Output listen",
     "vitrail.merging": (
-        "Assignment Context FEATURES METHODS MergeState Method ModelShape Prune Random Reduction Room Schedule Solution "
-        "ToMe as_method match proportional_attention register_method"
+        "Assignment Context FEATURES METHODS MergeState Method ModelShape Prune Random Reduction Room Schedule "
+        "Solution ToMe as_method match proportional_attention register_method"
     ),
     "vitrail.models": (
         "MODELS ViT ViTConfig create_model from_timm list_models load_timm_state_dict timm_state_dict to_timm"

@@ -14,11 +14,9 @@ from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import resample
 from vitrail.models.saving import Fit, check_fit
+from vitrail.models.timm.config import TIMM_TOKENS
 from vitrail.models.vit import ViT
 from vitrail.tokens import Role
-
-TIMM_TOKENS = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}
-"""timm's parameter names of tokens by role, in timm's order."""
 
 _ORIGINAL = (
     (re.compile(r"\bgamma_([12])$"), r"ls\1.gamma"),  # CaiT and DeiT III

@@ -23,7 +23,7 @@ def layout_of(*specs, grid=GRID):
 
 
 def made(*specs, num_classes=CLASSES, **options):
-    """Heads in float64 with every parameter drawn, tokens, and their layout."""
+    """Return heads in float64 with random parameters, tokens, and their layout."""
     heads = Heads(specs, WIDTH, num_classes, **options).double()
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
@@ -49,7 +49,7 @@ def test_one_class_token():
     assert out.features is x
 
 
-def test_heads_begin_small():
+def test_initial_weights():
     heads = Heads([CLS], 400, 50)
     assert heads.cls.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert heads.cls.bias.abs().max() == 0
@@ -63,7 +63,7 @@ def test_several_tokens_share_a_head_and_their_logits_are_averaged():
     assert close(expected, by_hand(heads, "cls", x[:, 2:4].mean(1)))  # as the head of the mean token
 
 
-def test_the_four_ways_to_fuse():
+def test_fuse():
     one, other = torch.tensor([[2.0, 0.0, -1.0]]).double(), torch.tensor([[-1.0, 0.5, 3.0]]).double()
     expected = {
         "logits": torch.tensor([[0.5, 0.25, 1.0]]).double(),
@@ -107,7 +107,7 @@ def test_mean_of_softmaxes_survives_large_logits():
     assert x.grad.isfinite().all()
 
 
-def test_class_tokens_with_heads_of_their_own_count_as_one_answer():
+def test_class_tokens_with_separate_heads_are_averaged_first():
     other = TokenSpec("other", Role.CLASS)
     heads, x, layout = made(CLS, other, DIST)
     a, b, c = (by_hand(heads, name, x[:, i]) for i, name in enumerate(("cls", "other", "dist")))
@@ -117,7 +117,7 @@ def test_class_tokens_with_heads_of_their_own_count_as_one_answer():
     assert close(heads(x, layout).logits.exp(), (a + b) / 4 + c / 2)
 
 
-def test_the_layout_says_where_tokens_are():
+def test_tokens_are_read_by_layout():
     heads, x, layout = made(CLS, REG, COLOR)
     moved = layout_of(COLOR, CLS, REG)
     order = [3, 0, 1, 2, *range(4, 10)]
@@ -174,13 +174,13 @@ def test_class_tokens_beside_pooled_patches():
     assert close(heads(x, layout).logits, by_hand(heads, "patch", x[:, 2:].mean(1)))
 
 
-def test_attention_pool_gives_the_logits():
+def test_attention_pool():
     heads, x, layout = made(REG, pool="attention", attention=AttentionPool(WIDTH, 2, mlp_ratio=0, norm=False))
     assert close(heads(x, layout).logits, by_hand(heads, "patch", heads.attn_pool(x[:, 2:])))
     assert isinstance(Heads([], WIDTH, 3, pool="attention").attn_pool, AttentionPool)
 
 
-def test_without_classes_the_answer_is_features():
+def test_without_classes_logits_are_features():
     for specs, options, places in [
         ((CLS, REG), {}, [0]),
         ((CLS, DIST), {}, [0, 1]),
@@ -197,7 +197,7 @@ def test_without_classes_the_answer_is_features():
         assert not list(heads.parameters())
 
 
-def test_single_tokens_answer():
+def test_logits_of_single_tokens():
     two = TokenSpec("cls", Role.CLASS, count=2)
     heads, x, layout = made(two, DIST, COLOR)
     found = heads.answers(x, layout)
@@ -272,7 +272,7 @@ def test_reset():
     assert bare.patch.weight.dtype is torch.float64
 
 
-def test_a_reset_that_cannot_be_changes_nothing():
+def test_an_invalid_reset_changes_nothing():
     heads, x, layout = made(CLS, TokenSpec("dist", Role.DISTILLATION, classes=3))
     before = heads(x, layout)
     with pytest.raises(InvalidOption, match="cls 5, dist 3"):
@@ -304,7 +304,7 @@ def test_a_reset_that_cannot_be_changes_nothing():
         ([CLS, DIST, TokenSpec("other", "distillation")], {}, "at most one distillation"),
     ],
 )
-def test_wrong_mixes(specs, options, words):
+def test_invalid_combinations(specs, options, words):
     with pytest.raises(InvalidOption, match=words):
         Heads(specs, WIDTH, CLASSES, **options)
 

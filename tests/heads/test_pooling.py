@@ -1,4 +1,4 @@
-"""Attention pooling, computed by hand and by timm."""
+"""Attention pooling, compared with explicit loops and timm."""
 
 from math import erf, sqrt
 
@@ -18,7 +18,7 @@ def drawn(pool):
 
 
 def by_hand(pool, x):
-    """What attention pooling is, in loops over pictures and heads."""
+    """Compute attention pooling in loops over samples and heads."""
     width = x.shape[-1]
     size = width // pool.num_heads
     query = pool.latent[0, 0] @ pool.q.weight.T + pool.q.bias

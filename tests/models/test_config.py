@@ -1,4 +1,4 @@
-"""Configs: JSON and back, and nonsense refused in words."""
+"""Configurations: JSON round trip, derived values, and invalid options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CLASS = TokenSpec("cls", Role.CLASS)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *list(MIXES)[::7]])
-def test_json_and_back(name: str) -> None:
+def test_json_round_trip(name: str) -> None:
     config = MODELS[name] if name in MODELS else MIXES[name]
     assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_what_follows_from_a_config() -> None:
+def test_derived_values() -> None:
     config = ViTConfig(
         image_size=(32, 48), patch_size=(16, 8), width=24, heads=3, mlp_ratio=2.5, depth=3, drop_path=0.2
     )
@@ -72,7 +72,7 @@ def test_what_follows_from_a_config() -> None:
         ),
     ],
 )
-def test_nonsense_is_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
         ViTConfig(**{**SMALL, **options})
 
@@ -85,7 +85,7 @@ def test_nonsense_is_refused(options: dict[str, Any], words: str) -> None:
         ({"tokens": (CLASS, TokenSpec("d", Role.DISTILLATION, classes=3))}, "same number of outputs"),
     ],
 )
-def test_heads_that_cannot_be_are_refused_when_a_model_is_built(options: dict[str, Any], words: str) -> None:
+def test_invalid_heads_are_refused_when_a_model_is_built(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
         ViT(ViTConfig(**{**SMALL, **options}))
 
@@ -120,7 +120,7 @@ def test_options_of_timm_are_understood() -> None:
         create_model("vit_tiny_patch16", img_size=32, embed_dim=24)
 
 
-def test_what_is_no_name_and_no_config() -> None:
+def test_invalid_names_and_configs() -> None:
     for name in (None, 3):
         with pytest.raises(InvalidOption, match="as a string"):
             create_model(name)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_depth_rule() -> None:
     assert chosen.config.layer_scale == 0.5
 
 
-def test_layer_scale_begins_as_told_on_every_branch() -> None:
+def test_initial_layer_scale() -> None:
     model = create_model("cait_xxs24", depth=2, width=24, heads=2, image_size=16, patch_size=4, layer_scale=0.25)
     gammas = [value for name, value in model.named_parameters() if name.endswith("gamma")]
     assert len(gammas) == 2 * (2 + 2)

@@ -80,7 +80,7 @@ def test_batches_give_the_same_mean() -> None:
         assert torch.allclose(parts.moments[layer][1], deviation, atol=1e-7)
 
 
-def test_mean_over_a_folder(tmp_path: Path) -> None:
+def test_mean_over_a_directory(tmp_path: Path) -> None:
     case = ALL["timm-registers"]
     model = case.model()
     for number in range(3):

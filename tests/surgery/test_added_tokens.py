@@ -27,7 +27,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Ten
 
 
 def small(**options) -> nn.Module:
-    """A ViT of timm whose every branch counts."""
+    """Return a timm ViT in which every branch contributes."""
     made = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "depth": 3, "num_classes": 5, **options}
     return lively(timm.create_model("vit_tiny_patch16_224", **made))
 
@@ -58,7 +58,7 @@ def test_output_is_unchanged_until_opened_and_removal_restores_the_model(name):
 
 
 def reference(model: nn.Module, tokens: nn.Module, images: Tensor, gates: list[float]) -> tuple[Tensor, Tensor]:
-    """Run timm's blocks on one long sequence, with who reads whom as a matrix added to the scores."""
+    """Run timm's blocks on one long sequence, with a matrix of biases on the attention scores."""
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     own = x.shape[1]
     x = torch.cat([x, *(tokens.values[spec.name].expand(len(x), -1, -1) for spec in tokens.specs)], 1)
@@ -75,7 +75,7 @@ def reference(model: nn.Module, tokens: nn.Module, images: Tensor, gates: list[f
 
 
 @pytest.mark.parametrize("gates", [[-torch.inf] * 3, [-1.0, 0.5, -3.0], [0.0, 0.0, 0.0]])
-def test_as_one_long_sequence_with_a_matrix_of_who_reads_whom(gates):
+def test_equals_one_long_sequence_with_biased_scores(gates):
     model, images = small(init_values=0.1, reg_tokens=1), pictures()
     added = mix(model)
     if max(gates) > -torch.inf:
@@ -89,7 +89,7 @@ def test_as_one_long_sequence_with_a_matrix_of_who_reads_whom(gates):
     assert distance(output.by_role["breed"], heads["breed"](output.features[:, 2])) < 1e-12
 
 
-def test_gradients_are_those_of_the_long_sequence():
+def test_gradients_equal_those_of_the_long_sequence():
     gates = [-1.0, 0.5, -3.0]
     results = []
     for written_out in (False, True):
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_the_long_sequence():
     assert ours["vitrail_tokens.gates"].abs().min() > 0
 
 
-def test_opening_does_not_jump():
+def test_opening_hardly_changes_the_output():
     model, images = small(), pictures()
     before = model(images)
     added = mix(model)
@@ -118,7 +118,7 @@ def test_opening_does_not_jump():
     assert 0 < distance(model(images), before) < 1e-3
 
 
-def test_gradients_reach_what_should_learn_and_nothing_else():
+def test_gradients_reach_trainable_parameters_only():
     model, images = small(), pictures()
     added = vitrail.add_tokens(model, registers=2, tasks={"breed": 3})
     model(images).sum().backward()
@@ -188,8 +188,8 @@ def test_merged_before_and_after(name):
         assert distance(run(model, images, case), alone) < 1e-12
 
 
-def test_added_tokens_read_a_merged_token_as_its_members():
-    """Where patches come in equal pairs and have no position, merging them changes nothing for anybody."""
+def test_added_tokens_attend_to_a_merged_token_by_its_size():
+    """Merging equal pairs of patches without positions changes no token."""
     model = small(pos_embed="none", depth=4)
     grid = torch.randn(2, 3, 4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     images = grid.repeat_interleave(8, 2).repeat_interleave(16, 3)
@@ -206,7 +206,7 @@ def test_added_tokens_read_a_merged_token_as_its_members():
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_heads_that_talk_take_added_tokens(opened):
+def test_talking_heads_take_added_tokens(opened):
     options = {"image_size": 32, "patch_size": 8, "width": 32, "heads": 4, "depth": 3, "num_classes": 4}
     model, images = lively(create_model("cait_xxs24", **options)), pictures()
     before = model(images)
@@ -226,8 +226,8 @@ def test_heads_that_talk_take_added_tokens(opened):
         assert distance(added(images).features, far.features) < 1e-12
 
 
-def test_tokens_enter_where_they_are_told_to():
-    """A token that enters before the last block is one that enters a model of that block alone."""
+def test_tokens_enter_at_their_layer():
+    """A token that enters before the last block equals one in a model of that block alone."""
     model, images = small(), pictures()
     with vitrail.add_tokens(model, registers=1, tokens=[TokenSpec("late", Role.REGISTER, enters=2)]) as added:
         values = added.tokens.values["late"].detach().clone()
@@ -244,7 +244,7 @@ def test_tokens_enter_where_they_are_told_to():
     assert distance(found[0][:, 1:], late) < 1e-12
 
 
-def test_recorded_with_everything_else():
+def test_recording():
     model, images = small(reg_tokens=1), pictures()
     what = ("tokens", "q", "k", "v", "attention")
     plain = vitrail.record(model, images, what, queries=range(18))
@@ -358,7 +358,7 @@ def test_files_that_do_not_fit(tmp_path):
         ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until opened"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_changes(options, said):
+def test_invalid_options_change_nothing(options, said):
     model = small()
     keys, kinds = list(model.state_dict()), [type(part) for part in model.modules()]
     with pytest.raises(InvalidOption, match=said):
@@ -386,7 +386,7 @@ def test_mixes_with_the_models_own_tokens_are_refused():
         vitrail.add_tokens("vit", registers=1)
 
 
-def test_once_at_a_time_and_not_after_removal():
+def test_errors_of_a_second_addition_and_after_removal():
     model, images = small(), pictures()
     added = mix(model)
     with pytest.raises(AlreadyApplied, match="added to this model already"):
@@ -456,7 +456,7 @@ def test_compiles(opened, merged):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_model_compiled_by_itself_hands_its_tokens_over(first):
+def test_a_compiled_model_delivers_its_added_tokens(first):
     model, images = small().float(), pictures().float()
     if first:
         model.compile(backend="eager")
@@ -487,7 +487,7 @@ def test_gates_keep_their_precision_and_learn():
     assert (added.tokens.gates.detach() + 10).abs().min() > 0.05
 
 
-def test_what_was_frozen_learns_again():
+def test_trainable_unfreezes_added_parameters():
     model = small()
     added = mix(model)
     model.requires_grad_(False)
@@ -500,7 +500,7 @@ def test_what_was_frozen_learns_again():
     assert not added.tokens.gates.requires_grad
 
 
-def test_wrapped_after_and_not_before(tmp_path):
+def test_ddp_wraps_after_tokens_are_added(tmp_path):
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -519,7 +519,7 @@ def test_wrapped_after_and_not_before(tmp_path):
         dist.destroy_process_group()
 
 
-def test_our_models_are_saved_apart_from_what_was_added(tmp_path):
+def test_added_tokens_are_saved_separately(tmp_path):
     model = create_model("vit_tiny_patch16", image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=3)
     added = mix(model)
     with pytest.raises(ModelLoadError, match=r"vitrail_tokens.*AddedTokens\.save"):

@@ -58,7 +58,7 @@ def witnessed(model: nn.Module, images: Tensor, **call: Any) -> list[tuple[Tenso
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_recording_is_what_the_model_computes(name: str) -> None:
+def test_recording_equals_what_the_model_computes(name: str) -> None:
     model, images = ALL[name].model(), ALL[name].images()
     layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)
     everyone = range(layout.num_tokens)
@@ -78,7 +78,7 @@ def test_recording_is_what_the_model_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm-registers", "timm-map", "hf-deit-head", "hf-registers-head", "eva-dinov3"])
-def test_few_rows_of_few_layers_are_some_of_all(name: str) -> None:
+def test_some_rows_of_some_layers(name: str) -> None:
     model, images = ALL[name].model(), ALL[name].images()
     layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)
     everyone = vitrail.record(model, images, "attention", queries=range(layout.num_tokens))
@@ -153,7 +153,7 @@ def test_merged_model_shows_every_position_its_token(name: str, proportional: bo
 
 
 @pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
-def test_row_of_a_patch_is_that_of_the_token_it_went_into(name: str) -> None:
+def test_row_of_a_patch_is_that_of_its_merged_token(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     with vitrail.merge(model, r=2):
@@ -198,7 +198,7 @@ def test_large_sets_come_in_batches(toy: ToyViT) -> None:
     assert [len(one) for one in stream(toy, images, "norms", batch_size=3)] == [3, 3, 1]
 
 
-def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) -> None:
+def test_files_are_preprocessed(toy: ToyViT, tmp_path: Path) -> None:
     for number in range(3):
         Image.effect_noise((20, 24), 40 + number).convert("RGB").save(tmp_path / f"{number}.png")
     expects = find(toy).adapter.preprocessing(toy)
@@ -211,19 +211,19 @@ def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) ->
         assert len(vitrail.record(toy, tmp_path, "norms")) == 3
 
 
-def test_kept_in_another_dtype(toy: ToyViT) -> None:
+def test_dtype(toy: ToyViT) -> None:
     found = vitrail.record(toy, torch.randn(2, 3, 16, 16), ("tokens", "q"), dtype=torch.float16, device="cpu")
     assert found.tokens[0].dtype == found.q[2].dtype == torch.float16
 
 
-def test_only_what_was_asked_for_is_kept(toy: ToyViT) -> None:
+def test_only_requested_activations_are_kept(toy: ToyViT) -> None:
     found = vitrail.record(toy, torch.randn(2, 3, 16, 16), "k", layers=1)
     assert list(found.k) == [1]
     assert found.embedding is None
     assert not any((found.tokens, found.norms, found.q, found.v, found.attention, found.mlp))
 
 
-def test_compiled_blocks_are_seen_without_compiling_anew() -> None:
+def test_compiled_blocks_are_recorded_without_recompilation() -> None:
     model = ViT(ViTConfig(image_size=16, patch_size=4, width=24, depth=3, heads=2, num_classes=3)).eval()
     pictures = torch.randn(2, 3, 16, 16)
     plain = vitrail.record(model, pictures, ("tokens", "attention"))
@@ -272,7 +272,7 @@ def test_bad_options_are_refused(toy: ToyViT, wrong: str) -> None:
         vitrail.record(toy, torch.randn(1, 3, 16, 16), **options)
 
 
-def test_bad_pictures_are_refused(toy: ToyViT) -> None:
+def test_bad_images_are_refused(toy: ToyViT) -> None:
     with pytest.raises(UnsupportedInput, match="got a tensor of"):
         vitrail.record(toy, torch.randn(3, 16, 16))
     with pytest.raises(UnsupportedInput, match="got a tensor of"):
@@ -293,7 +293,7 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(nn.Linear(3, 3), torch.randn(1, 3, 16, 16))
 
 
-def test_block_by_itself_is_refused(toy: ToyViT) -> None:
+def test_a_single_block_is_refused(toy: ToyViT) -> None:
     from vitrail.surgery.hooks import watch
 
     with watch(toy, ("tokens",)).hooked(), pytest.raises(BrokenPass, match="call the model"):

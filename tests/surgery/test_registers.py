@@ -19,12 +19,12 @@ from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
 from vitrail.surgery import TestTimeRegisters, find_register_neurons, test_time_registers
 
 LAYER, NEURONS, SPOTS = 1, (7, 40), (5, 10)
-"""Where artifacts are planted: a block, two of its neurons, and two patches of a 4 × 4 grid."""
+"""Planted artifacts: a block, two of its neurons, and two patches of a 4 × 4 grid."""
 
 
 @torch.no_grad()
 def planted() -> tuple[nn.Module, Tensor]:
-    """A ViT in which two neurons of one block answer to bright patches and make their tokens huge."""
+    """Return a ViT in which two neurons respond to bright patches and give them a huge norm."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, embed_dim=32, num_heads=2, num_classes=3)
     model.eval().double()
@@ -46,13 +46,13 @@ def planted() -> tuple[nn.Module, Tensor]:
 
 
 def norms(model: nn.Module, images: Tensor) -> Tensor:
-    """Norms (L, B, P) of the patches after each block."""
+    """Return the norms (L, B, P) of the patches after each block."""
     found = vitrail.record(model, images, "norms")
     return torch.stack([found.norms[layer] for layer in found.layers])[:, :, found.layout.num_special :]
 
 
 def artifacts(model: nn.Module, images: Tensor) -> Tensor:
-    """Which patches (B, P) are at least five times as long as usual after the last block."""
+    """Return which patches (B, P) have five times the median norm or more after the last block."""
     last = norms(model, images)[-1]
     return last > 5 * last.median()
 
@@ -81,7 +81,7 @@ def test_planted_neurons_are_found() -> None:
 
 
 class Shuffled:
-    """Batches in another order at every walk, as loaders give them; counts the walks and the batches alive at once."""
+    """A shuffling data loader that counts its epochs and the batches alive at once."""
 
     def __init__(self, images: Tensor) -> None:
         self.images, self.walks, self.most = images, 0, 0
@@ -120,7 +120,7 @@ def test_threshold_is_three_deviations_above_the_mean() -> None:
     assert found.outlier_share == float((last > found.threshold).double().mean())
 
 
-def test_neurons_are_found_in_a_folder(tmp_path: Path) -> None:
+def test_neurons_are_found_in_a_directory(tmp_path: Path) -> None:
     model, images = planted()
     for number, image in enumerate(images):
         pixels = (255 * (image * 0.5 + 0.5)).clamp(0, 255).byte().permute(1, 2, 0).numpy()
@@ -131,7 +131,7 @@ def test_neurons_are_found_in_a_folder(tmp_path: Path) -> None:
         assert {layer: set(some) for layer, some in handle.by_layer.items()} == {LAYER: set(NEURONS)}
 
 
-def test_the_strongest_of_those_found() -> None:
+def test_strongest() -> None:
     model, images = planted()
     found = find_register_neurons(model, images, 30)
     for count in (1, 2, 7, 30):
@@ -159,8 +159,8 @@ def test_artifacts_move_to_the_registers(registers: int) -> None:
     assert artifacts(model, images).any()
 
 
-def test_each_picture_has_its_own() -> None:
-    """The largest activation of each picture moves, not that of the batch or of its first picture."""
+def test_each_image_has_its_own_activations() -> None:
+    """The largest activation of each image moves, not that of the batch or of its first image."""
     model, images = planted()
     images[3:] *= torch.tensor([0.5, 0.9, 1.7]).view(3, 1, 1, 1)
     with test_time_registers(model, neurons={LAYER: NEURONS}):
@@ -169,7 +169,7 @@ def test_each_picture_has_its_own() -> None:
     assert distance(torch.cat(apart), together) < 1e-12
 
 
-def test_moving_is_what_its_description_says() -> None:
+def test_activations_move_as_documented() -> None:
     model, images = planted()
     seen: dict[str, Tensor] = {}
     last = model.blocks[LAYER].mlp.fc2
@@ -188,7 +188,7 @@ def test_moving_is_what_its_description_says() -> None:
     assert torch.equal(seen["after"], expected)
 
 
-def test_random_neurons_cure_nothing() -> None:
+def test_random_neurons_remove_no_artifacts() -> None:
     model, images = planted()
     before = artifacts(model, images)
     for seed in range(5):
@@ -197,7 +197,7 @@ def test_random_neurons_cure_nothing() -> None:
             assert torch.equal(artifacts(model, images), before)
 
 
-def test_random_neurons_are_none_of_those_given() -> None:
+def test_random_neurons_exclude_the_given_ones() -> None:
     model, _ = planted()
     given = tuple(range(0, 128, 2))  # half of the layer: the control can only be the other half
     for seed in range(3):
@@ -221,7 +221,7 @@ def test_found_and_moved_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_every_model_takes_registers_and_is_itself_afterwards(name: str) -> None:
+def test_every_model_takes_registers_and_is_restored(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     before = run(model, images, case)
@@ -238,7 +238,7 @@ def test_every_model_takes_registers_and_is_itself_afterwards(name: str) -> None
 
 @pytest.mark.parametrize("name", ["eva-dinov3", "timm-registers", "hf-registers-head"])
 def test_patches_keep_their_rotation(name: str) -> None:
-    """With no neuron to move, a zero token changes attention only by the little that goes to it: to zero values."""
+    """Without neurons to move, a zero token changes attention only by its own share."""
     case = ALL[name]
     model, images = case.model(), case.images()
     plain = vitrail.record(model, images, ("attention",), layers=0, queries=[0])

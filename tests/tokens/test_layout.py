@@ -30,7 +30,7 @@ def test_indices_invert_roles(layout):
     assert list(layout.indices(Role.TASK)) == []
 
 
-def test_tasks_are_told_apart_by_name():
+def test_tasks_are_found_by_name():
     layout = TokenLayout((TokenSpan(Role.TASK, 1, "color"), TokenSpan(Role.TASK, 2, "shape")), (1, 2, 2))
     assert list(layout.indices(Role.TASK, "shape")) == [1, 2]
     assert list(layout.indices(Role.TASK)) == [0, 1, 2]
@@ -50,7 +50,7 @@ def test_positions_outside_are_errors(layout, index):
         layout.role_of(index)
 
 
-def test_roles_may_be_written_as_words():
+def test_roles_as_strings():
     layout = TokenLayout.of("class", ("register", 2), grid=[1, 2, 2])
     assert layout == TokenLayout.of(Role.CLASS, (Role.REGISTER, 2), grid=(1, 2, 2))
     assert layout.indices("class") == range(1)
@@ -74,12 +74,12 @@ def test_roles_may_be_written_as_words():
         ([3], (1, 2, 2), "TokenLayout.of takes roles"),
     ],
 )
-def test_nonsense_is_refused(special, grid, words):
+def test_invalid_options(special, grid, words):
     with pytest.raises(InvalidOption, match=words):
         TokenLayout.of(*special, grid=grid)
 
 
-def test_other_nonsense_is_refused(layout):
+def test_other_invalid_options(layout):
     with pytest.raises(InvalidOption, match="a tuple of TokenSpan"):
         TokenLayout(("class",), (1, 2, 2))
     with pytest.raises(InvalidOption, match="got 'king'"):

@@ -15,11 +15,11 @@ def test_defaults_are_those_of_a_class_token() -> None:
     assert (spec.classes, spec.kind, spec.decay) == (None, "classification", False)
 
 
-def test_role_may_be_written_as_a_word() -> None:
+def test_role_as_a_string() -> None:
     assert TokenSpec("color", "task", classes=3).role is Role.TASK  # type: ignore[arg-type]
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     spec = TokenSpec("r", Role.REGISTER, count=4, std=0.1, position=True, enters=-1, visible=False, decay=True)
     assert TokenSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert TokenSpec.from_dict({"name": "c", "role": "class"}) == TokenSpec("c", Role.CLASS)
@@ -69,7 +69,7 @@ def test_outputs_of_a_head(spec: TokenSpec, outputs: int) -> None:
         ({"role": "task", "classes": 0}, "the number of outputs of the task"),
     ],
 )
-def test_nonsense_is_refused(values: dict[str, Any], words: str) -> None:
+def test_invalid_options(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
         TokenSpec(**{"name": "a", "role": Role.CLASS, **values})
 

@@ -15,7 +15,7 @@ from vitrail.errors import ModelLoadError
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LABELS = "labels.json"
 """File beside a trained model with its class names, input specification and training settings."""
-TOLD = "_vitrail_labels"
+LABELS_ATTRIBUTE = "_vitrail_labels"
 """Attribute of a loaded model that holds the content of its labels file."""
 ARCHITECTURE = "vitrail.ViT"
 
@@ -154,4 +154,4 @@ def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
         ) from error
 
 
-write_whole = write_bytes  # former name
+write_whole, TOLD = write_bytes, LABELS_ATTRIBUTE  # former names

@@ -19,7 +19,7 @@ from vitrail.heads import AttentionPool, Heads, Output
 from vitrail.models.config import ViTConfig
 from vitrail.models.layers import Block, ClassAttentionBlock, PatchEmbed, layer_norm
 from vitrail.models.position import resample, rotary_table, sincos_table
-from vitrail.models.saving import TOLD, load_states, push_folder, read_folder, write_folder
+from vitrail.models.saving import LABELS_ATTRIBUTE, load_states, push_folder, read_folder, write_folder
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
 TIMM_POOLS = {"avg": "mean", "map": "attention"}
@@ -281,7 +281,7 @@ class ViT(nn.Module):
                 f"this model has parameters beyond its config: {', '.join(foreign[:8])}. Remove them first; use "
                 "AddedTokens.save for tokens added by vitrail.add_tokens"
             )
-        write_folder(Path(folder), self.config.to_dict(), states, vars(self).get(TOLD))
+        write_folder(Path(folder), self.config.to_dict(), states, vars(self).get(LABELS_ATTRIBUTE))
 
     def push_to_hub(self, repository: str, **options: Any) -> str:
         """Upload the model to ``owner/name`` on the Hugging Face Hub, created if needed; return its URL.

@@ -103,7 +103,7 @@ def _read(model: Any, staged: bool) -> ViTConfig:
         mlp="swiglu" if type(mlp).__name__ == "GluMlp" else "gelu",
         qkv_bias=attention.qkv.bias is not None,
         norm_eps=first.norm1.eps,
-        pool=_POOLS.get(model.global_pool, model.global_pool),  # type: ignore[arg-type]
+        pool=_POOLS.get(model.global_pool, model.global_pool),
         drop_path=rates[-1],
         drop_path_uniform=rates[0] == rates[-1] > 0,
         dropout=attention.proj_drop.p,

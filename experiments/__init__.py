@@ -1,1 +1,1 @@
-"""What Vitrail rests on, measured at small scale: a folder for each claim, and what they share in ``common``."""
+"""Small-scale studies of the claims behind Vitrail: one folder for each claim, shared code in ``common``."""

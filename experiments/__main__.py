@@ -1,4 +1,4 @@
-"""``python -m experiments NAME``: train what is missing of a study, or show what is there."""
+"""``python -m experiments NAME``: train the missing runs of a study, or write its tables and plots."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.common.data import VARIABLE
-from experiments.common.machine import PLAIN, told
-from experiments.common.pages import EVIDENCE, write_pages
-from experiments.common.running import Runner
-from experiments.common.side_by_side import FAILED, LEFT, STOPPED, WRONG, gravest, side_by_side
+from experiments.common.cli import FAILED, INTERRUPTED, INVALID, REPORTED, UNFINISHED, format_error, worst_exit_code
+from experiments.common.datasets import VARIABLE
+from experiments.common.parallel import run_parallel
+from experiments.common.readme import write_readme
+from experiments.common.runner import Runner
 from experiments.common.study import Study
 from vitrail.errors import InvalidOption
 from vitrail.training.interrupt import Interrupted, Stop
@@ -30,182 +30,182 @@ from vitrail.training.interrupt import Interrupted, Stop
 HERE = Path(__file__).resolve().parent
 FOLDERS = sorted(path.parent.relative_to(HERE) for path in HERE.glob("**/study.py"))
 NAMES = [folder.as_posix() for folder in FOLDERS if folder.name != "common"]
-WORDS = sorted({*NAMES, *(name.partition("/")[0] for name in NAMES)})
+CHOICES = sorted({*NAMES, *(name.partition("/")[0] for name in NAMES)})
 
 app = typer.Typer(add_completion=False)
 console = Console(highlight=False)
 
 
-def say(text: str, of: str = "") -> None:
-    """Print a line as it is, at once, however long it is; where there are several studies, with the name of its own."""
-    console.print(f"{of}  {text}" if of else text, soft_wrap=True, markup=False)
+def log(text: str, study: str = "") -> None:
+    """Print a line without wrapping or markup, after the name of its study if there are several."""
+    console.print(f"{study}  {text}" if study else text, soft_wrap=True, markup=False)
 
 
-def study_called(name: str) -> Study:
-    """Find a study by the name of its folder."""
-    found: Study = import_module(f"experiments.{name.replace('/', '.')}.study").STUDY
-    return found
+def log_error(text: str) -> None:
+    """Print an error in red."""
+    console.print(text, style="red", soft_wrap=True, markup=False)
 
 
-def names_of(word: str) -> list[str]:
-    """Find the studies that a word means: all, one, or those in a folder."""
-    wanted = word.rstrip("/")
-    found = [name for name in NAMES if wanted == "all" or f"{name}/".startswith(f"{wanted}/")]
-    if not found:
-        raise typer.BadParameter(f"{word}: expected {', '.join(WORDS)} or all")
-    return found
+def load_study(name: str) -> Study:
+    """Return a study by the name of its folder."""
+    study: Study = import_module(f"experiments.{name.replace('/', '.')}.study").STUDY
+    return study
+
+
+def matching_names(word: str) -> list[str]:
+    """Return the names of the studies that an argument selects: all, one, or those in a folder."""
+    folder = word.rstrip("/")
+    names = [name for name in NAMES if folder == "all" or f"{name}/".startswith(f"{folder}/")]
+    if not names:
+        raise typer.BadParameter(f"{word}: expected {', '.join(CHOICES)} or all")
+    return names
 
 
 @app.command()
 def main(
     context: typer.Context,
-    names: Annotated[list[str], typer.Argument(help=f"Studies: {', '.join(WORDS)}, or all.")],
-    tune: Annotated[bool, typer.Option(help="Only the search.")] = False,
+    names: Annotated[list[str], typer.Argument(help=f"Studies: {', '.join(CHOICES)}, or all.")],
+    tune: Annotated[bool, typer.Option(help="Run the search only.")] = False,
     plot: Annotated[bool, typer.Option(help="Train nothing; write tables and plots from the rows.")] = False,
-    reduced: Annotated[bool, typer.Option(help="A minute or two on a CPU, with drawn pictures: does it work?")] = False,
+    reduced: Annotated[bool, typer.Option(help="Check that the study runs: a minute or two on a CPU.")] = False,
     arms: Annotated[str, typer.Option(metavar="REGEX", help="Only arms that match.")] = "",
     seeds: Annotated[str, typer.Option(metavar="0,1", help="Only these seeds.")] = "",
     seconds: Annotated[
         float,
-        typer.Option(help="Start no run that would end later, by the longest so far; a first one is started anyway."),
+        typer.Option(help="Time limit: start no run that would exceed it, judged by the longest so far."),
     ] = float("inf"),
     processes: Annotated[
-        int, typer.Option(min=1, help="So many at once share the runs; studies that measure time are done by one.")
+        int, typer.Option(min=1, help="Number of processes that share the runs; timed studies use one.")
     ] = 1,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where the rows are, in a folder for each study; by default where the study is."),
+        typer.Option(help="Folder of the rows, with a subfolder for each study; by default the studies' own."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help=f"The folder of the data; or {VARIABLE}.")] = None,
+    data: Annotated[Path | None, typer.Option(help=f"Folder of the datasets; or set {VARIABLE}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of the code, where there is no checkout.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit of the code, if there is no checkout.")] = None,
 ) -> None:
-    """Train what is missing of some studies. Rows are kept; asking again goes on.
+    """Train the missing runs of some studies. Rows are kept; repeat the command to resume.
 
-    Ends with 1 if runs failed, 2 if something else is wrong, 3 if there was no time for some, and 130 if asked to stop.
+    Exit codes: 1 if runs failed, 2 for other errors, 3 if there was no time for some runs, 130 if interrupted.
     """
     if data is not None:
         os.environ[VARIABLE] = str(data)
-    wanted = _checked(seeds, seconds, out, plot=plot, of_some=bool(arms or seeds), processes=processes)
-    chosen = [name for word in names for name in names_of(word)]
-    studies = {name: study_called(name).small() if reduced else study_called(name) for name in chosen}
-    shared = [name for name in studies if processes > 1 and not studies[name].timed]
-    tally, ended, until = Tally(many=len(chosen) > 1), 0, time.monotonic() + seconds
+    chosen_seeds = _check_options(seeds, seconds, out, plot=plot, filtered=bool(arms or seeds), processes=processes)
+    chosen = [name for word in names for name in matching_names(word)]
+    studies = {name: load_study(name).at_reduced_size() if reduced else load_study(name) for name in chosen}
+    parallel = [name for name in studies if processes > 1 and not studies[name].timed]
+    summary, code, deadline = Summary(several=len(chosen) > 1), 0, time.monotonic() + seconds
     try:
         with Stop.listening() as stop:
-            if shared:
-                ended = side_by_side(_own_command(context, shared), processes, say, stop)
-            if ended == STOPPED:
-                raise Interrupted("Stopped. Give the same command again to go on.")
-            for name in [name for name in studies if name not in shared]:
+            if parallel:
+                code = run_parallel(_single_process_command(context, parallel), processes, log, stop)
+            if code == INTERRUPTED:
+                raise Interrupted("Interrupted. Repeat the command to resume.")
+            for name in [name for name in studies if name not in parallel]:
                 folder = _folder_of(name, out, reduced=reduced)
-                with tally.of(name):
+                with summary.errors_of(name):
                     if plot:
-                        show(studies[name], folder, evidence=EVIDENCE if folder == HERE / name else None)
+                        show(studies[name], folder)
                         continue
-                    tell = partial(say, of=name if tally.many else "")
-                    runner = Runner(studies[name], folder, until - time.monotonic(), device, commit, tell, stop)
-                    runner.do(arms, wanted, only_tune=tune)
-                    tally.add(runner)
-                    conclude(name, runner)
-    except Interrupted as stopped:
-        say(str(stopped))
-        raise typer.Exit(STOPPED) from stopped
-    raise typer.Exit(gravest([ended, tally.concluded()]))
+                    log_run = partial(log, study=name if summary.several else "")
+                    runner = Runner(studies[name], folder, deadline - time.monotonic(), device, commit, log_run, stop)
+                    runner.search_and_run(arms, chosen_seeds, search_only=tune)
+                    summary.add(runner)
+                    log_remaining(name, runner)
+    except Interrupted as interrupted:
+        log(str(interrupted))
+        raise typer.Exit(INTERRUPTED) from interrupted
+    raise typer.Exit(worst_exit_code([code, summary.exit_code()]))
 
 
 @dataclass
-class Tally:
-    """What went wrong in some studies, and what is left of them."""
+class Summary:
+    """Errors and unfinished runs of several studies."""
 
-    many: bool
+    several: bool
     errors: Counter[str] = field(default_factory=Counter)
-    left: int = 0
-    wrong: bool = False
+    unfinished: int = 0
+    invalid: bool = False
 
     @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Say what is wrong with one study; the others may be right."""
+    def errors_of(self, name: str) -> Iterator[None]:
+        """Report the errors of one study, so that the others can continue."""
         try:
             yield
         except Interrupted:
             raise
-        except PLAIN as error:
-            self.wrong = True
-            complain((f"{name}: " if self.many else "") + told(error, "--out"))
+        except REPORTED as error:
+            self.invalid = True
+            log_error((f"{name}: " if self.several else "") + format_error(error, "--out"))
 
     def add(self, runner: Runner) -> None:
-        """Count what a study's runs came to."""
+        """Add the counts of a study's runner."""
         self.errors += runner.errors
-        self.left += runner.left
+        self.unfinished += runner.unfinished
 
-    def concluded(self) -> int:
-        """Say how many runs failed, and give the number that the command ends with."""
+    def exit_code(self) -> int:
+        """Report the number of failed runs, and return the exit code."""
         if self.errors:
             kinds = "one error" if len(self.errors) == 1 else f"{len(self.errors)} different errors"
-            complain(f"{self.errors.total()} runs failed, with {kinds}; their rows say why.")
-        return FAILED if self.errors else WRONG if self.wrong else LEFT if self.left else 0
+            log_error(f"{self.errors.total()} runs failed with {kinds}; see their rows.")
+        return FAILED if self.errors else INVALID if self.invalid else UNFINISHED if self.unfinished else 0
 
 
 def _folder_of(name: str, out: Path | None, *, reduced: bool) -> Path:
-    """Give the folder of a study's rows."""
+    """Return the folder of a study's rows."""
     if out is not None:
         return out / name
     return HERE.parent / "runs" / "reduced" / name if reduced else HERE / name
 
 
-def _own_command(context: typer.Context, names: list[str]) -> list[str]:
-    """Give the command that does what this one was asked for, of some studies, by one process."""
-    asked = {name: value for name, value in context.params.items() if name not in ("names", "processes")}
+def _single_process_command(context: typer.Context, names: list[str]) -> list[str]:
+    """Return the command line of one process for some studies, with the options of this one."""
+    given = {name: value for name, value in context.params.items() if name not in ("names", "processes")}
     options = [
         f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in asked.items()
+        for name, value in given.items()
         if value is not None and value is not False
     ]
     return [sys.executable, "-m", "experiments", *names, *options]
 
 
-def _checked(
-    seeds: str, seconds: float, out: Path | None, *, plot: bool, of_some: bool, processes: int
+def _check_options(
+    seeds: str, seconds: float, out: Path | None, *, plot: bool, filtered: bool, processes: int
 ) -> tuple[int, ...] | None:
-    """Look at what was asked for, before anything is done; give the seeds, or None for all."""
+    """Check the options before anything runs; return the seeds, or None for all."""
     if not all(re.fullmatch("[0-9]+", seed.strip()) for seed in seeds.split(",") if seeds):
-        raise typer.BadParameter(f"--seeds {seeds}: expected whole numbers with commas between them, like 0,1")
+        raise typer.BadParameter(f"--seeds {seeds}: expected integers separated by commas, such as 0,1")
     if not seconds >= 0:
-        raise typer.BadParameter(f"--seconds {seconds}: expected a number that is not below zero")
-    if plot and of_some:
-        raise typer.BadParameter("--plot shows all rows; expected neither --arms nor --seeds with it")
+        raise typer.BadParameter(f"--seconds {seconds}: expected a number of at least 0")
+    if plot and filtered:
+        raise typer.BadParameter("--plot shows all rows; use it without --arms and --seeds")
     if plot and processes > 1:
-        raise typer.BadParameter("--plot trains nothing; expected no --processes with it")
+        raise typer.BadParameter("--plot trains nothing; use it without --processes")
     files = [] if out is None else [path for path in (out, *out.parents) if path.is_file()]
     if files:
-        raise typer.BadParameter(f"--out {out}: expected a folder, and {files[0]} is a file")
+        raise typer.BadParameter(f"--out {out}: expected a folder, but {files[0]} is a file")
     return tuple(int(seed) for seed in seeds.split(",")) if seeds else None
 
 
-def show(study: Study, folder: Path, evidence: Path | None) -> None:
-    """Write the pages of a study from its rows."""
+def show(study: Study, folder: Path) -> None:
+    """Write the tables and plots of a study from its rows."""
     if not folder.is_dir():
-        raise InvalidOption(f"there is no folder {folder}; expected one with rows of {study.name}")
-    rows = write_pages(study, folder, evidence=evidence)
-    say(f"{study.name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
+        raise InvalidOption(f"folder {folder} does not exist; expected one with rows of {study.name}")
+    rows = write_readme(study, folder)
+    log(f"{study.name}: {rows} rows in {folder}" + ("" if rows else "; nothing to show yet"))
 
 
-def complain(text: str) -> None:
-    """Print what is wrong, as it is."""
-    console.print(text, style="red", soft_wrap=True, markup=False)
-
-
-def conclude(name: str, runner: Runner) -> None:
-    """Say what is left to do for a study, where a line for each run does not."""
-    if runner.left:
-        say(f"{name}: {runner.left} runs are left: no time. Give the same command again.")
-    elif runner.tried or runner.elsewhere:
+def log_remaining(name: str, runner: Runner) -> None:
+    """Report what remains to do for a study, unless the lines of its runs already do."""
+    if runner.unfinished:
+        log(f"{name}: {runner.unfinished} runs remain, no time left. Repeat the command to resume.")
+    elif runner.tried or runner.failed_elsewhere:
         return
-    elif not runner.there:
-        say(f"{name}: nothing was asked for; it has no search.")
+    elif not runner.existing:
+        log(f"{name}: nothing to do; the study has no search.")
     else:
-        say(f"{name}: all {runner.there} runs that were asked for are there, in {runner.out}. --plot writes the pages.")
+        log(f"{name}: all {runner.existing} runs exist in {runner.out}. Write tables and plots with --plot.")
 
 
 if __name__ == "__main__":

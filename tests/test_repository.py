@@ -127,14 +127,17 @@ def test_public_names_are_listed_once() -> None:
     assert len(vitrail.__all__) == len(set(vitrail.__all__))
 
 
-def test_readme_begins_with_the_two_commands() -> None:
-    code = "".join(text for _, text in code_blocks("README.md", "(?:sh|bash|console)"))
-    commands = [line.partition("#")[0].strip().removeprefix("$ ") for line in code.splitlines()]
-    assert [command for command in commands if command][:2] == ["make demo", "make test"]
+def test_readme_shows_the_two_commands_on_its_first_screen() -> None:
+    line, code = code_blocks("README.md", "(?:sh|bash|console)")[0]
+    commands = [text.partition("#")[0].strip() for text in code.splitlines()]
+    assert commands == ["make demo", "make test"]
+    assert line < 20
 
 
 @pytest.mark.filterwarnings("ignore::vitrail.errors.VitrailWarning")
-@pytest.mark.parametrize("page", ["README.md", "docs/inspect.md", "docs/speed.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/inspect.md", "docs/merging.md", "docs/methods.md", "docs/speed.md"]
+)
 def test_examples_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = code_blocks(page, "python")

@@ -1,1 +1,1 @@
-"""What all experiments share: studies and how they are run, data, statistics, tables, plots."""
+"""Code that all studies share: study definition, runner, datasets, statistics, tables and plots."""

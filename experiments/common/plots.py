@@ -1,4 +1,4 @@
-"""Plots in one style: every seed is a dot, colours that the colour-blind can tell apart, nothing that says nothing."""
+"""Plots in one style: every seed is a dot, in colors that color-blind readers can tell apart."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, the most distinct first."""
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""The palette of Okabe and Ito, most distinct first."""
 
 INK, PALE = "#333333", "#dddddd"
 
@@ -42,37 +42,36 @@ Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 
 @contextmanager
 def figure(path: Path, *, columns: int = 1, width: float = 6.4, height: float = 3.6) -> Iterator[list[Axes]]:
-    """Give axes to draw on, side by side, and write them as a PNG."""
+    """Yield axes side by side, and save the figure as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     with plt.rc_context(cast(Any, STYLE)):
-        drawn, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
+        fig, axes = plt.subplots(1, columns, figsize=(width, height), squeeze=False)
         try:
             yield list(axes[0])
-            drawn.savefig(path, metadata={"Software": None})
+            fig.savefig(path, metadata={"Software": None})
         finally:
-            plt.close(drawn)
+            plt.close(fig)
 
 
 def dots(
-    axes: Axes, groups: Groups, label: str, *, colours: Mapping[str, str] | None = None, spread: bool = True
+    axes: Axes, groups: Groups, label: str, *, colors: Mapping[str, str] | None = None, spread: bool = True
 ) -> None:
-    """Draw each group as its values, one dot for each seed, with the mean and one standard deviation to either side.
+    """Draw each group as one dot per value, with the mean and a band of one standard deviation to either side.
 
-    Groups are listed from top to bottom; the axis begins where the values do. Values that are no sample of one thing
-    are drawn without ``spread``, by themselves.
+    Groups are listed from top to bottom. With ``spread=False`` only the dots are drawn.
     """
-    for place, (name, values) in enumerate(groups.items()):
-        colour = (colours or {}).get(name, COLOURS[0])
+    for position, (name, values) in enumerate(groups.items()):
+        color = (colors or {}).get(name, COLORS[0])
         if spread:
             mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
             band: dict[str, Any] = {"linewidth": 6, "alpha": 0.25, "solid_capstyle": "butt"}
-            axes.plot([mean - sd, mean + sd], [place, place], color=colour, **band)
-            axes.plot([mean, mean], [place - 0.28, place + 0.28], color=colour, linewidth=2)
-        axes.plot(values, apart(place, len(values)), "o", color=colour, markersize=4, markeredgewidth=0, alpha=0.9)
+            axes.plot([mean - sd, mean + sd], [position, position], color=color, **band)
+            axes.plot([mean, mean], [position - 0.28, position + 0.28], color=color, linewidth=2)
+        axes.plot(values, jitter(position, len(values)), "o", color=color, markersize=4, markeredgewidth=0, alpha=0.9)
     axes.set_yticks(range(len(groups)), list(groups))
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.grid(False, axis="y")
@@ -80,44 +79,44 @@ def dots(
     axes.set_xlabel(label)
 
 
-def apart(place: float, count: int) -> list[float]:
-    """Give so many places around one, so that equal values are seen."""
-    return [place + 0.3 * (at + 0.5) / count - 0.15 for at in range(count)]
+def jitter(position: float, count: int) -> list[float]:
+    """Return ``count`` positions around one, so that equal values stay visible."""
+    return [position + 0.3 * (at + 0.5) / count - 0.15 for at in range(count)]
 
 
 def lines(
-    axes: Axes, curves: Curves, across: str, up: str, *, styles: Mapping[str, Any] | None = None, band: bool = True
+    axes: Axes, curves: Curves, xlabel: str, ylabel: str, *, styles: Mapping[str, Any] | None = None, band: bool = True
 ) -> None:
-    """Draw the mean curve of each group, with the lowest and the highest of its seeds as a band; or every seed."""
+    """Draw the mean curve of each group with a band from its lowest to its highest seed, or every seed."""
     for number, (name, seeds) in enumerate(curves.items()):
         x = [at for at, _ in seeds[0]]
         y = np.array([[value for _, value in seed] for seed in seeds])
-        style = {"color": COLOURS[number % len(COLOURS)], **(styles or {}).get(name, {})}
+        style = {"color": COLORS[number % len(COLORS)], **(styles or {}).get(name, {})}
         if band:
             axes.fill_between(x, y.min(0), y.max(0), color=style["color"], alpha=0.15, linewidth=0)
         first, *others = [y.mean(0)] if band else y
         axes.plot(x, first, label=name, **{"linewidth": 1.8, **style})
         for other in others:
             axes.plot(x, other, **{"linewidth": 1.8, **style})
-    axes.set(xlabel=across, ylabel=up)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
-def trade(axes: Axes, curves: Curves, across: str, up: str) -> None:
-    """Draw what one thing costs in another: a dot for each setting, those of one kind joined."""
+def scatter_curves(axes: Axes, curves: Curves, xlabel: str, ylabel: str) -> None:
+    """Draw the mean curve of each group through its settings, with a pale dot for every seed."""
     for number, (name, seeds) in enumerate(curves.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        both = np.array(seeds, dtype=float)  # seeds, settings, (across, up)
+        color = COLORS[number % len(COLORS)]
+        both = np.array(seeds, dtype=float)  # seeds, settings, (x, y)
         mean = both.mean(0)
-        axes.plot(*both.reshape(-1, 2).T, "o", color=colour, markersize=3, alpha=0.35, markeredgewidth=0)
-        axes.plot(*mean.T, "-o", color=colour, markersize=5, linewidth=1.4, label=name)
-    axes.set(xlabel=across, ylabel=up)
+        axes.plot(*both.reshape(-1, 2).T, "o", color=color, markersize=3, alpha=0.35, markeredgewidth=0)
+        axes.plot(*mean.T, "-o", color=color, markersize=5, linewidth=1.4, label=name)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
-def name_lines(axes: Axes, *, own: bool = False) -> None:
-    """Say which line is which: above the whole figure, or above these axes where others have lines of their own."""
+def legend(axes: Axes, *, own: bool = False) -> None:
+    """Add a legend above the figure, or above these axes if ``own``."""
     if own:
         axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
     else:
-        drawn, names = axes.get_legend_handles_labels()
+        handles, names = axes.get_legend_handles_labels()
         columns = 4 if axes.figure.get_figure(root=True).get_figwidth() > 8 else 3
-        axes.figure.legend(drawn, names, fontsize=8, loc="outside upper left", ncols=columns, handlelength=3)
+        axes.figure.legend(handles, names, fontsize=8, loc="outside upper left", ncols=columns, handlelength=3)

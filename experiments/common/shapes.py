@@ -1,6 +1,6 @@
-"""Pictures and clips that are drawn: labels that are independent of each other, and motion that no frame shows.
+"""Synthetic images and clips of shapes, with independent labels and motion that no single frame reveals.
 
-Shapes are distances from an outline, so that edges are smooth at any size. Everything follows from the seed.
+Shapes are signed distances from an outline, so edges are smooth at any size. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "white")
+COLORS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "white")
 RGB = torch.tensor(
     [
         [0.85, 0.12, 0.12], [0.95, 0.55, 0.10], [0.95, 0.90, 0.20], [0.15, 0.65, 0.20],
@@ -31,71 +31,71 @@ OUTLINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "star": lambda x, y: torch.hypot(x, y) - 0.68 - 0.3 * torch.cos(5 * torch.atan2(x, y)),
 }
-"""How far a point is outside of each shape, whose radius is about 1."""
+"""Signed distance of a point from the outline of each shape, whose radius is about 1."""
 
 SHAPES = tuple(OUTLINES)
 
 GROUPS = {"round": ("disc", "ring", "star"), "angular": ("square", "triangle", "cross")}
-"""Two kinds of outline, which a shape decides."""
+"""Two kinds of outline; a shape belongs to one."""
 
-WAYS = {"still": (0, 0), "right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
-"""How shapes move, across and down; rows are counted downwards."""
+DIRECTIONS = {"still": (0, 0), "right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
+"""Motion as (right, down); rows are counted downwards."""
 
-MOTIONS = tuple(WAYS)
+MOTIONS = tuple(DIRECTIONS)
 
 CHUNK = 512
-"""Pictures that are drawn at once."""
+"""Images rendered at once."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn.
+    """Rendered images or clips with their labels.
 
     Attributes:
         images: (N, 3, S, S), or clips (N, 3, T, S, S), in uint8.
-        shape: (N,) which of `SHAPES`.
-        colour: (N,) which of `COLOURS`.
-        motion: (N,) which of `MOTIONS`; None for pictures.
-        masks: (N, S, S) where the shape is, of pictures.
+        shape: (N,) index into `SHAPES`.
+        color: (N,) index into `COLORS`.
+        motion: (N,) index into `MOTIONS`; None for images.
+        masks: (N, S, S) True where the shape is; None for clips.
     """
 
     images: Tensor
     shape: Tensor
-    colour: Tensor
+    color: Tensor
     motion: Tensor | None = None
     masks: Tensor | None = None
 
     @property
     def group(self) -> Tensor:
-        """Which of `GROUPS` each shape is in, (N,)."""
+        """Index into `GROUPS` of each shape, (N,)."""
         kinds = [next(kind for kind, own in enumerate(GROUPS.values()) if shape in own) for shape in SHAPES]
         return torch.tensor(kinds)[self.shape]
 
-    def covered(self) -> Tensor:
-        """Give where the shapes are, (N, S, S) from 0 to 1."""
-        assert self.masks is not None, "clips have none"
+    def float_masks(self) -> Tensor:
+        """Return the masks as floats (N, S, S)."""
+        assert self.masks is not None, "clips have no masks"
         return self.masks.float()
 
 
 @dataclass(frozen=True)
 class Scenes:
-    """Where shapes are, how large and how turned, before they are drawn; the picture's side is 1."""
+    """Position, size, rotation and background of each shape before rendering; the image side is 1."""
 
     shape: Tensor
     rgb: Tensor
-    place: Tensor
+    position: Tensor
     radius: Tensor
     angle: Tensor
-    ground: Tensor
+    background: Tensor
 
-    def draw(self, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Draw the pictures (N, 3, S, S) from 0 to 1, and how much of each pixel the shape covers (N, S, S).
+    def draw(self, position: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Render images (N, 3, S, S) in [0, 1] and the coverage of each pixel by the shape (N, S, S).
 
-        What leaves at one side comes back at the other: a shape is as likely to be at one place as at any other.
+        Shapes wrap around at the border, so all positions are equally likely.
         """
-        side = self.ground.shape[-1]
+        side = self.background.shape[-1]
         axis = (torch.arange(side) + 0.5) / side
-        across, down = (axis - one for one in (self.place if place is None else place).T[..., None])
+        across, down = (axis - one for one in (self.position if position is None else position).T[..., None])
         x, y = (across - across.round())[:, None, :], (down - down.round())[:, :, None]
         scale, turn = self.radius[:, None, None], self.angle[:, None, None]
         u = (x * turn.cos() + y * turn.sin()) / scale
@@ -104,87 +104,87 @@ class Scenes:
         for number, outline in enumerate(OUTLINES.values()):
             chosen = self.shape == number
             outside[chosen] = outline(u[chosen], v[chosen])
-        covered = (0.5 - outside * scale * side).clamp(0, 1)
-        share = covered[:, None]
-        return self.ground * (1 - share) + self.rgb[:, :, None, None] * share, covered
+        coverage = (0.5 - outside * scale * side).clamp(0, 1)
+        share = coverage[:, None]
+        return self.background * (1 - share) + self.rgb[:, :, None, None] * share, coverage
 
 
-def render(count: int, *, side: int = 64, seed: int = 0) -> Drawn:
-    """Draw shapes on textured grounds; every pair of a shape and a colour is there equally often."""
-    shape, colour = balanced(count, (len(SHAPES), len(COLOURS)), seed)
+def render_images(count: int, *, side: int = 64, seed: int = 0) -> Drawn:
+    """Render shapes on textured backgrounds; every pair of shape and color occurs equally often."""
+    shape, color = balanced_labels(count, (len(SHAPES), len(COLORS)), seed)
     images, masks = [], []
     for number, rows in enumerate(torch.arange(count).split(CHUNK)):
-        generator = torch.Generator().manual_seed(_mixed(seed, number))
-        scene = scenes(shape[rows], colour[rows], side, generator)
-        inside = scene.radius[:, None] + scene.place * (1 - 2 * scene.radius[:, None])
-        pictures, covered = scene.draw(inside)
-        images.append(_grained(pictures, generator))
-        masks.append(covered > 0.5)
-    return Drawn(torch.cat(images), shape, colour, masks=torch.cat(masks))
+        generator = torch.Generator().manual_seed(_seed_for(seed, number))
+        scene = sample_scenes(shape[rows], color[rows], side, generator)
+        inside = scene.radius[:, None] + scene.position * (1 - 2 * scene.radius[:, None])
+        rendered, coverage = scene.draw(inside)
+        images.append(_add_noise(rendered, generator))
+        masks.append(coverage > 0.5)
+    return Drawn(torch.cat(images), shape, color, masks=torch.cat(masks))
 
 
-def film(count: int, *, frames: int = 8, side: int = 48, seed: int = 0, motion: int | None = None) -> Drawn:
-    """Draw clips of one moving shape each; every pair of a shape and a motion is there equally often.
+def render_clips(count: int, *, frames: int = 8, side: int = 48, seed: int = 0, motion: int | None = None) -> Drawn:
+    """Render clips of one moving shape each; every pair of shape and motion occurs equally often.
 
-    A shape starts anywhere, and leaves at one side to come back at the other, so at every moment all places are as
-    likely for one motion as for any other: a single frame says nothing about it. ``motion`` gives all the same.
+    Shapes start anywhere and wrap around, so in every frame all positions are equally likely whatever the motion: a
+    single frame does not reveal it. With ``motion`` all clips have that one.
     """
-    shape, kind = balanced(count, (len(SHAPES), len(MOTIONS)), seed)
+    shape, kind = balanced_labels(count, (len(SHAPES), len(MOTIONS)), seed)
     if motion is not None:
         kind = torch.full_like(kind, motion)
-    colour = torch.randint(len(COLOURS), (count,), generator=torch.Generator().manual_seed(_mixed(seed, -1)))
+    color = torch.randint(len(COLORS), (count,), generator=torch.Generator().manual_seed(_seed_for(seed, -1)))
     clips = []
     for number, rows in enumerate(torch.arange(count).split(CHUNK)):
-        generator = torch.Generator().manual_seed(_mixed(seed, number))
-        scene = scenes(shape[rows], colour[rows], side, generator)
-        moved = scene.place[:, None] + paths(kind[rows], frames, generator)
-        drawn = [_grained(scene.draw(moved[:, frame])[0], generator) for frame in range(frames)]
+        generator = torch.Generator().manual_seed(_seed_for(seed, number))
+        scene = sample_scenes(shape[rows], color[rows], side, generator)
+        positions = scene.position[:, None] + displacements(kind[rows], frames, generator)
+        drawn = [_add_noise(scene.draw(positions[:, frame])[0], generator) for frame in range(frames)]
         clips.append(torch.stack(drawn, 2))
-    return Drawn(torch.cat(clips), shape, colour, kind)
+    return Drawn(torch.cat(clips), shape, color, kind)
 
 
-def paths(motion: Tensor, frames: int, generator: torch.Generator) -> Tensor:
-    """Give how far each shape has moved (N, T, 2), across and down, since the first frame."""
+def displacements(motion: Tensor, frames: int, generator: torch.Generator) -> Tensor:
+    """Return the displacement (N, T, 2) of each shape since the first frame, to the right and down."""
     speed = 0.04 + 0.04 * torch.rand(len(motion), 1, generator=generator)
-    return (speed * torch.arange(frames))[:, :, None] * torch.tensor(list(WAYS.values()))[motion][:, None]
+    return (speed * torch.arange(frames))[:, :, None] * torch.tensor(list(DIRECTIONS.values()))[motion][:, None]
 
 
-def balanced(count: int, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
-    """Give labels of each size (N,): all combinations equally often, as far as the count allows, in random order."""
+def balanced_labels(count: int, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
+    """Return one label tensor (N,) per size, all combinations equally often if ``count`` allows, in random order."""
     cells = int(torch.tensor(sizes).prod())
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(_mixed(seed, -2)))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(_seed_for(seed, -2)))
     return torch.unravel_index((torch.arange(count) % cells)[order], tuple(sizes))
 
 
-def scenes(shape: Tensor, colour: Tensor, side: int, generator: torch.Generator) -> Scenes:
-    """Draw lots for all but the labels: place, size, turn, the shade of the colour, the ground."""
+def sample_scenes(shape: Tensor, color: Tensor, side: int, generator: torch.Generator) -> Scenes:
+    """Sample everything but the labels: position, size, rotation, shade of the color, background."""
     count = len(shape)
-    lots = torch.rand(count, 4, generator=generator)
+    uniform = torch.rand(count, 4, generator=generator)
     shade = 0.06 * torch.randn(count, 3, generator=generator)
     return Scenes(
         shape=shape,
-        rgb=(RGB[colour] + shade).clamp(0, 1),
-        place=lots[:, :2],
-        radius=0.14 + 0.12 * lots[:, 2],
-        angle=2 * pi * lots[:, 3],
-        ground=_grounds(count, side, generator),
+        rgb=(RGB[color] + shade).clamp(0, 1),
+        position=uniform[:, :2],
+        radius=0.14 + 0.12 * uniform[:, 2],
+        angle=2 * pi * uniform[:, 3],
+        background=_backgrounds(count, side, generator),
     )
 
 
-def _grounds(count: int, side: int, generator: torch.Generator) -> Tensor:
-    """Draw grounds (N, 3, S, S): dull clouds of several sizes, which say nothing about the labels."""
-    ground = 0.3 + 0.3 * torch.rand(count, 1, 1, 1, generator=generator)
-    ground = ground + 0.04 * torch.randn(count, 3, 1, 1, generator=generator)
+def _backgrounds(count: int, side: int, generator: torch.Generator) -> Tensor:
+    """Sample backgrounds (N, 3, S, S): dull clouds of several scales, independent of the labels."""
+    background = 0.3 + 0.3 * torch.rand(count, 1, 1, 1, generator=generator)
+    background = background + 0.04 * torch.randn(count, 3, 1, 1, generator=generator)
     for cells in (3, 7, 15):
-        light, hue = (torch.randn(count, colours, cells, cells, generator=generator) for colours in (1, 3))
-        ground = ground + F.interpolate(0.09 * light + 0.03 * hue, (side, side), mode="bicubic")
-    return ground.clamp(0.05, 0.8)
+        light, hue = (torch.randn(count, channels, cells, cells, generator=generator) for channels in (1, 3))
+        background = background + F.interpolate(0.09 * light + 0.03 * hue, (side, side), mode="bicubic")
+    return background.clamp(0.05, 0.8)
 
 
-def _grained(pictures: Tensor, generator: torch.Generator) -> Tensor:
-    grain = 0.03 * torch.randn(pictures.shape, generator=generator)
-    return ((pictures + grain).clamp(0, 1) * 255).round().byte()
+def _add_noise(images: Tensor, generator: torch.Generator) -> Tensor:
+    noise = 0.03 * torch.randn(images.shape, generator=generator)
+    return ((images + noise).clamp(0, 1) * 255).round().byte()
 
 
-def _mixed(seed: int, number: int) -> int:
+def _seed_for(seed: int, number: int) -> int:
     return (seed * 1_000_003 + number + 7) % (1 << 62)

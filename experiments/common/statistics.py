@@ -1,8 +1,7 @@
-"""Means over seeds, and differences between two arms with an interval that knows of seeds and of pictures.
+"""Means over seeds, and paired differences with a confidence interval over both seeds and images.
 
-Two models that were trained and evaluated alike differ for two reasons that have nothing to do with the arms: the seed
-of the run, and which pictures the validation set happens to hold. An interval over seeds alone forgets the second, one
-over pictures alone the first.
+Two arms can differ by chance for two reasons: the seeds of the runs and the images of the validation set. An interval
+over seeds alone ignores the second, one over images alone the first.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation (of a sample; nan for one value) of so many values."""
+    """Mean, sample standard deviation (nan for one value) and number of values."""
 
     mean: float
     sd: float
@@ -28,14 +27,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much better one arm is than another, on the same seeds and pictures.
+    """Difference between two arms on the same seeds and images.
 
     Attributes:
-        mean: of all seeds and pictures.
-        low, high: what the mean over all seeds and all pictures of this kind is between, with the confidence asked for.
-        degrees: of freedom, seeds and pictures taken together; infinite where nothing varies.
-        seeds: the difference for each seed.
-        seeds_low, seeds_high: the plain paired t interval over the seeds, as if these pictures were all there are.
+        mean: over all seeds and images.
+        low, high: confidence interval of the mean, with seeds and images both as samples.
+        degrees: degrees of freedom; infinite if nothing varies.
+        seeds: difference for each seed.
+        seeds_low, seeds_high: paired t interval over the seeds alone.
     """
 
     mean: float
@@ -48,48 +47,49 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether zero is outside of the interval."""
+        """True if the interval excludes zero."""
         return self.low > 0 or self.high < 0
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Give mean and standard deviation."""
+    """Return mean and standard deviation."""
     return Spread(
         float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else float("nan"), len(values)
     )
 
 
 def paired_difference(first: Array, second: Array, confidence: float = 0.95) -> Difference:
-    """Compare two arms by what each got right: (seeds, pictures), the same seeds and pictures in the same order.
+    """Compare two arms by their correct predictions (seeds, images), with equal seeds and images in equal order.
 
-    Seeds and pictures are both samples, and every seed meets every picture. With d the difference (seeds, pictures),
-    the variance of its mean is (between seeds)/S + (between pictures)/N + rest/(S·N), which the mean squares of a
-    two-way table estimate as (MS_seeds + MS_pictures − MS_rest)/(S·N); its degrees of freedom are Satterthwaite's. It
-    is never taken to be smaller than what seeds, pictures or the rest alone say, since no part can be below zero.
+    Seeds and images are crossed random effects. With d the difference (seeds, images), the variance of its mean is
+    (between seeds)/S + (between images)/N + residual/(S·N), estimated from the mean squares of a two-way table as
+    (MS_seeds + MS_images − MS_residual)/(S·N), with Satterthwaite's degrees of freedom. No variance component can be
+    negative, so the estimate is at least as large as each mean square alone.
 
-    With three seeds that differ much, that interval holds the truth in 92 % of simulated cases instead of 95 %: by
-    chance the seeds look alike, and it believes the pictures. The plain t interval over seeds is right there, and far
-    too short where pictures differ most. The wider of the two holds it in 95 to 97 % in all cases. With one seed only
-    pictures count.
+    With three seeds that differ a lot, this interval covers the true value in 92 % of simulated cases instead of 95 %,
+    because the seeds may look alike by chance. The t interval over seeds is right in that case, and far too short if
+    images vary most. The wider of the two covers it in 95 to 97 % of all cases. With one seed only images count.
     """
     if first.shape != second.shape or first.ndim != 2 or 0 in first.shape:
-        raise ValueError(f"expected two arrays (seeds, pictures) of one shape; got {first.shape} and {second.shape}")
+        raise ValueError(f"expected two arrays (seeds, images) of one shape; got {first.shape} and {second.shape}")
     d = first.astype(float) - second.astype(float)
-    seeds, pictures = d.shape
-    mean, by_seed, by_picture = float(d.mean()), d.mean(1), d.mean(0)
-    over_seeds = pictures * _mean_square(by_seed - mean)
-    over_pictures = seeds * _mean_square(by_picture - mean)
-    free = max(seeds - 1, 1) * max(pictures - 1, 1)
-    rest = float(((d - by_seed[:, None] - by_picture + mean) ** 2).sum() / free)
-    both = over_seeds + over_pictures - rest
-    whole = max(both, over_seeds, over_pictures, rest)
-    parts = [(over_seeds, seeds - 1), (over_pictures, pictures - 1), (rest, free if seeds > 1 else 0)]
+    seeds, images = d.shape
+    mean, by_seed, by_image = float(d.mean()), d.mean(1), d.mean(0)
+    ms_seeds = images * _mean_square(by_seed - mean)
+    ms_images = seeds * _mean_square(by_image - mean)
+    residual_df = max(seeds - 1, 1) * max(images - 1, 1)
+    residual = float(((d - by_seed[:, None] - by_image + mean) ** 2).sum() / residual_df)
+    estimate = ms_seeds + ms_images - residual
+    variance = max(estimate, ms_seeds, ms_images, residual)
+    parts = [(ms_seeds, seeds - 1), (ms_images, images - 1), (residual, residual_df if seeds > 1 else 0)]
     noise = sum(square**2 / degrees for square, degrees in parts if degrees > 0)
-    degrees = whole**2 / noise if noise > 0 else inf
-    across = _t(confidence, seeds - 1) * sqrt(_mean_square(by_seed - mean) / seeds) if seeds > 1 else inf
-    half = _t(confidence, degrees) * sqrt(whole / (seeds * pictures)) if whole > 0 else 0.0
-    half = max(half, across) if seeds > 1 else half
-    return Difference(mean, mean - half, mean + half, degrees, tuple(map(float, by_seed)), mean - across, mean + across)
+    degrees = variance**2 / noise if noise > 0 else inf
+    half_seeds = _t(confidence, seeds - 1) * sqrt(_mean_square(by_seed - mean) / seeds) if seeds > 1 else inf
+    half = _t(confidence, degrees) * sqrt(variance / (seeds * images)) if variance > 0 else 0.0
+    half = max(half, half_seeds) if seeds > 1 else half
+    return Difference(
+        mean, mean - half, mean + half, degrees, tuple(map(float, by_seed)), mean - half_seeds, mean + half_seeds
+    )
 
 
 def _mean_square(values: Array) -> float:

@@ -1,7 +1,7 @@
-"""What an experiment is: a question, arms that differ in some fields of a training run, seeds, and a search.
+"""Definition of a study: a question, arms that differ in some training options, seeds, and a search.
 
-A study is plain data. `experiments.common.running` trains it, `experiments.common.tables` and the study's own ``draw``
-show what came out.
+A study is plain data. `experiments.common.runner` trains it; `experiments.common.tables` and the study's own ``plot``
+present the results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from experiments.common.data import Data, few
+from experiments.common.datasets import Data, reduced_images
 from vitrail.errors import InvalidOption
 from vitrail.tokens import TokenSpec
 from vitrail.training import Labels, Run
@@ -26,25 +26,29 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class RunOf:
-    """The model that another arm has trained: a field's value, a teacher say.
+    """The model trained by another arm, used as the value of an option such as ``teacher``.
 
-    It is the one of the same seed, or with ``seed`` the same one for all.
+    It is the model of the same seed, or that of ``seed`` for all runs.
     """
 
     arm: str
     seed: int | None = None
 
     def seed_for(self, seed: int) -> int:
-        """Give the seed of the model that a run with this seed uses."""
+        """Return the seed of the model that a run with this seed uses."""
         return seed if self.seed is None else self.seed
 
 
 class Arm:
-    """One side of a comparison: a name, and the fields of `vitrail.training.Config` that it has of its own.
+    """One variant of a comparison: a name and the options of `vitrail.training.Config` that differ from the base.
 
-    It is tuned by a search of its own, or has the result of another arm's (``tuned_as``). It is compared with the
-    study's reference, or with another arm (``against``). At the reduced size ``reduced`` stands over its own fields.
-    With ``size`` it is evaluated on pictures of so many pixels, instead of those that it was trained on.
+    Args:
+        name: unique within the study; part of the run key.
+        tuned_as: use the search result of this arm instead of a search of its own.
+        against: compare with this arm instead of the study's reference.
+        size: evaluate at this image size instead of the training size.
+        reduced: options that replace the arm's own at the reduced size.
+        **fields: options of `vitrail.training.Config`.
     """
 
     def __init__(
@@ -61,24 +65,24 @@ class Arm:
         self.name, self.tuned_as, self.against, self.size = name, tuned_as, against, size
         self.fields, self._reduced = fields, reduced or {}
 
-    def small(self) -> Arm:
-        """Give the arm at the reduced size, where it is evaluated as it was trained."""
+    def at_reduced_size(self) -> Arm:
+        """Return the arm at the reduced size, evaluated at its training size."""
         return Arm(self.name, tuned_as=self.tuned_as, against=self.against, **{**self.fields, **self._reduced})
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Arms whose models this one uses."""
+        """Names of the arms whose models this arm uses."""
         return tuple(value.arm for value in self.fields.values() if isinstance(value, RunOf))
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model that was just trained and evaluated, for whoever wants to look at it.
+class TrainedModel:
+    """A model that has just been trained and evaluated, passed to ``Study.measure``.
 
     Attributes:
-        model: in evaluation mode, where it was evaluated.
-        labels: the names of its classes and what it expects of a picture.
-        data: what it was trained and evaluated on.
+        model: in evaluation mode, on the device of the evaluation.
+        labels: class names and input specification.
+        data: the training and validation data.
     """
 
     model: nn.Module
@@ -88,42 +92,40 @@ class Trained:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a study's table: its heading, where a row has the value, and how it is written.
+    """A column of a study's table: its heading, how to read the value from a row, and its format.
 
-    A detail is on the study's own page alone. A column of which no row has a value is left out.
+    A column for which no row has a value is left out.
     """
 
     heading: str
     value: Callable[[Mapping[str, Any]], float | None]
     form: str = "{:.3g}"
-    detail: bool = False
 
 
 @dataclass(frozen=True)
 class Study:
-    """A question with everything that is needed to answer it.
+    """A question and everything needed to answer it.
 
     Attributes:
-        name: of its folder.
+        name: path of its folder under ``experiments``.
         question: in one sentence.
-        data: opens what is trained on, and the validation set.
-        base: fields of `vitrail.training.Config` that all arms share.
-        arms: what is compared; differences are to the one called ``reference``.
-        answer: which answer of a model is compared: ``fused``, a head, ``task.NAME``.
-        also: further answers that are compared in the same way.
-        seeds: of the runs that are reported.
-        search: values to try for some fields, the same for all arms; ``draws`` points of the grid, or all. Or the
-            points themselves.
+        data: opens the training and the validation set.
+        base: options of `vitrail.training.Config` that all arms share.
+        arms: the variants. Differences are taken to the arm named ``reference``.
+        output: the model output that is compared: ``fused``, a head, or ``task.NAME``.
+        other_outputs: further outputs that are compared in the same way.
+        seeds: of the reported runs.
+        search: values to try for some options, the same for all arms: a grid, of which ``draws`` points are sampled
+            (all if None), or a list of points.
         search_seeds: of the runs of the search.
-        watch: so many training pictures are evaluated while a run goes on, every ``watch_every`` epochs.
-        save_every: epochs between checkpoints, for runs that one command may not have the time for: such a run goes on
-            from the last one. 0 for none.
-        timed: whether its runs are measured by the clock, so that nothing else may run beside them.
-        look: what else to note about a run; it goes into the row.
-        columns: of the table, beside accuracy and difference.
-        table: writes the results, where they are more than a line for each arm.
-        draw: makes plots from the rows, in a folder.
-        reduced: what a setting that takes seconds has instead, with ``few`` pictures.
+        monitor: number of training images to evaluate during a run, every ``monitor_every`` epochs.
+        save_every: epochs between checkpoints, so that a long run can be resumed by the next command; 0 for none.
+        timed: True if runs are timed, so that nothing else may run at the same time.
+        measure: further measurements on a trained model; the result is added to the row.
+        columns: of the table, after accuracy and difference.
+        table: writes the tables, if the results need more than one line for each arm.
+        plot: draws the plots from the rows into a folder.
+        reduced: options of a setting that takes seconds, with ``reduced_data``.
     """
 
     name: str
@@ -132,53 +134,51 @@ class Study:
     base: Mapping[str, Any]
     arms: tuple[Arm, ...]
     reference: str
-    answer: str = "fused"
-    also: tuple[str, ...] = ()
+    output: str = "fused"
+    other_outputs: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
     search: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]] | None = None
     draws: int | None = None
     search_seeds: tuple[int, ...] = (0,)
-    watch: int = 0
-    watch_every: int = 1
+    monitor: int = 0
+    monitor_every: int = 1
     save_every: int = 0
     timed: bool = False
-    look: Callable[[Run, Trained], Mapping[str, Any]] | None = None
+    measure: Callable[[Run, TrainedModel], Mapping[str, Any]] | None = None
     columns: tuple[Column, ...] = ()
     table: Callable[[Study, Rows], str] | None = None
-    draw: Callable[[Study, Rows, Path], None] | None = None
+    plot: Callable[[Study, Rows, Path], None] | None = None
     reduced: Mapping[str, Any] = field(default_factory=dict)
-    few: Callable[[], Data] = few
+    reduced_data: Callable[[], Data] = reduced_images
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
-        meant = [self.reference, *(need for arm in self.arms for need in arm.needs)]
-        meant += [name for arm in self.arms for name in (arm.tuned_as, arm.against) if name]
-        lost = [name for name in meant if name not in names]
-        if lost or len(set(names)) < len(names):
+        used = [self.reference, *(need for arm in self.arms for need in arm.needs)]
+        used += [name for arm in self.arms for name in (arm.tuned_as, arm.against) if name]
+        unknown = [name for name in used if name not in names]
+        if unknown or len(set(names)) < len(names):
             raise InvalidOption(
-                f"the study {self.name!r} has the arms {', '.join(names)}; expected each once"
-                + (f", and {', '.join(lost)} among them" if lost else "")
+                f"study {self.name!r} has the arms {', '.join(names)}; expected unique names"
+                + (f", and {', '.join(unknown)} among them" if unknown else "")
             )
         for arm in self.arms:
             if "epochs" not in self.fields(arm, self.points()[0] if self.search else None):
-                raise InvalidOption(
-                    f"the arm {arm.name!r} of the study {self.name!r} has no epochs; give them, or a base"
-                )
+                raise InvalidOption(f"arm {arm.name!r} of study {self.name!r} has no epochs; set them in it or in base")
 
     def arm(self, name: str) -> Arm:
-        """Find an arm by its name."""
+        """Return an arm by its name."""
         return next(arm for arm in self.arms if arm.name == name)
 
-    def small(self) -> Study:
-        """Give the same study at a size that takes seconds, on other data: it shows that all works, and no more."""
+    def at_reduced_size(self) -> Study:
+        """Return the study at a size that takes seconds, on synthetic data; it only checks that everything runs."""
         return replace(
-            self, base={**self.base, **self.reduced}, arms=tuple(arm.small() for arm in self.arms), data=self.few,
-            seeds=self.seeds[:2], watch=min(self.watch, 16), watch_every=1, timed=False,
+            self, base={**self.base, **self.reduced}, arms=tuple(arm.at_reduced_size() for arm in self.arms),
+            data=self.reduced_data, seeds=self.seeds[:2], monitor=min(self.monitor, 16), monitor_every=1, timed=False,
             draws=2 if self.search else None,
         )  # fmt: skip
 
     def points(self) -> list[dict[str, Any]]:
-        """Give the points of the search, the same for every arm and each time."""
+        """Return the points of the search, the same for every arm and on every call."""
         if self.search is None:
             return []
         if isinstance(self.search, Mapping):
@@ -188,9 +188,9 @@ class Study:
         return grid if self.draws is None else random.Random(0).sample(grid, min(self.draws, len(grid)))
 
     def fields(self, arm: Arm, point: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Give what a run of an arm is asked for, at a point of the search; data, seed and machine excepted.
+        """Return the training options of an arm at a point of the search, without data, seed and device.
 
-        Of fields that are mappings (``options``), an arm names those entries that are its own.
+        Options that are mappings (``options``) are merged with those of the base.
         """
         own = {
             name: {**self.base[name], **value}
@@ -201,12 +201,12 @@ class Study:
         return {**self.base, **own, **(point or {})}
 
 
-def plain(value: Any) -> Any:
-    """Make the value of a field one that JSON can hold."""
+def to_json(value: Any) -> Any:
+    """Convert the value of an option to one that JSON can hold."""
     if isinstance(value, RunOf):
         return {"run_of": value.arm} | ({} if value.seed is None else {"seed": value.seed})
     if isinstance(value, TokenSpec):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, tuple | list) else value
+        return {str(name): to_json(one) for name, one in value.items()}
+    return [to_json(one) for one in value] if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""Pictures to look at trained models with: objects whose mask and box are known, which no model was trained on."""
+"""Images for measurements on trained models: objects with known mask and box that no model was trained on."""
 
 from __future__ import annotations
 
@@ -9,55 +9,59 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from experiments.common.data import Data, box_around, data_file, few, imagenette
-from experiments.common.shapes import SHAPES, Drawn, render
+from experiments.common.datasets import Data, bounding_box, data_file, imagenette, reduced_images
+from experiments.common.shapes import SHAPES, Drawn, render_images
 from vitrail.data.collection import Collection, open_collection
 from vitrail.data.sample import Sample
 
-MOST = 400
-"""Pets that are looked at, spread evenly over their training set."""
+MAX_PETS = 400
+"""Number of pets, spread evenly over their training set."""
 
 
 @dataclass(frozen=True)
-class WithScenes(Data):
-    """Data to train on, and other pictures to look at, with masks, boxes and classes."""
+class DataWithScenes(Data):
+    """Training data, and other images with masks, boxes and classes for measurements."""
 
     scenes: Callable[[], Collection] = field(kw_only=True)
 
 
-class DrawnScenes:
-    """Drawn shapes as the source of a collection: the class is the shape, the mask is what it covers."""
+class RenderedScenes:
+    """Source of a collection of rendered shapes: the class is the shape, the mask its area."""
 
     label_names = SHAPES
     has_masks = has_boxes = True
 
     def __init__(self, drawn: Drawn) -> None:
-        self._images, self._masks = drawn.images.numpy(), drawn.covered().numpy() > 0.5
+        self._images, self._masks = drawn.images.numpy(), drawn.float_masks().numpy() > 0.5
         self.names = [f"shape {number}" for number in range(len(self._images))]
         self.labels: list[int | None] = drawn.shape.tolist()
 
     def read(self, row: int) -> Sample:
-        """Give a picture; its box is the smallest that holds the shape."""
-        box = box_around(self._masks[row])
-        assert box is not None, "a shape covers something"
+        """Return an image with its mask and the bounding box of the shape."""
+        box = bounding_box(self._masks[row])
+        assert box is not None, "a shape is never empty"
         x0, y0, x1, y1 = map(float, box)
-        picture, mask = Image.fromarray(self._images[row].transpose(1, 2, 0)), self._masks[row].astype(np.uint8)
-        return Sample(picture, self.names[row], self.labels[row], mask, ((x0, y0, x1, y1),))
+        image, mask = Image.fromarray(self._images[row].transpose(1, 2, 0)), self._masks[row].astype(np.uint8)
+        return Sample(image, self.names[row], self.labels[row], mask, ((x0, y0, x1, y1),))
 
 
 @cache
-def imagenette_and_pets() -> WithScenes:
-    """Imagenette to train on, cats and dogs to look at."""
+def imagenette_and_pets() -> DataWithScenes:
+    """Open Imagenette for training, and cats and dogs for measurements."""
     data = imagenette()
 
     def pets() -> Collection:
-        return open_collection(data_file("pets-160-train.parquet"), labels="species", limit=MOST)
+        return open_collection(data_file("pets-160-train.parquet"), labels="species", limit=MAX_PETS)
 
-    return WithScenes(data.train, data.validation, scenes=pets)
+    return DataWithScenes(data.train, data.validation, scenes=pets)
 
 
 @cache
-def few_and_shapes() -> WithScenes:
-    """Some drawn pictures to train on, and others to look at, for the reduced setting."""
-    data = few()
-    return WithScenes(data.train, data.validation, scenes=lambda: Collection(DrawnScenes(render(60, side=32, seed=2))))
+def reduced_images_and_shapes() -> DataWithScenes:
+    """Render a few images for training and others for measurements, for the reduced setting."""
+    data = reduced_images()
+
+    def shapes() -> Collection:
+        return Collection(RenderedScenes(render_images(60, side=32, seed=2)))
+
+    return DataWithScenes(data.train, data.validation, scenes=shapes)

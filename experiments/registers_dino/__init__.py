@@ -1,1 +1,1 @@
-"""The same as ``registers``, for models that learn without labels."""
+"""The study ``registers`` for models trained without labels."""

@@ -1,1 +1,1 @@
-"""Does merging do for sounds and videos what it does for pictures?"""
+"""Does merging work for audio and video as it does for images?"""

@@ -1,1 +1,1 @@
-"""Does a token for each task specialise?"""
+"""Do task tokens specialize?"""

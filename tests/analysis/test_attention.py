@@ -1,4 +1,4 @@
-"""What tokens look at: against loops, scipy and cases with known answers."""
+"""Attention maps, rollout, mass, overlap and spread: against loops, scipy and known answers."""
 
 import json
 import math
@@ -9,8 +9,7 @@ import torch
 from scipy.spatial.distance import jensenshannon
 
 from vitrail import Role, TokenLayout, TokenSpan
-from vitrail.analysis import features as module
-from vitrail.analysis.attention import entropy, overlap, role_maps, role_mass, rollout, spread, token_maps
+from vitrail.analysis.attention import entropy, overlap, role_mass, rollout, spread, token_maps
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 LAYOUT = TokenLayout.of(Role.CLASS, (Role.REGISTER, 2), grid=(2, 2, 3))
@@ -23,7 +22,7 @@ def rows(*shape, seed=0, sharp=2.0):
 
 def test_maps_are_the_patch_columns_on_their_grid():
     attention = rows(2, 3, 3, 15)
-    plain = token_maps(attention, LAYOUT, normalise=False)
+    plain = token_maps(attention, LAYOUT, normalize=False)
     assert plain.shape == (2, 3, 3, 2, 2, 3)
     assert plain[1, 2, 0, 1, 0, 2] == attention[1, 2, 0, 3 + 6 + 2]
     shared = token_maps(attention, LAYOUT)
@@ -39,18 +38,9 @@ def test_a_row_without_any_patch_stays_zero():
     assert (token_maps(attention, LAYOUT) == 0).all()
 
 
-def test_maps_by_role():
-    special, whole = rows(2, 3, 3, 15), rows(2, 3, 15, 15)
-    assert torch.equal(role_maps(special, LAYOUT, "register"), token_maps(special[:, :, 1:], LAYOUT))
-    assert torch.equal(role_maps(whole, LAYOUT, Role.CLASS), token_maps(whole[:, :, :1], LAYOUT))
-    assert role_maps(special, LAYOUT, Role.TASK).shape[2] == 0
-    chosen = whole[:, :, [7, 2, 0]]
-    assert torch.equal(role_maps(chosen, LAYOUT, "register", queries=[7, 2, 0]), token_maps(whole[:, :, [2]], LAYOUT))
-
-
 @pytest.mark.parametrize("head", ["mean", "max", "min"])
 @pytest.mark.parametrize("residual", [0.5, 0.0, 0.2, 1.0])
-def test_rollout_is_what_its_description_says(head, residual):
+def test_rollout_by_loops(head, residual):
     layers = [rows(2, 3, 5, 5, seed=seed) for seed in range(4)]
     join = {"mean": np.mean, "max": np.max, "min": np.min}[head]
     expected = np.zeros((2, 5, 5))
@@ -72,7 +62,7 @@ def test_rollout_is_what_its_description_says(head, residual):
     np.testing.assert_allclose(half.numpy(), expected, atol=2e-3)
 
 
-def test_rollout_changes_nothing_that_it_is_given():
+def test_rollout_does_not_change_its_input():
     layers = [rows(1, 1, 4, 4)]
     before = layers[0].clone()
     rollout(layers, head="max")
@@ -80,7 +70,7 @@ def test_rollout_changes_nothing_that_it_is_given():
 
 
 def test_rollout_follows_a_planted_path():
-    """Token 0 looks at 1 in the last layer, and 1 looked at 3 in the first: 0 holds 3."""
+    """Token 0 attends to 1 in the last layer, and 1 to 3 in the first: 0 holds 3."""
     first, last = torch.eye(4)[[0, 3, 2, 3]], torch.eye(4)[[1, 1, 2, 3]]
     found = rollout([first[None, None], last[None, None]], residual=0.0)[0]
     assert torch.equal(found[0], torch.eye(4)[3])
@@ -106,7 +96,7 @@ def test_role_mass_by_loops(monkeypatch):
     np.testing.assert_allclose(found.mass.numpy(), expected.mean(0), atol=1e-12)
     np.testing.assert_allclose(found.mass.sum(-1).numpy(), 1, atol=1e-12)
     assert found.fair.tolist() == pytest.approx([1 / 15, 2 / 15, 12 / 15])
-    monkeypatch.setattr(module, "WORK", 500)
+    monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 500)
     np.testing.assert_allclose(role_mass(attention, LAYOUT).mass.numpy(), expected.mean(0), atol=1e-12)
     assert json.loads(json.dumps(found.to_dict()))["queries"] == list(names)
 
@@ -145,7 +135,7 @@ def test_overlap_by_loops(monkeypatch):
     np.testing.assert_allclose(found.cosine.numpy(), cosine, atol=1e-12)
     np.testing.assert_allclose(found.divergence.numpy(), divergence, atol=1e-9)
     np.testing.assert_allclose(found.top_iou.numpy(), top, atol=1e-12)
-    monkeypatch.setattr(module, "WORK", 500)
+    monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 500)
     np.testing.assert_allclose(overlap(maps, top=0.25).divergence.numpy(), divergence, atol=1e-9)
 
 
@@ -179,13 +169,13 @@ def test_spread_of_known_maps():
     assert math.isclose(spread(random).entropy_per_head[1, 2], float(by_hand[:, 1, 2].mean()))
 
 
-def test_nonsense_is_refused():
+def test_errors():
     good = rows(1, 2, 3, 15)
     with pytest.raises(UnsupportedInput, match="15 tokens"):
         token_maps(rows(1, 2, 3, 14), LAYOUT)
     with pytest.raises(UnsupportedInput, match="sum to one"):
         role_mass(2 * good, LAYOUT)
-    with pytest.raises(InvalidOption, match="say with queries"):
+    with pytest.raises(InvalidOption, match="as queries"):
         role_mass(good[:, :, :2], LAYOUT)
     with pytest.raises(InvalidOption, match="one token"):
         role_mass(good, LAYOUT, queries=[0, 1, 15])
@@ -193,7 +183,7 @@ def test_nonsense_is_refused():
         rollout([rows(1, 1, 3, 3)], head="median")
     with pytest.raises(InvalidOption, match="residual"):
         rollout([rows(1, 1, 3, 3)], residual=1.5)
-    with pytest.raises(UnsupportedInput, match="one layer or more"):
+    with pytest.raises(UnsupportedInput, match="at least one layer"):
         rollout([])
     with pytest.raises(UnsupportedInput, match="layer 1"):
         rollout([rows(1, 1, 3, 3), rows(1, 1, 2, 3)])
@@ -210,8 +200,8 @@ def test_nonsense_is_refused():
         token_maps(good, LAYOUT)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same():
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
     attention = rows(2, 3, 15, 15)
     maps, there = token_maps(attention, LAYOUT), token_maps(attention.cuda(), LAYOUT)
     assert torch.allclose(maps, there.cpu())

@@ -1,4 +1,4 @@
-"""LOST and TokenCut against loops that read their description, and on planted objects."""
+"""LOST and TokenCut: against loops, scipy and planted objects."""
 
 import itertools
 import json
@@ -10,8 +10,7 @@ from scipy import linalg, ndimage, stats
 
 from vitrail import Role, TokenLayout
 from vitrail.analysis import discovery
-from vitrail.analysis import features as module
-from vitrail.analysis.discovery import connected, corloc, iou, lost, lost_batch, sweep_lost, tokencut, tokencut_batch
+from vitrail.analysis.discovery import _component, corloc, iou, lost, lost_batch, sweep_lost, tokencut, tokencut_batch
 from vitrail.analysis.features import patch_features
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -21,7 +20,7 @@ def seeded(*shape, seed=0):
 
 
 def flood(inside, start, grid):
-    """Walk from patch to patch over edges, and draw the box."""
+    """Flood fill from a patch; return the component and its box."""
     height, width = grid
     seen, todo = {start}, [start]
     while todo:
@@ -34,8 +33,8 @@ def flood(inside, start, grid):
     return seen, (min(columns), min(rows), max(columns) + 1, max(rows) + 1)
 
 
-def read_lost(x, grid, k, bias):
-    """LOST, word by word."""
+def lost_by_loops(x, grid, k, bias):
+    """LOST as its paper describes it."""
     count = len(x)
     gram = [[float(x[i] @ x[j]) + bias for j in range(count)] for i in range(count)]
     degree = [sum(gram[i][j] > 0 for j in range(count) if j != i) for i in range(count)]
@@ -46,8 +45,8 @@ def read_lost(x, grid, k, bias):
     return (seed, degree, *flood([value > 0 for value in total], seed, grid))
 
 
-def read_tokencut(x, grid, tau, eps):
-    """TokenCut, word by word, with scipy's generalised eigenvectors."""
+def tokencut_by_loops(x, grid, tau, eps):
+    """TokenCut as its paper describes it, with scipy's generalized eigenvectors."""
     count = len(x)
     x = [row / row.norm() for row in x]
     graph = np.array([[1.0 if float(x[i] @ x[j]) > tau else eps for j in range(count)] for i in range(count)])
@@ -66,7 +65,7 @@ def marked(found):
 
 
 def planted(box, grid, *, noise=0.3, seed=0, channels=16):
-    """An object's direction inside of a box, another one outside, and noise."""
+    """One direction inside of a box, another outside, and noise."""
     x0, y0, x1, y1 = box
     height, width = grid
     inside = torch.zeros(height, width, dtype=torch.bool)
@@ -82,22 +81,22 @@ GRIDS = [(5, 7), (8, 4), (1, 12), (6, 6)]
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("k", [1, 6, 100])
 @pytest.mark.parametrize("bias", [0.0, -1.5, 2.0])
-def test_lost_is_what_its_description_says(grid, k, bias):
+def test_lost_by_loops(grid, k, bias):
     for seed in range(6):
         x = seeded(grid[0] * grid[1], 5, seed=seed) + 0.3
         found = lost(x, grid, k=k, bias=bias)
-        first, degree, inside, box = read_lost(x, grid, k, bias)
+        first, degree, inside, box = lost_by_loops(x, grid, k, bias)
         assert (found.seed, found.scores.tolist(), found.box) == (first, degree, box)
         assert marked(found) == inside
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("tau", [0.0, 0.2, 0.5])
-def test_tokencut_is_what_its_description_says(grid, tau):
+def test_tokencut_by_loops(grid, tau):
     clear = 0
     for seed in range(8):
         x = seeded(grid[0] * grid[1], 6, seed=seed) + 0.4
-        gap, first, inside, box = read_tokencut(x, grid, tau, 1e-5)
+        gap, first, inside, box = tokencut_by_loops(x, grid, tau, 1e-5)
         if gap < 1e-6:  # Two vectors would do, and any mixture of them.
             continue
         found = tokencut(x, grid, tau=tau)
@@ -158,17 +157,17 @@ def test_other_dtypes_and_devices_find_the_same(dtype, device):
     assert tokencut((300 * x).to(dtype), (1, 9, 12)).box == (2, 3, 5, 7)
 
 
-def test_batches_are_pictures_one_by_one(monkeypatch):
+def test_batches_are_images_one_by_one(monkeypatch):
     x = torch.stack([seeded(30, 5, seed=seed) + 0.3 for seed in range(7)])
-    monkeypatch.setattr(module, "WORK", 9000)
+    monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 9000)
     for whole, single in ((lost_batch, lost), (tokencut_batch, tokencut)):
-        for found, picture in zip(whole(x, (5, 6)), x, strict=True):
-            alone = single(picture, (5, 6))
+        for found, image in zip(whole(x, (5, 6)), x, strict=True):
+            alone = single(image, (5, 6))
             assert (found.box, found.seed) == (alone.box, alone.seed)
             assert torch.equal(found.mask, alone.mask)
 
 
-def test_registers_never_count():
+def test_registers_are_ignored():
     layout = TokenLayout.of(Role.CLASS, (Role.REGISTER, 4), grid=(1, 9, 12))
     x = planted((2, 3, 5, 7), (9, 12))
     keys = torch.full((1, 2, layout.num_tokens, 8), 1e6, dtype=torch.float64)
@@ -178,21 +177,21 @@ def test_registers_never_count():
     assert torch.equal(found.scores, lost(x, (9, 12)).scores)
 
 
-def test_connected_parts_are_those_of_scipy():
+def test_components_equal_scipy():
     random = np.random.default_rng(0)
     masks = random.random((60, 9, 11)) < 0.6
     seeds = random.integers(0, 99, 60)
-    found = connected(torch.from_numpy(masks), torch.from_numpy(seeds)).numpy()
+    found = _component(torch.from_numpy(masks), torch.from_numpy(seeds)).numpy()
     for part, mask, seed in zip(found, masks, seeds, strict=True):
         mask.flat[seed] = True
         labels = ndimage.label(mask)[0]
         assert np.array_equal(part, labels == labels.flat[seed])
     snake = torch.ones(1, 9, 9, dtype=torch.bool)
     snake[0, 1::4, :-1] = snake[0, 3::4, 1:] = False
-    assert torch.equal(connected(snake, torch.tensor([0])), snake)
+    assert torch.equal(_component(snake, torch.tensor([0])), snake)
 
 
-def test_boxes_in_pixels_are_clipped_to_the_picture():
+def test_boxes_in_pixels_are_clipped_to_the_image():
     found = lost(planted((6, 5, 12, 9), (9, 12)), (9, 12))
     assert found.pixels(16) == (96, 80, 192, 144)
     assert found.pixels(16, (140, 185)) == (96, 80, 185, 140)
@@ -213,7 +212,7 @@ def test_iou():
         iou((0, 0, 2, 2), torch.zeros(4))
 
 
-def test_corloc_counts_pictures_with_truth():
+def test_corloc_counts_images_with_truth():
     near, far = torch.tensor([[9, 9, 10, 10], [0, 0, 2, 4]]), torch.tensor([[0, 0, 1, 1]])
     box = (0.0, 0.0, 2.0, 2.0)
     found = corloc([box, box, box, None, box], [near, far, None, near, torch.zeros(0, 4)])
@@ -221,6 +220,7 @@ def test_corloc_counts_pictures_with_truth():
     low, high = stats.binomtest(1, 3).proportion_ci(method="wilson")
     assert (found.low, found.high) == pytest.approx((low, high))
     assert corloc([box], [near], threshold=0.6).hits == 0
+    assert corloc([box], [[(0, 0, 2, 2), (0, 0, 9, 9)]]).share == 1
     assert corloc([box], [None]) == discovery.CorLoc(None, None, None, 0, 0, 1)
     with pytest.raises(UnsupportedInput, match="1 found, 2 true"):
         corloc([box], [near, near])
@@ -229,18 +229,18 @@ def test_corloc_counts_pictures_with_truth():
 def test_a_sweep_shows_fixed_and_best_side_by_side():
     grid = (8, 10)
     boxes = [(x, y, x + 4, y + 3) for x, y in itertools.product((1, 3, 5), (1, 3))]
-    pictures = [planted(box, grid, noise=0.1, seed=seed) for seed, box in enumerate(boxes)]
-    for x in pictures:
+    images = [planted(box, grid, noise=0.1, seed=seed) for seed, box in enumerate(boxes)]
+    for x in images:
         x[:, 2] += 4
-    pictures, truth = [*pictures, pictures[0]], [*[torch.tensor([box]) * 16 for box in boxes], None]
+    images, truth = [*images, images[0]], [*[torch.tensor([box]) * 16 for box in boxes], None]
     biases = (-16.0, -30.0, 5.0)
-    found = sweep_lost(iter(pictures), [grid] * 7, truth, biases=biases, patch=16)
+    found = sweep_lost(iter(images), [grid] * 7, truth, biases=biases, patch=16)
     assert found.biases == (-30, -16, 0, 5)
     assert (found.fixed_setting.share, found.fixed_bias) == (0, 0)
     assert (found.best_of_sweep.share, found.best_bias, found.held_out.share) == (1, -16, 1)
     assert found.best_of_sweep.without_truth == 1
     for bias, result in zip(found.biases, found.by_bias, strict=True):
-        alone = [lost(x, grid, bias=bias).pixels(16) for x in pictures]
+        alone = [lost(x, grid, bias=bias).pixels(16) for x in images]
         assert result == corloc(alone, truth)
     assert json.loads(json.dumps(found.to_dict()))["best_of_sweep"]["hits"] == 6
 
@@ -251,7 +251,7 @@ def test_a_sweep_of_no_use_keeps_the_fixed_bias_and_needs_truth():
     assert (found.best_bias, found.best_of_sweep) == (0, found.fixed_setting)
     none = sweep_lost([x], [(8, 10)], [None], biases=[])
     assert (none.fixed_setting.share, none.held_out.share, none.fixed_setting.without_truth) == (None, None, 1)
-    with pytest.raises(UnsupportedInput, match="its grid"):
+    with pytest.raises(UnsupportedInput, match="a grid"):
         sweep_lost([x], [(8, 10)], [None, None], biases=[])
 
 
@@ -276,30 +276,26 @@ def test_suggested_biases_are_quantiles_of_the_gram_matrix():
 
 
 @pytest.mark.parametrize("method", [lost, tokencut])
-def test_nonsense_is_refused(method):
+def test_errors(method):
     x = seeded(30, 5)
     with pytest.raises(UnsupportedInput, match="special tokens"):
         method(seeded(31, 5), (5, 6))
-    with pytest.raises(UnsupportedInput, match="single frames"):
+    with pytest.raises(UnsupportedInput, match="single frame"):
         method(x, (2, 3, 5))
     for bad in (torch.nan, torch.inf):
-        spoilt = x.clone()
-        spoilt[3, 2] = bad
+        broken = x.clone()
+        broken[3, 2] = bad
         with pytest.raises(UnsupportedInput, match="not finite"):
-            method(spoilt, (5, 6))
+            method(broken, (5, 6))
     assert not method(x.requires_grad_(), (5, 6)).scores.requires_grad
 
 
-def test_options_out_of_range_are_refused():
-    with pytest.raises(InvalidOption, match="k, the number"):
+def test_options_out_of_range():
+    with pytest.raises(InvalidOption, match="k must be"):
         lost(seeded(6, 2), (2, 3), k=0)
     with pytest.raises(InvalidOption, match="eps"):
         tokencut(seeded(6, 2), (2, 3), eps=0)
     with pytest.raises(InvalidOption, match="2 patches"):
         discovery.suggest_biases(seeded(2, 1, 3))
-    with pytest.raises(InvalidOption, match="threshold of the IoU"):
+    with pytest.raises(InvalidOption, match="IoU threshold"):
         discovery.corloc([(0, 0, 1, 1)], [torch.ones(1, 4)], threshold=5)
-
-
-def test_true_boxes_may_be_plain_numbers():
-    assert discovery.corloc([(48, 32, 96, 80)], [[(48, 32, 96, 80), (0, 0, 9, 9)]]).share == 1

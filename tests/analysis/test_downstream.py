@@ -1,4 +1,4 @@
-"""Evaluations of frozen features: planted answers, and sums against loops over every pixel."""
+"""Linear evaluation: planted answers, and loops over every pixel."""
 
 import json
 import math
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, one_hot
 
-from vitrail.analysis.dense_maps import patch_labels, patch_means
+from vitrail.analysis._pooling import patch_labels, patch_means
 from vitrail.analysis.downstream import evaluate_classification, evaluate_depth, evaluate_segmentation
 from vitrail.analysis.probes.linear import fit_classifier, fit_regressor
-from vitrail.analysis.statistics import Split, split_pictures
+from vitrail.analysis.statistics import Split, split_images
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 HALVES = Split(range(20), range(20, 40))
@@ -28,7 +28,7 @@ class TestClassification:
     def test_planted_label(self) -> None:
         labels = torch.arange(5).repeat(20)
         features = one_hot(labels, 8).float() * 3 + 0.1 * torch.randn(100, 8)
-        result = evaluate_classification(features.half(), labels, split_pictures(100, labels=labels))
+        result = evaluate_classification(features.half(), labels, split_images(100, labels=labels))
         assert result.accuracy == result.balanced_accuracy == 1.0
         assert result.interval == pytest.approx((0.8865, 1.0), abs=1e-4)
         assert result.majority == pytest.approx(0.2)
@@ -38,14 +38,14 @@ class TestClassification:
 
     def test_noise_is_chance(self) -> None:
         labels = torch.arange(4).repeat(100)
-        result = evaluate_classification(torch.randn(400, 16), labels, split_pictures(400, labels=labels))
+        result = evaluate_classification(torch.randn(400, 16), labels, split_images(400, labels=labels))
         assert result.interval is not None
         assert result.interval[0] < 0.25 < result.interval[1]
 
     def test_imbalance_is_seen(self) -> None:
-        """Where nothing can be learnt, accuracy is that of the commonest class, and balanced accuracy says so."""
+        """Noise has the accuracy of the most common class; balanced accuracy shows it."""
         labels = (torch.arange(400) % 10 == 0).long()
-        result = evaluate_classification(torch.randn(400, 4), labels, split_pictures(400, labels=labels))
+        result = evaluate_classification(torch.randn(400, 4), labels, split_images(400, labels=labels))
         assert result.accuracy == pytest.approx(0.9, abs=0.03)
         assert result.majority == pytest.approx(0.9)
         assert result.balanced_accuracy == pytest.approx(0.5, abs=0.06)
@@ -58,7 +58,7 @@ class TestClassification:
         assert result.accuracy == pytest.approx(2 / 3)
         assert result.balanced_accuracy == pytest.approx(2 / 3)
 
-    def test_refuses(self) -> None:
+    def test_errors(self) -> None:
         features, labels = torch.randn(40, 3), torch.arange(40) % 2
         with pytest.raises(UnsupportedInput, match="all 40 labels are 1"):
             evaluate_classification(features, torch.ones(40).long(), HALVES)
@@ -68,19 +68,19 @@ class TestClassification:
             evaluate_classification(features.index_fill(0, torch.arange(3), math.nan), labels, HALVES)
         with pytest.raises(UnsupportedInput, match="40 of 40 labels are negative"):
             evaluate_classification(features, labels - 2, HALVES)
-        with pytest.raises(UnsupportedInput, match="labels are 39, the pictures 40"):
+        with pytest.raises(UnsupportedInput, match="39 labels for 40 images"):
             evaluate_classification(features, labels[:-1], HALVES)
-        with pytest.raises(InvalidOption, match="names picture 99"):
+        with pytest.raises(InvalidOption, match="index 99"):
             evaluate_classification(features, labels, Split([0, 1], [99]))
 
 
 def scene(
-    pictures: int = 40, grid: tuple[int, int] = (4, 6), size: tuple[int, int] = (16, 24), classes: int = 3
+    images: int = 40, grid: tuple[int, int] = (4, 6), size: tuple[int, int] = (16, 24), classes: int = 3
 ) -> tuple[Tensor, Tensor]:
     """Noisy features of random blocks of classes, and masks of them with some pixels to ignore."""
-    labels = torch.randint(classes, (pictures, grid[0] * grid[1]))
+    labels = torch.randint(classes, (images, grid[0] * grid[1]))
     features = one_hot(labels, classes).float() + 0.3 * torch.randn(*labels.shape, classes)
-    masks = interpolate(labels.reshape(pictures, 1, *grid).float(), size=size, mode="nearest")[:, 0].long()
+    masks = interpolate(labels.reshape(images, 1, *grid).float(), size=size, mode="nearest")[:, 0].long()
     masks[torch.rand(masks.shape) < 0.1] = 255
     return features, masks
 
@@ -163,13 +163,13 @@ class TestSegmentation:
                 want = min((-pixels.count(c), c) for c in pixels)[1] if pixels else -1
                 assert found[b, p] == want
 
-    def test_pieces_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_chunks_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         features, masks = scene()
         whole = evaluate_segmentation(features, masks, (4, 6), HALVES)
-        monkeypatch.setattr("vitrail.analysis.dense_maps.CHUNK", 3000)
+        monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 3000)
         assert torch.equal(whole.confusion, evaluate_segmentation(features, masks, (4, 6), HALVES).confusion)
 
-    def test_most_patches(self) -> None:
+    def test_max_patches(self) -> None:
         features, masks = scene()
         assert evaluate_segmentation(features, masks, (4, 6), HALVES, max_patches=100).train_patches == 100
 
@@ -178,7 +178,7 @@ class TestSegmentation:
         result = evaluate_segmentation(features.numpy(), masks.numpy().astype(np.uint8), (4, 6), HALVES)
         assert result == evaluate_segmentation(features, masks, (4, 6), HALVES)
 
-    def test_refuses(self) -> None:
+    def test_errors(self) -> None:
         features, masks = scene()
         with pytest.raises(UnsupportedInput, match="hold values from 0 to 255"):
             evaluate_segmentation(features, masks, (4, 6), HALVES, ignore=None, classes=3)
@@ -188,15 +188,15 @@ class TestSegmentation:
             evaluate_segmentation(features, torch.full_like(masks, 255), (4, 6), HALVES)
         with pytest.raises(UnsupportedInput, match="labels are 0; a classifier needs two"):
             evaluate_segmentation(features, masks.clamp_max(0), (4, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="test pictures have no pixel"):
+        with pytest.raises(UnsupportedInput, match="test images have no pixel"):
             evaluate_segmentation(features, masks.index_fill(0, torch.arange(20, 40), 255), (4, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="does not hold 24 patches"):
+        with pytest.raises(UnsupportedInput, match="got 24 tokens"):
             evaluate_segmentation(features, masks, (5, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="2 time steps"):
+        with pytest.raises(UnsupportedInput, match="2 frames"):
             evaluate_segmentation(features, masks, (2, 4, 3), HALVES)
-        with pytest.raises(UnsupportedInput, match="do not belong"):
+        with pytest.raises(UnsupportedInput, match="do not match"):
             evaluate_segmentation(features, masks[:, :3], (4, 6), HALVES)
-        with pytest.raises(UnsupportedInput, match="do not belong"):
+        with pytest.raises(UnsupportedInput, match="do not match"):
             evaluate_segmentation(features, masks[1:], (4, 6), HALVES)
         with pytest.raises(UnsupportedInput, match="24 of 960 vectors"):
             evaluate_segmentation(features.index_fill(0, torch.tensor([1]), math.inf), masks, (4, 6), HALVES)
@@ -271,15 +271,15 @@ class TestDepth:
                 want = sum(pixels) / len(pixels) if pixels else math.nan
                 assert float(found[b, p]) == pytest.approx(want, nan_ok=True)
 
-    def test_whole_numbers_of_millimetres(self) -> None:
+    def test_integer_millimeters(self) -> None:
         features, depth = self.planted()
-        millimetres = (depth.nan_to_num(0).clamp_min(0) * 1000).short()
-        result = evaluate_depth(features.numpy(), millimetres.numpy().astype(np.uint16), (4, 6), HALVES)
+        millimeters = (depth.nan_to_num(0).clamp_min(0) * 1000).short()
+        result = evaluate_depth(features.numpy(), millimeters.numpy().astype(np.uint16), (4, 6), HALVES)
         assert result.rmse == pytest.approx(1000 * evaluate_depth(features, depth, (4, 6), HALVES).rmse, rel=0.01)
 
-    def test_refuses(self) -> None:
+    def test_errors(self) -> None:
         features, depth = self.planted()
-        with pytest.raises(UnsupportedInput, match="no patch of the training pictures"):
+        with pytest.raises(UnsupportedInput, match="no patch of the training images"):
             evaluate_depth(features, torch.zeros_like(depth), (4, 6), HALVES)
         with pytest.raises(UnsupportedInput, match="no valid depth"):
             evaluate_depth(features, depth.index_fill(0, torch.arange(20, 40), math.nan), (4, 6), HALVES)

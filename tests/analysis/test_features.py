@@ -1,11 +1,11 @@
-"""Patch features: special tokens left out, principal components as numpy finds them."""
+"""Patch features without special tokens; PCA against numpy."""
 
 import numpy as np
 import pytest
 import torch
 
 from vitrail import Role, TokenLayout
-from vitrail.analysis import features as module
+from vitrail.analysis._inputs import chunks
 from vitrail.analysis.features import fit_pca, patch_features, pca_maps
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -14,9 +14,9 @@ def seeded(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def shaped(pictures=3, patches=20, channels=6):
-    """Features with clearly different variances by channel, then turned."""
-    x = seeded(pictures, patches, channels) * torch.tensor([9.0, 5.0, 3.0, 1.5, 0.7, 0.2])[:channels].double()
+def shaped(images=3, patches=20, channels=6):
+    """Features with clearly different variances by channel, then rotated."""
+    x = seeded(images, patches, channels) * torch.tensor([9.0, 5.0, 3.0, 1.5, 0.7, 0.2])[:channels].double()
     turn = torch.linalg.qr(seeded(channels, channels, seed=1))[0]
     return x @ turn + 4
 
@@ -38,8 +38,8 @@ def test_patch_features_leave_out_every_special_token_and_join_heads():
             assert torch.equal(found[:, patch, head * 4 : head * 4 + 4], keys[:, head, 4 + patch])
 
 
-def test_patch_features_of_another_length_are_refused():
-    with pytest.raises(UnsupportedInput, match=r"7 tokens.*unmerged"):
+def test_patch_features_of_merged_tokens():
+    with pytest.raises(UnsupportedInput, match=r"7 tokens.*Unmerge"):
         patch_features(seeded(1, 2, 6, 4), TokenLayout.of(Role.CLASS, grid=(1, 2, 3)))
 
 
@@ -61,30 +61,28 @@ def test_maps_are_projections_scaled_by_percentiles():
     low, high = np.percentile(places, [5, 95], axis=0)
     expected = np.clip((places - low) / (high - low), 0, 1).reshape(3, 1, 4, 5, 3)
     np.testing.assert_allclose(pca_maps(x, (4, 5), percentiles=(5, 95)).numpy(), expected, atol=1e-10)
-
-
-def test_maps_of_a_video_and_of_other_numbers_of_components():
-    assert pca_maps(shaped(), (2, 2, 5), components=2).shape == (3, 2, 2, 5, 2)
+    assert pca_maps(x, (2, 2, 5), components=2).shape == (3, 2, 2, 5, 2)
+    assert not pca_maps(x.requires_grad_(), (4, 5)).requires_grad
 
 
 def test_outliers_left_out_do_not_move_the_basis():
     x = shaped()
     mask = torch.zeros(3, 20, dtype=torch.bool)
     mask[1, 4] = mask[2, 19] = True
-    spoilt = x.clone()
-    spoilt[mask] = 1e4 * torch.eye(6, dtype=torch.float64)[2]
+    broken = x.clone()
+    broken[mask] = 1e4 * torch.eye(6, dtype=torch.float64)[2]
     clean = x[~mask][None]
-    assert torch.allclose(fit_pca(spoilt, leave_out=mask).directions, fit_pca(clean).directions, atol=1e-9)
-    assert fit_pca(spoilt).directions[0, 2].abs() > 0.999
-    kept = pca_maps(spoilt, (4, 5), leave_out=mask).reshape(3, 20, 3)[~mask]
+    assert torch.allclose(fit_pca(broken, leave_out=mask).directions, fit_pca(clean).directions, atol=1e-9)
+    assert fit_pca(broken).directions[0, 2].abs() > 0.999
+    kept = pca_maps(broken, (4, 5), leave_out=mask).reshape(3, 20, 3)[~mask]
     assert torch.allclose(kept, pca_maps(clean, (1, 58)).reshape(58, 3), atol=1e-9)
 
 
-def test_memory_is_bounded_by_steps_and_the_result_is_not_changed_by_them(monkeypatch):
-    x = shaped(pictures=7)
+def test_chunks_change_nothing(monkeypatch):
+    x = shaped(images=7)
     whole = fit_pca(x), pca_maps(x, (4, 5))
-    monkeypatch.setattr(module, "WORK", 250)
-    assert [part.stop - part.start for part in module.steps(7, 120)] == [2, 2, 2, 1]
+    monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 250)
+    assert [part.stop - part.start for part in chunks(7, 120)] == [2, 2, 2, 1]
     assert torch.allclose(fit_pca(x).directions, whole[0].directions, atol=1e-12)
     assert torch.allclose(pca_maps(x, (4, 5)), whole[1], atol=1e-12)
 
@@ -97,14 +95,14 @@ def test_other_dtypes(dtype, margin):
     assert (found - pca_maps(x, (4, 5))).abs().max() < margin
 
 
-def test_a_basis_serves_other_pictures():
+def test_a_basis_serves_other_images():
     basis = fit_pca(shaped())
     assert torch.equal(pca_maps(shaped(), (4, 5), basis=basis), pca_maps(shaped(), (4, 5)))
     with pytest.raises(UnsupportedInput, match=r"6 channels.*5"):
         basis.project(seeded(1, 4, 5))
 
 
-def test_features_that_do_not_vary_are_grey():
+def test_features_that_do_not_vary_are_gray():
     assert (pca_maps(torch.full((2, 4, 5), 0.1), (2, 2)) == 0.5).all()
     line = torch.arange(4.0)[None, :, None] * torch.tensor([1.0, 2.0, 0.0, 0.0])
     found = pca_maps(line, (2, 2), percentiles=(0, 100)).reshape(4, 3)
@@ -112,12 +110,7 @@ def test_features_that_do_not_vary_are_grey():
     assert fit_pca(line).explained[0] == pytest.approx(1)
 
 
-def test_no_gradients_flow():
-    x = shaped().requires_grad_()
-    assert not pca_maps(x, (4, 5)).requires_grad
-
-
-def test_nonsense_is_refused():
+def test_errors():
     x = shaped()
     with pytest.raises(UnsupportedInput, match="21 patches"):
         pca_maps(x, (3, 7))
@@ -127,19 +120,19 @@ def test_nonsense_is_refused():
         pca_maps(x, (4, 5), percentiles=(99, 1))
     with pytest.raises(UnsupportedInput, match="0 of 60"):
         fit_pca(x, leave_out=torch.ones(3, 20, dtype=torch.bool))
-    with pytest.raises(UnsupportedInput, match="booleans"):
+    with pytest.raises(UnsupportedInput, match="expected bool"):
         fit_pca(x, leave_out=torch.ones(3, 20))
-    x[1, 3, 2] = torch.nan
-    with pytest.raises(UnsupportedInput, match=r"not finite, in 1 of 3 pictures \(number 1\)"):
-        pca_maps(x, (4, 5))
     with pytest.raises(InvalidOption, match="grid"):
         pca_maps(x, (0, 5))
+    x[1, 3, 2] = torch.nan
+    with pytest.raises(UnsupportedInput, match=r"not finite, in 1 of 3 images \(number 1\)"):
+        pca_maps(x, (4, 5))
     with pytest.raises(UnsupportedInput, match="floating"):
         pca_maps(torch.ones(1, 20, 3, dtype=torch.long), (4, 5))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same():
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
     x, mask = shaped(), torch.zeros(3, 20, dtype=torch.bool)
     mask[1, 4] = True
     found = pca_maps(x.cuda(), (4, 5), leave_out=mask)

@@ -1,4 +1,4 @@
-"""Where outliers sit: planted in places that are known."""
+"""Redundancy of outliers planted in known places."""
 
 import json
 
@@ -7,8 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from vitrail.analysis import features as module
-from vitrail.analysis.redundancy import auc, border_distance, neighbour_similarity, pool_mask, redundancy
+from vitrail.analysis.redundancy import auc, border_distance, neighbor_similarity, pool_mask, redundancy
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 
@@ -33,22 +32,22 @@ def by_loops(x, grid):
 
 
 @pytest.mark.parametrize("grid", [(1, 4, 5), (2, 3, 2), (1, 1, 4), (1, 5, 1)])
-def test_similarity_is_the_mean_cosine_with_the_neighbours(grid, monkeypatch):
+def test_similarity_is_the_mean_cosine_with_the_neighbors(grid, monkeypatch):
     x = seeded(3, int(np.prod(grid)), 6)
     expected = by_loops(x, grid)
-    assert torch.allclose(neighbour_similarity(x, grid), expected, atol=1e-12)
+    assert torch.allclose(neighbor_similarity(x, grid), expected, atol=1e-12)
     if grid[0] == 1:
-        assert torch.equal(neighbour_similarity(x, grid[1:]), neighbour_similarity(x, grid))
-    assert torch.allclose(neighbour_similarity(x.half(), grid), expected.float(), atol=5e-3)
-    monkeypatch.setattr(module, "WORK", 1)
-    assert torch.allclose(neighbour_similarity(x.requires_grad_(), grid), expected, atol=1e-12)
+        assert torch.equal(neighbor_similarity(x, grid[1:]), neighbor_similarity(x, grid))
+    assert torch.allclose(neighbor_similarity(x.half(), grid), expected.float(), atol=5e-3)
+    monkeypatch.setattr("vitrail.analysis._inputs.CHUNK", 1)
+    assert torch.allclose(neighbor_similarity(x.requires_grad_(), grid), expected, atol=1e-12)
 
 
 def test_patches_of_zeros():
     x = torch.zeros(1, 6, 4)
-    assert torch.equal(neighbour_similarity(x, (2, 3)), torch.ones(1, 6))
+    assert torch.equal(neighbor_similarity(x, (2, 3)), torch.ones(1, 6))
     x[0, 0, 0] = 2.0
-    assert neighbour_similarity(x, (2, 3)).tolist() == [[0, pytest.approx(2 / 3), 1, 0.5, 1, 1]]
+    assert neighbor_similarity(x, (2, 3)).tolist() == [[0, pytest.approx(2 / 3), 1, 0.5, 1, 1]]
 
 
 def test_border_distance():
@@ -81,7 +80,7 @@ def test_masks_are_pooled_to_patches():
         pool_mask(mask * 255, (2, 2))
 
 
-def test_auc_is_that_of_scikit_learn():
+def test_auc_equals_scikit_learn():
     random = np.random.default_rng(0)
     for _ in range(5):
         values = random.integers(0, 9, 50).astype(float)
@@ -90,25 +89,25 @@ def test_auc_is_that_of_scikit_learn():
         assert found == pytest.approx(roc_auc_score(kind, values))
 
 
-def scene(pictures=40, grid=(8, 10), seed=0):
+def scene(images=40, grid=(8, 10), seed=0):
     """Embeddings of a flat background with a busy object in the middle; outliers in the background, at its border."""
     random = np.random.default_rng(seed)
     height, width = grid
-    ground = seeded(pictures, 1, 12, seed=seed)
+    ground = seeded(images, 1, 12, seed=seed)
     inside = torch.zeros(height, width, dtype=torch.bool)
     inside[2:6, 3:8] = True
     inside = inside.flatten()
-    x = ground + 0.2 * seeded(pictures, height * width, 12, seed=seed + 1)
-    x[:, inside] += 3 * seeded(pictures, int(inside.sum()), 12, seed=seed + 2)
-    outliers = torch.zeros(pictures, height * width, dtype=torch.bool)
-    for row in range(pictures - 2):
+    x = ground + 0.2 * seeded(images, height * width, 12, seed=seed + 1)
+    x[:, inside] += 3 * seeded(images, int(inside.sum()), 12, seed=seed + 2)
+    outliers = torch.zeros(images, height * width, dtype=torch.bool)
+    for row in range(images - 2):
         outliers[row, random.integers(0, width, 2)] = True
-    return x, outliers, inside.double().expand(pictures, -1), grid
+    return x, outliers, inside.double().expand(images, -1), grid
 
 
 def test_planted_outliers_are_redundant_near_the_border_and_in_the_background():
     x, outliers, masks, grid = scene()
-    similarity = neighbour_similarity(x, grid)
+    similarity = neighbor_similarity(x, grid)
     found = redundancy(similarity, outliers, grid, masks=masks)
     assert (found.pictures, found.patches, found.outliers) == (40, 3200, int(outliers.sum()))
     for contrast, values in (
@@ -131,11 +130,11 @@ def test_planted_outliers_are_redundant_near_the_border_and_in_the_background():
     assert json.loads(json.dumps(found.to_dict()))["similarity"]["outlier"]["pictures"] == 38
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say():
+def test_coverage_of_the_intervals():
     held = [0, 0]
     grid = (2, 10)
     for seed in range(80):
-        level = seeded(30, 1, seed=seed) * 0.5  # Patches of one picture share a level.
+        level = seeded(30, 1, seed=seed) * 0.5  # Patches of one image share a level.
         values = level + seeded(30, 20, seed=seed + 1000)
         outliers = torch.zeros(30, 20, dtype=torch.bool)
         outliers[:, :4] = True
@@ -146,8 +145,8 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
 
 
 def test_without_outliers_there_is_none():
-    x, outliers, _, grid = scene(pictures=4)
-    similarity = neighbour_similarity(x, grid)
+    x, outliers, _, grid = scene(images=4)
+    similarity = neighbor_similarity(x, grid)
     found = redundancy(similarity, torch.zeros_like(outliers), grid)
     assert found.similarity.outlier is None
     assert found.similarity.auc is None
@@ -157,9 +156,9 @@ def test_without_outliers_there_is_none():
     assert (full.similarity.normal, full.similarity.auc) == (None, None)
 
 
-def test_one_picture_has_means_but_no_intervals():
-    x, outliers, _, grid = scene(pictures=5)
-    similarity = neighbour_similarity(x, grid)
+def test_one_image_has_means_but_no_intervals():
+    x, outliers, _, grid = scene(images=5)
+    similarity = neighbor_similarity(x, grid)
     outliers[1:] = False
     found = redundancy(similarity, outliers, grid).similarity
     assert found.outlier.mean == pytest.approx(float(similarity[outliers].mean()))
@@ -174,25 +173,25 @@ def test_unknown_masks_are_left_out():
     x, outliers, masks, grid = scene()
     masks = masks.clone()
     masks[:10] = torch.nan
-    found = redundancy(neighbour_similarity(x, grid), outliers, grid, masks=masks).foreground
+    found = redundancy(neighbor_similarity(x, grid), outliers, grid, masks=masks).foreground
     assert (found.normal.pictures, found.outlier.pictures) == (30, 28)
-    nowhere = redundancy(neighbour_similarity(x, grid), outliers, grid, masks=torch.full_like(masks, torch.nan))
+    nowhere = redundancy(neighbor_similarity(x, grid), outliers, grid, masks=torch.full_like(masks, torch.nan))
     assert nowhere.foreground.normal is None
 
 
 def test_the_seed_decides_the_draws():
     x, outliers, _, grid = scene()
-    similarity = neighbour_similarity(x, grid)
+    similarity = neighbor_similarity(x, grid)
     assert redundancy(similarity, outliers, grid) == redundancy(similarity, outliers, grid)
     assert redundancy(similarity, outliers, grid) != redundancy(similarity, outliers, grid, seed=1)
 
 
-def test_nonsense_is_refused():
-    x, outliers, masks, grid = scene(pictures=4)
-    similarity = neighbour_similarity(x, grid)
-    with pytest.raises(UnsupportedInput, match="no neighbours"):
-        neighbour_similarity(x[:, :1], (1, 1))
-    with pytest.raises(UnsupportedInput, match="booleans"):
+def test_errors():
+    x, outliers, masks, grid = scene(images=4)
+    similarity = neighbor_similarity(x, grid)
+    with pytest.raises(UnsupportedInput, match="no neighbors"):
+        neighbor_similarity(x[:, :1], (1, 1))
+    with pytest.raises(UnsupportedInput, match="expected bool"):
         redundancy(similarity, outliers.int(), grid)
     with pytest.raises(UnsupportedInput, match="80"):
         redundancy(similarity[:, 1:], outliers[:, 1:], grid)
@@ -205,11 +204,11 @@ def test_nonsense_is_refused():
         redundancy(similarity, outliers, grid)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gives_the_same():
-    x, outliers, masks, grid = scene(pictures=4)
-    similarity = neighbour_similarity(x.cuda(), grid)
-    assert torch.allclose(similarity.cpu(), neighbour_similarity(x, grid), atol=1e-12)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu():
+    x, outliers, masks, grid = scene(images=4)
+    similarity = neighbor_similarity(x.cuda(), grid)
+    assert torch.allclose(similarity.cpu(), neighbor_similarity(x, grid), atol=1e-12)
     found = redundancy(similarity, outliers.cuda(), grid, masks=masks.cuda())
     assert found.similarity.auc == pytest.approx(redundancy(similarity.cpu(), outliers, grid).similarity.auc)
     assert torch.equal(pool_mask(torch.ones(1, 4, 4).cuda(), (2, 2)).cpu(), torch.ones(1, 4))

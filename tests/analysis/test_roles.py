@@ -1,4 +1,4 @@
-"""Redundancy and specialisation of tokens: planted copies, planted differences, known divergences."""
+"""Roles: planted copies, planted differences, known divergences."""
 
 import json
 from math import log2
@@ -14,13 +14,12 @@ from tests.surgery.models import ALL
 from vitrail.analysis.roles import (
     Collapse,
     Thresholds,
-    collapsed,
     cosine_matrix,
     disagreement,
-    looks,
+    find_collapsed,
     measure_roles,
+    token_attention,
     token_cosines,
-    token_names,
     token_parameters,
 )
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
@@ -50,19 +49,6 @@ def own(*tokens, **options):
     return model.eval()
 
 
-def test_names():
-    assert token_names(LAYOUT.special) == ("class 1", "class 2", "distillation", "register 1", "register 2")
-    assert token_names([TokenSpan(Role.TASK, 1, "a"), TokenSpan(Role.TASK, 2, "b")]) == (
-        "a",
-        "b 1",
-        "b 2",
-    )
-
-
-def test_a_name_that_is_the_role_is_not_said_twice():
-    assert token_names([TokenSpan(Role.CLASS, 2, "class")]) == ("class 1", "class 2")
-
-
 def test_cosines_by_hand():
     x = torch.tensor([[3.0, 4.0], [0.0, 0.0], [-6.0, -8.0], [4.0, -3.0], [0.0, 0.0], [1.0, 0.0]])
     cosine = cosine_matrix(x)
@@ -72,11 +58,11 @@ def test_cosines_by_hand():
 
 
 def planted():
-    """Two layers and three pictures of five tokens whose cosines are known: unit vectors and sums of them."""
+    """Two layers and three images of five tokens whose cosines are known: unit vectors and sums of them."""
     axis = torch.eye(8, dtype=torch.float64)
     first = [axis[0], axis[0], axis[0], axis[1], axis[2]]
     second = [axis[0], axis[0] + axis[1], axis[2], axis[3], -axis[3]]
-    layers = [torch.stack([picture * torch.stack(tokens) for picture in (1, 2, 5)]) for tokens in (first, second)]
+    layers = [torch.stack([image * torch.stack(tokens) for image in (1, 2, 5)]) for tokens in (first, second)]
     return torch.stack(layers)
 
 
@@ -85,7 +71,7 @@ def test_planted_tokens():
     assert found.layers == (4, 9)
     assert found.within["class"].tolist() == pytest.approx([1, 0.5**0.5])
     assert found.within["register"].tolist() == pytest.approx([0, -1])
-    assert list(found.within) == ["class", "register"]  # one distillation token has nobody to be compared with
+    assert list(found.within) == ["class", "register"]  # one distillation token has no pair
     assert found.between["class, distillation"].tolist() == pytest.approx([1, 0])
     assert found.between["class, register"].tolist() == pytest.approx([0, 0])
     assert found.between["distillation, register"].tolist() == pytest.approx([0, 0])
@@ -93,7 +79,7 @@ def test_planted_tokens():
     assert torch.allclose(found.matrix.diagonal(dim1=1, dim2=2), torch.ones(2, 5).double())
 
 
-def test_centred_cosine_sees_the_same_message_behind_different_constants():
+def test_centered_cosine_ignores_constant_parts():
     layout = TokenLayout.of((Role.REGISTER, 3), grid=GRID)
     message, noise = torch.randn(2, 50, 1, 64).double()
     constant = 30 * torch.randn(1, 2, 64).double()
@@ -102,16 +88,16 @@ def test_centred_cosine_sees_the_same_message_behind_different_constants():
     assert abs(found.matrix[0, 0, 1]) < 0.6
     assert found.centred[0, 0, 1].item() == pytest.approx(1)
     assert abs(found.centred[0, 0, 2]) < 0.1
-    still = token_cosines(torch.full((1, 7, 3, 4), 0.1), layout)  # tokens that never vary say the same: nothing
+    still = token_cosines(torch.full((1, 7, 3, 4), 0.1), layout)  # tokens that never vary
     assert torch.equal(still.centred, torch.ones(1, 3, 3).double())
     assert token_cosines(tokens[:, :1], layout).centred is None
 
 
 def test_several_tasks_are_one_role():
-    layout = TokenLayout((TokenSpan(Role.TASK, 1, "colour"), TokenSpan(Role.TASK, 1, "shape")), GRID)
+    layout = TokenLayout((TokenSpan(Role.TASK, 1, "color"), TokenSpan(Role.TASK, 1, "shape")), GRID)
     tokens = torch.eye(2).expand(1, 3, 2, 2)
     found = token_cosines(tokens, layout)
-    assert found.tokens == ("colour", "shape")
+    assert found.tokens == ("color", "shape")
     assert found.within["task"].tolist() == [0]
     assert found.between == {}
 
@@ -155,38 +141,38 @@ def test_heads_that_cannot_be_compared():
             disagreement(logits)
 
 
-def test_looks():
+def test_attention_of_tokens():
     layout = TokenLayout.of((Role.REGISTER, 3), grid=GRID)
     rows = torch.zeros(2, 1, 3, 7)
     rows[:, :, 0, 3] = rows[:, :, 1, 3] = 1.0
     rows[:, :, 2, 5:] = 0.5
-    found = looks(rows, layout)
+    found = token_attention(rows, layout)
     assert found.overlap.cosine[0].tolist() == pytest.approx([1, 1, 0])
     assert found.overlap.divergence[0].tolist() == pytest.approx([0, 0, 1])
     assert found.spread.effective.tolist() == pytest.approx([1, 1, 2])
 
 
-def test_collapse_is_named_with_its_threshold():
+def test_collapsed_pairs_have_their_threshold():
     tokens = planted()[:1]
-    found = collapsed(token_cosines(tokens, LAYOUT))
+    found = find_collapsed(token_cosines(tokens, LAYOUT))
     assert {(one.first, one.second) for one in found} == {
         ("class 1", "class 2"),
         ("class 1", "distillation"),
         ("class 2", "distillation"),
     }
     assert found[0] == Collapse("tokens", "class 1", "class 2", pytest.approx(1), 0.99)
-    assert collapsed(token_cosines(planted(), LAYOUT)) == ()  # the last layer counts
-    assert collapsed(token_cosines(planted(), LAYOUT), thresholds=Thresholds(tokens=0.7))[0].value < 0.71
+    assert find_collapsed(token_cosines(planted(), LAYOUT)) == ()  # the last layer counts
+    assert find_collapsed(token_cosines(planted(), LAYOUT), thresholds=Thresholds(tokens=0.7))[0].value < 0.71
 
 
-def test_heads_collapse_only_when_they_also_answer_the_same():
+def test_heads_collapse_only_with_equal_predictions():
     layout = TokenLayout.of(Role.CLASS, grid=GRID)
     cosines = token_cosines(torch.ones(1, 2, 1, 4), layout)
     equal = disagreement({"a": torch.tensor([[5.0, 0.0]]), "b": torch.tensor([[5.01, 0.0]])})
     untrained = disagreement({"a": torch.tensor([[0.01, 0.0]]), "b": torch.tensor([[0.0, 0.01]])})
-    assert [one.where for one in collapsed(cosines, heads=equal)] == ["heads"]
+    assert [one.where for one in find_collapsed(cosines, heads=equal)] == ["heads"]
     assert untrained.divergence[0, 1] < 0.001
-    assert collapsed(cosines, heads=untrained) == ()
+    assert find_collapsed(cosines, heads=untrained) == ()
 
 
 def test_a_distilled_model():
@@ -211,7 +197,7 @@ def test_a_distilled_model():
     assert torch.allclose(found.heads.divergence, disagreement({"a": one, "b": other}).divergence, atol=1e-5)
     assert list(found.attention) == [0, 2]
     rows = vitrail.record(model.eval(), images, "attention").attention[2]
-    assert torch.allclose(found.attention[2].overlap.cosine, looks(rows, recorded.layout).overlap.cosine)
+    assert torch.allclose(found.attention[2].overlap.cosine, token_attention(rows, recorded.layout).overlap.cosine)
     assert found.collapsed == ()
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -230,7 +216,7 @@ def test_planted_collapse_in_a_model():
 
 @pytest.mark.parametrize(("std", "same"), [(1e-6, True), (0.02, False)])
 def test_registers_with_no_position_and_a_tiny_spread_are_one_register(std, same):
-    """In every layer, and before training begins; the directions of their parameters do not show it."""
+    """In every layer and before training; the directions of their parameters do not show it."""
     model = timm.create_model("test_vit", img_size=32, reg_tokens=4, no_embed_class=True, num_classes=0).eval()
     nn.init.normal_(model.reg_token, std=std)
     found = measure_roles(model, torch.randn(2, 3, 32, 32))
@@ -242,13 +228,15 @@ def test_registers_with_no_position_and_a_tiny_spread_are_one_register(std, same
     assert (("register 1", "register 2") in pairs) == same
 
 
-def test_even_attention_is_no_collapse():
+def test_uniform_attention_is_no_collapse():
     layout = TokenLayout.of((Role.REGISTER, 2), grid=GRID)
     cosines = token_cosines(torch.eye(2).expand(1, 1, 2, 2), layout)
     even = torch.full((1, 1, 2, 6), 1 / 6)
     narrow = torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 0.0]).expand(1, 1, 2, 6)
-    assert collapsed(cosines, attention={0: looks(even, layout)}) == ()
-    assert [one.where for one in collapsed(cosines, attention={0: looks(narrow, layout)})] == ["attention"]
+    assert find_collapsed(cosines, attention={0: token_attention(even, layout)}) == ()
+    assert [one.where for one in find_collapsed(cosines, attention={0: token_attention(narrow, layout)})] == [
+        "attention"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -293,18 +281,19 @@ def test_a_merged_model_is_measured_and_left_alone():
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
-def test_what_cannot_be_measured(toy):
-    with pytest.raises(UnsupportedInput, match="patches alone"):
+def test_errors(toy):
+    with pytest.raises(UnsupportedInput, match="no special tokens"):
         measure_roles(ALL["timm-gap-no-class"].model(), ALL["timm-gap-no-class"].images())
-    with pytest.raises(UnsupportedModel):
-        measure_roles(nn.Linear(2, 2), torch.randn(1, 3, 8, 8))
+    for model in (nn.Linear(2, 2), None):
+        with pytest.raises(UnsupportedModel):
+            measure_roles(model, torch.randn(1, 3, 8, 8))
     with pytest.raises(InvalidOption, match="layers are"):
         measure_roles(distilled(), torch.randn(1, 3, 16, 16), attention_layers=(7,))
     with pytest.raises(UnsupportedInput, match="one or more"):
         measure_roles(distilled(), [])
 
 
-def test_one_token_has_nobody_to_be_compared_with(toy):
+def test_a_single_token(toy):
     found = measure_roles(toy, torch.randn(2, 3, 16, 16).double())
     assert found.cosines.matrix.shape == (3, 1, 1)
     assert found.cosines.within == found.cosines.between == {}
@@ -314,9 +303,9 @@ def test_one_token_has_nobody_to_be_compared_with(toy):
 
 
 def test_parameters_of_our_own_models_go_by_name():
-    model = own(TokenSpec("cls", Role.CLASS, 2), TokenSpec("colour", Role.TASK, classes=3))
+    model = own(TokenSpec("cls", Role.CLASS, 2), TokenSpec("color", Role.TASK, classes=3))
     found = token_parameters(model, model.layout())
-    assert list(found) == ["class 1", "class 2", "colour"]
+    assert list(found) == ["class 1", "class 2", "color"]
     assert torch.equal(found["class 2"], model.tokens["cls"][0, 1])
     assert token_parameters(model, TokenLayout((TokenSpan(Role.CLASS, 3, "cls"),), GRID)) == {}
 
@@ -360,7 +349,7 @@ def test_tokens_of_a_class_attention_stage():
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
-def test_attention_of_a_class_attention_stage_is_what_it_mixes_values_by():
+def test_attention_of_a_class_attention_stage():
     model = own(*GATHERING, class_attention=2)
     block, seen = model.blocks_token_only[1], []
     block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
@@ -371,7 +360,7 @@ def test_attention_of_a_class_attention_stage_is_what_it_mixes_values_by():
         x = block.norm1(torch.cat([queries, others["others"]], 1))
         mixed = (weights @ block.attn._heads(block.attn.v(x))).transpose(1, 2).flatten(2)
         assert torch.allclose(block.attn.proj(mixed), block.attn(x, 2, mask=others["mask"]), atol=1e-5)
-    assert weights[:, :, 0, 1].abs().max() == 0  # nobody reads the teacher but itself
+    assert weights[:, :, 0, 1].abs().max() == 0  # only the teacher attends to itself
     maps = weights[..., 4:]
     cosine = nn.functional.cosine_similarity(maps[:, :, 0], maps[:, :, 1], dim=-1).mean()
     assert found.attention[4].overlap.cosine[0, 1].item() == pytest.approx(cosine.item(), abs=1e-5)
@@ -385,16 +374,16 @@ def test_a_cait_is_measured_where_its_class_token_is():
     assert found.cosines.layers == (2, 3)
     assert list(found.attention) == [3]
     assert found.notes == (
-        "no attention of layer 0: its heads mix their weights after the softmax, so that some may be negative",
+        "no attention of layer 0: its heads mix their weights after the softmax, so weights may be negative",
     )
     with vitrail.merge(model, r=2, unmerge=False):
-        assert "have merged" in measure_roles(model, images).notes[0]
+        assert "are merged" in measure_roles(model, images).notes[0]
     with pytest.raises(InvalidOption, match="from -4 to 3"):
         measure_roles(model, images, attention_layers=4)
     json.dumps(found.to_dict(), allow_nan=False)
 
 
-def test_talking_heads_have_everything_but_maps():
+def test_talking_heads_have_no_maps():
     model = own(TokenSpec("cls", Role.CLASS, 2), talking_heads=True)
     found = measure_roles(model, torch.randn(2, 3, 16, 16))
     assert found.attention == {}
@@ -445,8 +434,3 @@ def test_videos():
     found = measure_roles(model, torch.randn(2, 3, 6, 8, 8))
     assert found.cosines.matrix.shape == (3, 2, 2)
     assert found.attention[2].spread.patches == 12
-
-
-def test_nothing_is_no_model():
-    with pytest.raises(UnsupportedModel, match=r"expected a model.*; got NoneType"):
-        measure_roles(None, torch.randn(1, 3, 8, 8))

@@ -1,4 +1,4 @@
-"""Surveys over checkpoints and models: planted artifacts are dated."""
+"""Surveys over checkpoints and models with planted artifacts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vitrail.errors import InvalidOption, UnsupportedInput
 
 
 def checkpoint(strength: float) -> nn.Module:
-    """A small ViT, some of whose patch tokens are made so many times longer after its second block."""
+    """A small ViT; ``strength`` multiplies some of its patch tokens after the second block."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=128, depth=4, embed_dim=32, num_heads=2, num_classes=3)
 
@@ -35,7 +35,7 @@ def images() -> torch.Tensor:
     return torch.randn(24, 3, 128, 128, generator=torch.Generator().manual_seed(0))
 
 
-def test_artifacts_are_dated_over_checkpoints(images: torch.Tensor) -> None:
+def test_first_checkpoint_with_artifacts(images: torch.Tensor) -> None:
     loaded: list[str] = []
 
     def load(name: str, strength: float) -> nn.Module:
@@ -72,7 +72,7 @@ def test_batches_give_the_same(images: torch.Tensor) -> None:
     )
 
 
-def test_an_iterator_is_held_and_files_are_prepared_for_each_model(images: torch.Tensor, tmp_path: Path) -> None:
+def test_iterators_and_files(images: torch.Tensor, tmp_path: Path) -> None:
     both = {"a": checkpoint(1), "b": checkpoint(30)}
     once, again = survey(both, iter(images.split(8))), survey(both, images.split(8))
     assert once.to_dict() == again.to_dict()
@@ -83,7 +83,7 @@ def test_an_iterator_is_held_and_files_are_prepared_for_each_model(images: torch
     assert [entry.norms.num_tokens for entry in found.entries if entry.norms] == [4 * 64, 4 * 16]
 
 
-def test_a_model_that_cannot_be_looked_at_is_named(images: torch.Tensor) -> None:
+def test_a_model_that_fails_is_reported(images: torch.Tensor) -> None:
     def broken() -> nn.Module:
         raise OSError("no such checkpoint")
 
@@ -98,10 +98,10 @@ def test_a_model_that_cannot_be_looked_at_is_named(images: torch.Tensor) -> None
         survey({"fine": checkpoint(1), "number": 5}, images[:2])  # type: ignore[dict-item]
     with pytest.raises(UnsupportedInput, match="got NoneType"):
         survey({"fine": checkpoint(1)}, None)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedInput, match="none of 1 models"):
+    with pytest.raises(UnsupportedInput, match="all 1 models"):
         survey({"linear": nn.Linear(3, 3)}, images[:2])
 
 
 def test_models_have_names() -> None:
-    with pytest.raises(InvalidOption, match="given by name"):
+    with pytest.raises(InvalidOption, match="by name"):
         survey([checkpoint(1)], torch.zeros(1, 3, 128, 128))  # type: ignore[arg-type]

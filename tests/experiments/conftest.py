@@ -1,4 +1,4 @@
-"""What tests of several studies share."""
+"""Fixtures of several studies."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.moments import only_moments
 
 @pytest.fixture(scope="module")
 def short_times() -> Iterator[None]:
-    """Time models for moments only: that it is done, and not how fast they are, is what such a test is about."""
+    """Make timing as short as possible; these tests check that it happens, not the result."""
     with pytest.MonkeyPatch.context() as patch:
         only_moments(patch, MIN_ROUNDS=2)
         yield

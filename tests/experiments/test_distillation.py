@@ -1,4 +1,4 @@
-"""Distillation at its reduced size: teachers of the same seed and share, and equally many steps for every share."""
+"""Distillation at its reduced size: teachers of the same seed and share, and equal steps for every share."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,29 +7,42 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.common import running
-from experiments.common.choosing import run_key
-from experiments.common.pages import ROOT, section
-from experiments.common.rows import RESULTS, SEARCH, pack, read_rows
-from experiments.common.running import Runner
+from experiments.common import runner as runner_module
+from experiments.common.machine import ROOT
+from experiments.common.readme import section
+from experiments.common.results import RESULTS, SEARCH, pack, read_rows, rows_of, run_key
+from experiments.common.runner import Runner
 from experiments.common.statistics import paired_difference
 from experiments.common.study import Arm, RunOf
-from experiments.common.tables import difference, pooled, rows_of
-from experiments.distillation.study import BATCH, PICTURES, QUESTIONS, SHARES, SIZES, STEPS, STUDY, draw, pairs, table
+from experiments.common.tables import difference, pooled_difference
+from experiments.distillation.study import (
+    BATCH,
+    COMPARISONS,
+    SHARES,
+    SIZES,
+    STEPS,
+    STUDY,
+    TRAINING_IMAGES,
+    pairs,
+    plot,
+    table,
+)
 from experiments.long_distillation.study import STUDY as LONG
 
 pytest.importorskip("timm", reason="the teacher is timm's")
 
 
-def test_every_arm_has_as_many_steps() -> None:
+def test_all_arms_have_the_same_number_of_steps() -> None:
     for arm in STUDY.arms:
         share, epochs = arm.fields["share"], arm.fields["epochs"]
-        steps, warm = (count * (round(share * PICTURES) // BATCH) for count in (epochs, arm.fields["warmup_epochs"]))
+        steps, warm = (
+            count * (round(share * TRAINING_IMAGES) // BATCH) for count in (epochs, arm.fields["warmup_epochs"])
+        )
         assert steps == pytest.approx(STEPS, rel=0.02)
         assert warm == pytest.approx(STEPS / 10, rel=0.1)
 
 
-def test_teachers_have_seen_no_more_than_their_students() -> None:
+def test_teachers_have_the_data_of_their_students() -> None:
     taught = [arm for arm in STUDY.arms if "teacher" in arm.fields]
     assert len(taught) == 30
     for arm in taught:
@@ -37,32 +50,32 @@ def test_teachers_have_seen_no_more_than_their_students() -> None:
         assert STUDY.arm(arm.fields["teacher"].arm).fields["share"] == arm.fields["share"]
 
 
-def test_from_search_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_runs_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
-    asked: list[dict[str, Any]] = []
-    train = running.train
+    calls: list[dict[str, Any]] = []
+    train = runner_module.train
 
-    def told(**given: Any) -> Any:
-        asked.append(given)
+    def recording_train(**given: Any) -> Any:
+        calls.append(given)
         return train(**given)
 
-    monkeypatch.setattr(running, "train", told)
-    study = STUDY.small()
+    monkeypatch.setattr(runner_module, "train", recording_train)
+    study = STUDY.at_reduced_size()
     runner = Runner(study, tmp_path, device="cpu")
     pattern = "Ti hard, 100? %"
-    runner.tune(pattern)
-    assert all(given["validation"] == 0.1 for given in asked)
-    for given in asked:
-        if "teacher" in given:  # it, too, was trained without what the search holds out
+    runner.search(pattern)
+    assert all(given["validation"] == 0.1 for given in calls)
+    for given in calls:
+        if "teacher" in given:  # trained without the held-out data, too
             assert "/runs/search/conv-100-%-0-" in given["teacher"]
     searched = {row["arm"] for row in read_rows(tmp_path / SEARCH)}
     assert searched == {"conv, 100 %", "Ti hard, 100 %"}
-    asked.clear()
+    calls.clear()
     runner.run(pattern, (1,))
-    assert runner.failed == runner.left == 0
+    assert runner.failed == runner.unfinished == 0
     rows = {row["arm"]: row for row in read_rows(tmp_path / RESULTS)}
     assert set(rows) == {"conv, 10 %", "conv, 100 %", "Ti hard, 10 %", "Ti hard, 100 %"}
-    for given in asked:
+    for given in calls:
         if "teacher" in given:
             share = given["share"]
             assert f"/runs/runs/conv-{100 * share:.0f}-%-1-" in given["teacher"]
@@ -71,19 +84,19 @@ def test_from_search_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert set(row["accuracy"]) == heads
     found = rows_of(study, tmp_path)
     assert "| Ti hard, 10 % |" in section(study, found)
-    draw(study, found, tmp_path)
+    plot(study, found, tmp_path)
     for name in ("shares.png", "gains.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_pairs_of_arms_are_taken_together() -> None:
+def test_pooled_difference_treats_a_seed_as_one_sample() -> None:
     rng = np.random.default_rng(0)
     right = {(arm, seed): rng.random(40) < 0.5 for arm in "abcd" for seed in (0, 1, 2)}
 
     def rows(arm: str, *seeds: int) -> list[dict[str, Any]]:
         return [{"seed": seed, "count": 40, "correct": {"fused": pack(right[arm, seed].tolist())}} for seed in seeds]
 
-    found = pooled([(rows("a", 2, 0), rows("b", 0, 1, 2)), (rows("c", 0, 1, 2), rows("d", 2, 0))], "fused")
+    found = pooled_difference([(rows("a", 2, 0), rows("b", 0, 1, 2)), (rows("c", 0, 1, 2), rows("d", 2, 0))], "fused")
     ours, theirs = (
         np.array([[(right[one, at][n] + 0.0 + right[two, at][n]) / 2 for n in range(40)] for at in (0, 2)])
         for one, two in ("ac", "bd")
@@ -91,14 +104,14 @@ def test_pairs_of_arms_are_taken_together() -> None:
     assert found == paired_difference(ours, theirs)
     gains = [[right[one, at].mean() - right[two, at].mean() for one, two in ("ab", "cd")] for at in (0, 2)]
     assert found.seeds == pytest.approx(np.mean(gains, axis=1))
-    twice = pooled([(rows("a", 0, 1, 2), rows("b", 0, 1, 2))] * 2, "fused")
-    assert twice == difference(rows("a", 0, 1, 2), rows("b", 0, 1, 2), "fused")  # the same once more tells nothing more
-    assert pooled([(rows("a", 0), rows("b", 0)), (rows("c", 1), rows("d", 1))], "fused") is None
+    twice = pooled_difference([(rows("a", 0, 1, 2), rows("b", 0, 1, 2))] * 2, "fused")
+    assert twice == difference(rows("a", 0, 1, 2), rows("b", 0, 1, 2), "fused")  # duplicates add no information
+    assert pooled_difference([(rows("a", 0), rows("b", 0)), (rows("c", 1), rows("d", 1))], "fused") is None
 
 
-def test_questions_are_answered_from_the_rows_of_all_pairs() -> None:
+def test_pooled_comparisons_use_all_pairs() -> None:
     names = {arm.name for arm in STUDY.arms}
-    assert all({first, second} <= names for asked in QUESTIONS for first, second in pairs(asked, SHARES))
+    assert all({first, second} <= names for one in COMPARISONS for first, second in pairs(one, SHARES))
     rows = rows_of(STUDY, ROOT / "experiments" / STUDY.name)
     of = {(row["arm"], row["seed"]): 100 * row["accuracy"]["fused"] for row in rows}
 
@@ -122,30 +135,30 @@ def test_questions_are_answered_from_the_rows_of_all_pairs() -> None:
         "*hard, ViT* against *plain*": [("hard, ViT", "plain")],
         "*soft* against *plain*": [("soft", "plain")],
         "*no token* against *plain*": [("hard, no token", "plain")],
-        "a distillation token against *no token*": [("hard", "hard, no token")],
+        "distillation token against *no token*": [("hard", "hard, no token")],
         "*hard* against *soft*": [("hard", "soft")],
-        "the net against the *ViT* as teacher": [("hard", "hard, ViT")],
-        "*registers* against none": [("registers", "plain"), ("hard + registers", "hard")],
+        "CNN against *ViT* as teacher": [("hard", "hard, ViT")],
+        "*registers* against no registers": [("registers", "plain"), ("hard + registers", "hard")],
     }
-    assert table(STUDY, rows).startswith("| taken together, points |")
+    assert table(STUDY, rows).startswith("| pooled, points |")
     lines = table(STUDY, rows).partition("\n\n")[0].splitlines()[2:]
     assert len(lines) == len(wanted)
-    for line, (question, kinds) in zip(lines, wanted.items(), strict=True):
-        _, said, *each, by_seed, _ = (cell.strip() for cell in line.split("|"))
-        assert said == question
+    for line, (comparison, kinds) in zip(lines, wanted.items(), strict=True):
+        _, heading, *each, by_seed, _ = (cell.strip() for cell in line.split("|"))
+        assert heading == comparison
         for points, shares in zip(each, ([10], [30], [100], [10, 30, 100]), strict=True):
             assert points.startswith(f"{np.mean(gain(kinds, *shares)):+.2f} (".replace("-", "−"))
         assert by_seed == ", ".join(f"{one:+.2f}" for one in gain(kinds, 10, 30, 100)).replace("-", "−")
-    partly = table(STUDY, [row for row in rows if row["arm"] != "Ti plain, 10 %"])  # what needs it is not answered
+    partly = table(STUDY, [row for row in rows if row["arm"] != "Ti plain, 10 %"])  # used by some comparisons
     first, *_, last = partly.partition("\n\n")[0].splitlines()[2:]
     for line in (first, last):
         _, _, tenth, third, *_, over_all, by_seed, _ = (cell.strip() for cell in line.split("|"))
         assert (tenth, over_all, by_seed) == ("–", "–", "–") != third
-    assert "taken together" not in table(STUDY, rows[:20])
+    assert "pooled" not in table(STUDY, rows[:20])
 
 
-def test_a_change_of_the_teacher_is_a_change_of_the_student(tmp_path: Path) -> None:
-    study = replace(STUDY.small(), search=None, draws=None)
+def test_run_key_of_a_student_includes_its_teacher(tmp_path: Path) -> None:
+    study = replace(STUDY.at_reduced_size(), search=None, draws=None)
     student = study.arm("Ti hard, 100 %")
     longer = tuple(
         Arm(arm.name, **{**arm.fields, "epochs": 2}) if arm.name == "conv, 100 %" else arm for arm in study.arms
@@ -157,14 +170,14 @@ def test_a_change_of_the_teacher_is_a_change_of_the_student(tmp_path: Path) -> N
     assert run_key(study, plain, 0, {}, tmp_path) == run_key(other, plain, 0, {}, tmp_path)
 
 
-def test_the_long_study_runs(tmp_path: Path) -> None:
+def test_long_distillation_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
-    study = replace(LONG.small(), seeds=(0,))
+    study = replace(LONG.at_reduced_size(), seeds=(0,))
     Runner(study, tmp_path, device="cpu").run()
     rows = rows_of(study, tmp_path)
     assert [row["arm"] for row in rows] == ["conv", "distilled", "distilled, plain end", "labels alone"]
     both, one = {"fused", "cls", "distillation"}, {"fused", "cls"}
     assert [set(row["accuracy"]) for row in rows[1:]] == [both, both, one]
-    assert LONG.draw is not None
-    LONG.draw(study, rows, tmp_path)
+    assert LONG.plot is not None
+    LONG.plot(study, rows, tmp_path)
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Files for the studies from the data sets as they are published: what is made is what studies can read."""
+"""Conversion of the published datasets to files that the studies read."""
 
 import wave
 from io import BytesIO
@@ -11,7 +11,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from experiments import prepare
-from experiments.common import data
+from experiments.common import datasets
 
 pytest.importorskip("pyarrow", reason="parquet files need it")
 
@@ -21,16 +21,16 @@ APP.command()(prepare.main)
 
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
-    """Three data sets, a few of each, laid out as they are when unpacked."""
+    """Create three small datasets in the layout of the published ones."""
     root = tmp_path / "published"
     for part, count in (("train", 2), ("val", 1)):
         for number, code in enumerate(prepare.CLASSES):
             folder = root / "imagenette2" / part / code
             folder.mkdir(parents=True)
-            for one in range(count):  # twice as wide as high, the middle in the colour of the class
-                picture = Image.new("RGB", (320, 160), (0, 0, 0))
-                picture.paste((20 * number, 100, 200), (80, 0, 240, 160))
-                picture.save(folder / f"{code}_{one}.JPEG", quality=95)
+            for one in range(count):  # wide images whose center has the color of the class
+                image = Image.new("RGB", (320, 160), (0, 0, 0))
+                image.paste((20 * number, 100, 200), (80, 0, 240, 160))
+                image.save(folder / f"{code}_{one}.JPEG", quality=95)
     pets = root / "pets"
     (pets / "images").mkdir(parents=True)
     (pets / "annotations" / "trimaps").mkdir(parents=True)
@@ -53,55 +53,55 @@ def published(tmp_path: Path) -> Path:
     return root
 
 
-def test_what_is_made_is_what_studies_read(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_studies_read_the_converted_files(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [str(published / name) for name in ("imagenette2", "pets", "digits")]
-    said = CliRunner().invoke(APP, [*folders, "--to", str(tmp_path / "made")])
-    assert said.exit_code == 0, said.output
-    monkeypatch.setenv(data.VARIABLE, str(tmp_path / "made"))
+    result = CliRunner().invoke(APP, [*folders, "--to", str(tmp_path / "made")])
+    assert result.exit_code == 0, result.output
+    monkeypatch.setenv(datasets.VARIABLE, str(tmp_path / "made"))
 
-    pictures = data.imagenette.__wrapped__()
-    assert (len(pictures.train), len(pictures.validation)) == (20, 10)
-    assert pictures.train.classes == {"label": tuple(prepare.CLASSES.values())}
+    images = datasets.imagenette.__wrapped__()
+    assert (len(images.train), len(images.validation)) == (20, 10)
+    assert images.train.classes == {"label": tuple(prepare.CLASSES.values())}
 
-    both = data.pets.__wrapped__()
+    both = datasets.pets.__wrapped__()
     assert (len(both.train), len(both.validation)) == (2, 2)
     assert both.train.classes["breed"] == ("Abyssinian", "american_bulldog")
 
-    spoken = data.digits.__wrapped__()
+    spoken = datasets.digits.__wrapped__()
     assert (len(spoken.train), len(spoken.validation)) == (4, 2)
 
 
-def test_pictures_are_the_middle_square(published: Path) -> None:
+def test_images_are_center_crops(published: Path) -> None:
     row = list(prepare.imagenette(published / "imagenette2", "val"))[7]
     assert (row["label"], row["label_name"]) == (7, "gas pump")
     image = Image.open(BytesIO(row["image"]["bytes"]))
     assert image.size == (128, 128)
-    assert np.abs(np.asarray(image, int) - (140, 100, 200)).max() < 12  # nothing of the black sides
+    assert np.abs(np.asarray(image, int) - (140, 100, 200)).max() < 12  # no black sides
 
 
-def test_pets_have_masks_and_boxes_of_the_smaller_picture(published: Path) -> None:
+def test_pets_have_labels_and_boxes_of_the_resized_image(published: Path) -> None:
     first, second = prepare.pets(published / "pets", "train")
     assert (first["breed"], first["breed_name"], first["species"]) == (0, "Abyssinian", 0)
     assert (second["breed"], second["breed_name"], second["species"]) == (1, "american_bulldog", 1)
     assert first["box"] == [40, 20, 120, 100]  # half of 80, 40, 240, 200: the border belongs to the pet
 
 
-def test_nothing_covered_has_no_box() -> None:
-    assert data.box_around(np.zeros((4, 4), bool)) is None
+def test_empty_mask_has_no_box() -> None:
+    assert datasets.bounding_box(np.zeros((4, 4), bool)) is None
 
 
-def test_a_folder_of_something_else_is_refused_before_anything_is_made(published: Path, tmp_path: Path) -> None:
-    said = CliRunner().invoke(APP, [str(published / "pets"), str(published), "--to", str(tmp_path / "made")])
-    assert said.exit_code == 2
-    assert "holds none of the data sets that are known: Imagenette (train/n01440764/)" in said.output
+def test_unknown_folder_is_rejected_before_anything_is_written(published: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(APP, [str(published / "pets"), str(published), "--to", str(tmp_path / "made")])
+    assert result.exit_code == 2
+    assert "is not a known dataset; expected one of Imagenette (train/n01440764/)" in result.output
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("broken", ["images/Abyssinian_test.jpg", "annotations/test.txt"])
-def test_what_cannot_be_read_is_named_and_its_file_is_not_written(broken: str, published: Path, tmp_path: Path) -> None:
+def test_unreadable_file_is_named_and_nothing_is_written_for_it(broken: str, published: Path, tmp_path: Path) -> None:
     path = published / "pets" / broken
     path.unlink()
-    said = CliRunner().invoke(APP, [str(published / "pets"), "--to", str(tmp_path / "made")])
-    assert said.exit_code == 2
-    assert path.name in said.output.replace("\n", "")
+    result = CliRunner().invoke(APP, [str(published / "pets"), "--to", str(tmp_path / "made")])
+    assert result.exit_code == 2
+    assert path.name in result.output.replace("\n", "")
     assert [one.name for one in (tmp_path / "made").iterdir()] == ["pets-160-train.parquet"]

@@ -1,4 +1,4 @@
-"""Intervals against scipy, against sums written out, and against simulations whose truth is known."""
+"""Intervals against scipy, against explicit sums, and against simulations."""
 
 import math
 
@@ -10,13 +10,13 @@ from experiments.common.statistics import paired_difference, spread
 stats = pytest.importorskip("scipy.stats", reason="intervals need scipy")
 
 
-def test_spread_is_that_of_a_sample() -> None:
+def test_spread_is_the_sample_deviation() -> None:
     assert spread([1.0, 2.0, 6.0]).mean == 3
     assert spread([1.0, 2.0, 6.0]).sd == pytest.approx(math.sqrt(7))
     assert math.isnan(spread([4.0]).sd)
 
 
-def test_the_interval_over_seeds_is_the_paired_t_interval() -> None:
+def test_interval_over_seeds_is_the_paired_t_interval() -> None:
     draw = np.random.default_rng(0)
     first, second = draw.random((2, 4, 50)) < [[[0.8]], [[0.7]]]
     found = paired_difference(first, second)
@@ -26,7 +26,7 @@ def test_the_interval_over_seeds_is_the_paired_t_interval() -> None:
     assert found.mean == pytest.approx(first.mean() - second.mean())
 
 
-def test_one_seed_gives_the_paired_t_interval_over_pictures() -> None:
+def test_one_seed_gives_the_paired_t_interval_over_images() -> None:
     draw = np.random.default_rng(1)
     first, second = draw.random((2, 1, 200)) < 0.7
     found = paired_difference(first, second)
@@ -35,44 +35,44 @@ def test_one_seed_gives_the_paired_t_interval_over_pictures() -> None:
     assert math.isinf(found.seeds_high)
 
 
-def test_the_interval_against_sums_written_out() -> None:
-    """The variance components of a two-way table, one loop for each, in a case where no bound takes part."""
+def test_interval_against_explicit_sums() -> None:
+    """Compute the variance components of a two-way table with loops, where no bound is active."""
     draw = np.random.default_rng(2)
-    seeds, pictures = 4, 30
-    d = draw.normal(0, 0.1, (seeds, 1)) + draw.normal(0, 1, (1, pictures)) + draw.normal(0, 0.5, (seeds, pictures))
+    seeds, images = 4, 30
+    d = draw.normal(0, 0.1, (seeds, 1)) + draw.normal(0, 1, (1, images)) + draw.normal(0, 0.5, (seeds, images))
     mean = d.mean()
     by_seed = [d[s].mean() for s in range(seeds)]
-    by_picture = [d[:, i].mean() for i in range(pictures)]
-    of_seeds = pictures * sum((x - mean) ** 2 for x in by_seed) / (seeds - 1)
-    of_pictures = seeds * sum((x - mean) ** 2 for x in by_picture) / (pictures - 1)
+    by_image = [d[:, i].mean() for i in range(images)]
+    of_seeds = images * sum((x - mean) ** 2 for x in by_seed) / (seeds - 1)
+    of_images = seeds * sum((x - mean) ** 2 for x in by_image) / (images - 1)
     rest = 0.0
     for s in range(seeds):
-        for i in range(pictures):
-            rest += (d[s, i] - by_seed[s] - by_picture[i] + mean) ** 2 / ((seeds - 1) * (pictures - 1))
-    assert min(of_seeds, of_pictures) > rest
-    # σ²s/S + σ²p/N + σ²r/(S·N), each component estimated by itself
-    variance = (of_seeds - rest) / pictures / seeds + (of_pictures - rest) / seeds / pictures + rest / seeds / pictures
+        for i in range(images):
+            rest += (d[s, i] - by_seed[s] - by_image[i] + mean) ** 2 / ((seeds - 1) * (images - 1))
+    assert min(of_seeds, of_images) > rest
+    # σ²s/S + σ²p/N + σ²r/(S·N), each component estimated separately
+    variance = (of_seeds - rest) / images / seeds + (of_images - rest) / seeds / images + rest / seeds / images
     found = paired_difference(d, np.zeros_like(d))
     half = stats.t.ppf(0.975, found.degrees) * math.sqrt(variance)
     assert (found.low, found.high) == pytest.approx((mean - half, mean + half))
     assert found.seeds_high < found.high
-    assert seeds - 1 <= found.degrees <= (seeds - 1) + (pictures - 1) + (seeds - 1) * (pictures - 1)
+    assert seeds - 1 <= found.degrees <= (seeds - 1) + (images - 1) + (seeds - 1) * (images - 1)
 
 
 @pytest.mark.parametrize("of_seeds", [0.0, 0.02, 0.05, 0.1, 0.3])
-@pytest.mark.parametrize("of_pictures", [0.0, 0.3])
-def test_the_truth_is_inside_as_often_as_promised(of_seeds: float, of_pictures: float) -> None:
+@pytest.mark.parametrize("of_images", [0.0, 0.3])
+def test_coverage_by_simulation(of_seeds: float, of_images: float) -> None:
     draw, times, truth, inside = np.random.default_rng(3), 800, 0.3, 0
     for _ in range(times):
-        d = truth + draw.normal(0, of_seeds, (3, 1)) + draw.normal(0, of_pictures, (1, 200))
+        d = truth + draw.normal(0, of_seeds, (3, 1)) + draw.normal(0, of_images, (1, 200))
         d = d + draw.normal(0, 0.3, (3, 200))
         found = paired_difference(d, np.zeros_like(d))
         inside += found.low <= truth <= found.high
     assert 0.93 <= inside / times <= 0.99  # 0.95 promised; a simulation of 800 errs by 0.008
 
 
-def test_an_interval_over_seeds_alone_forgets_the_pictures() -> None:
-    """Why there are two: where pictures differ and seeds do not, the plain interval is too short."""
+def test_interval_over_seeds_alone_is_too_short_if_images_vary() -> None:
+    """The t interval over seeds ignores the images."""
     draw, inside = np.random.default_rng(4), 0
     for _ in range(300):
         d = draw.normal(0, 0.5, (1, 300)) + draw.normal(0, 0.2, (3, 300))
@@ -81,8 +81,8 @@ def test_an_interval_over_seeds_alone_forgets_the_pictures() -> None:
     assert inside / 300 < 0.8
 
 
-def test_seeds_that_contradict_each_other_leave_an_interval_of_sensible_width() -> None:
-    """What one seed gains the other loses: means of seeds and of pictures hardly vary, and yet nothing is certain."""
+def test_opposite_seeds_give_an_interval_of_sensible_width() -> None:
+    """If one seed gains what the other loses, the means hardly vary, yet the difference is uncertain."""
     draw = np.random.default_rng(6)
     for change in (0, 1):
         right = draw.random(400) < 0.5
@@ -91,13 +91,13 @@ def test_seeds_that_contradict_each_other_leave_an_interval_of_sensible_width() 
         first[0, :change] = ~first[0, :change]
         d = first.astype(float) - second
         found = paired_difference(first, second)
-        # One of two seeds is free, so that all of the variance counts twice.
+        # One of two seeds is free, so the variance counts twice.
         expected = stats.t.ppf(0.975, found.degrees) * d.std() * math.sqrt(2 / d.size)
         assert (found.high - found.low) / 2 == pytest.approx(expected, rel=0.02)
         assert found.degrees > 100
 
 
-def test_no_difference_is_no_interval() -> None:
+def test_equal_arms_have_an_empty_interval() -> None:
     same = np.random.default_rng(5).random((3, 40)) < 0.5
     found = paired_difference(same, same)
     assert (found.mean, found.low, found.high, found.clear) == (0, 0, 0, False)

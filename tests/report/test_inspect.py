@@ -110,7 +110,7 @@ def test_nothing_finite_is_a_report_as_well() -> None:
 def test_one_picture() -> None:
     report = look(small(), pictures(1))
     assert report.data["pictures"] == 1
-    assert "pictures are needed" in report.probes["position"]["kinds"]["normal"]["note"]
+    assert "images are needed" in report.probes["position"]["kinds"]["normal"]["note"]
     assert "no labels" in report.probes["classes"]["note"]
     assert "Only 1 picture" in report.to_html()
 

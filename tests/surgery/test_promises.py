@@ -319,9 +319,9 @@ def test_tokens_without_their_state_are_an_error():
     model, images = case.model(torch.float32), case.images(torch.float32)
     vitrail.merge(model, r=2)
     tokens = torch.randn(2, 21, 32)
-    with pytest.raises(BrokenPass, match="block 1 of a merged model was given tokens without the state"):
+    with pytest.raises(BrokenPass, match=r"block 1 .*without the state"):
         model.blocks[1](tokens)
-    with pytest.raises(BrokenPass, match="given tokens that come from block 0; merged blocks run once each, in order"):
+    with pytest.raises(BrokenPass, match=r"from block 0.*in order"):
         model.blocks[2](model.blocks[0](tokens))
     other = case.model(torch.float32)
     vitrail.merge(other, r=2)

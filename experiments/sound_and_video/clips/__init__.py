@@ -1,1 +1,1 @@
-"""Clips of moving shapes, whose patches of space and time merge."""
+"""Merging on clips of moving shapes, with patches of space and time."""

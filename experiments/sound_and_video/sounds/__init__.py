@@ -1,1 +1,1 @@
-"""Spoken digits as spectrograms, whose patches merge."""
+"""Merging on spectrograms of spoken digits."""

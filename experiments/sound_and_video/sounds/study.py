@@ -1,17 +1,19 @@
-"""Spoken digits: spectrograms of 40 bands and 64 moments in 160 patches, which digit is it?"""
+"""Spoken digits: classify the digit from spectrograms of 40 bands and 64 frames in 160 patches."""
 
 from __future__ import annotations
 
-from experiments.common.data import digits
-from experiments.sound_and_video.asking import asked
-from experiments.tasks.sounds.study import few
+from experiments.common.datasets import digits
+from experiments.merging.study import merging_study
+from experiments.tasks.sounds.study import reduced_spectrograms
 
-STUDY = asked(
+STUDY = merging_study(
     "sound_and_video/sounds",
     "How much accuracy does merging cost for the time that it saves, where patches are of pitch and time?",
     digits,
-    few,
     r=9,
-    base={"labels": "digit", "patch_size": (4, 4), "epochs": 40, "batch_size": 128},
-    reduced={"patch_size": (8, 8)},
-)
+    base={
+        "labels": "digit", "patch_size": (4, 4), "epochs": 40, "batch_size": 128, "mixup": 0.0, "cutmix": 0.0,
+    },
+    reduced={"options": {"width": 32, "depth": 2, "heads": 2}, "patch_size": (8, 8), "batch_size": 16},
+    reduced_data=reduced_spectrograms,
+)  # fmt: skip

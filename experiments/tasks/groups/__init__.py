@@ -1,1 +1,1 @@
-"""Shape and group of shapes: the first decides the second."""
+"""Shape and group of shapes: the first label determines the second."""

@@ -1,1 +1,1 @@
-"""Breed and species of cats and dogs: one label follows from the other."""
+"""Breed and species of cats and dogs: the first label determines the second."""

@@ -1,1 +1,1 @@
-"""Colour and shape of what was drawn: labels that are independent of each other."""
+"""Color and shape of rendered figures: independent labels."""

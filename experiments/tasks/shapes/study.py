@@ -1,4 +1,4 @@
-"""Colour and shape of drawn figures: 8 and 6 classes, every pair equally often."""
+"""Color and shape of rendered figures: 8 and 6 classes, every pair equally often."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.data import coloured_shapes
+from experiments.common.datasets import colored_shapes
 from experiments.common.plots import figure
 from experiments.common.study import Rows, Study
-from experiments.tasks.asking import asked
-from experiments.tasks.looking import SHOWN
-from experiments.tasks.showing import by_answering
+from experiments.tasks.measure import SHOWN
+from experiments.tasks.report import by_task_token
+from experiments.tasks.two_tasks import two_task_study
 
-TASKS = ("colour", "shape")
+TASKS = ("colour", "shape")  # part of the run keys, so the spelling stays
 BASE: dict[str, Any] = {
     "patch_size": 8, "epochs": 30, "batch_size": 128, "augment": "light", "mixup": 0.0, "cutmix": 0.0,
 }  # fmt: skip
 REDUCED = {"patch_size": 8}
 GAP = ((1, 1), (1, 1), (0, 0))
 
-Picture = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 
 
-def draw(study: Study, rows: Rows, folder: Path) -> None:
-    """Draw the first pictures, lit where the class token and each task's token of the first seed look."""
+def plot(study: Study, rows: Rows, folder: Path) -> None:
+    """Show the first images, lit where the class token and each task token of the first seed attend."""
     validation = study.data().validation
-    pictures = [np.asarray(validation.read(index, 0).permute(1, 2, 0)) / 255 for index in range(SHOWN)]
-    columns = {"picture": pictures}
-    for name, (first, *_) in by_answering(study, rows, "shown_maps").items():
-        columns[name] = [lighted(picture, np.array(weights)) for picture, weights in zip(pictures, first, strict=True)]
-    with figure(folder / "looks.png", columns=len(columns), width=6.4, height=8.8) as sides:
-        for axes, (name, shown) in zip(sides, columns.items(), strict=True):
+    images = [np.asarray(validation.read(index, 0).permute(1, 2, 0)) / 255 for index in range(SHOWN)]
+    columns = {"image": images}
+    for name, (first, *_) in by_task_token(study, rows, "shown_maps").items():
+        columns[name] = [lit_by_attention(image, np.array(map_)) for image, map_ in zip(images, first, strict=True)]
+    with figure(folder / "attention.png", columns=len(columns), width=6.4, height=8.8) as panels:
+        for axes, (name, shown) in zip(panels, columns.items(), strict=True):
             axes.imshow(np.concatenate([np.pad(one, GAP, constant_values=1) for one in shown]))
             axes.set_title(name)
             axes.axis("off")
 
 
-def lighted(picture: Picture, weights: Picture) -> Picture:
-    """Darken a picture (S, S, 3), the more the less a patch gets of (h, w) weights; as it is where it gets most."""
-    high, wide = (side // patches for side, patches in zip(picture.shape, weights.shape, strict=False))
-    light = np.kron(weights / weights.max(), np.ones((high, wide)))
-    return picture * (0.15 + 0.85 * light[..., None])
+def lit_by_attention(image: Array, weights: Array) -> Array:
+    """Scale the brightness of an image (S, S, 3) by patch weights (h, w); the maximum keeps it unchanged."""
+    height, width = (side // patches for side, patches in zip(image.shape, weights.shape, strict=False))
+    light = np.kron(weights / weights.max(), np.ones((height, width)))
+    return image * (0.15 + 0.85 * light[..., None])
 
 
-STUDY = asked(
+STUDY = two_task_study(
     "tasks/shapes",
-    "Do tokens for colour and shape look at different patches, and are they better than one class token?",
+    "Do tokens for color and shape attend to different patches, and are they better than one class token?",
     TASKS,
-    coloured_shapes,
-    partial(coloured_shapes, 32, 96),
+    colored_shapes,
+    partial(colored_shapes, 32, 96),
     base=BASE,
     reduced=REDUCED,
-    draw=draw,
+    plot=plot,
 )

@@ -1,1 +1,1 @@
-"""Digit and speaker of what was said: labels that are independent of each other."""
+"""Digit and speaker of spoken digits: independent labels."""

@@ -1,1 +1,32 @@
-"""What there is to find out about the tokens of a model: pure functions, and results that can be written down."""
+"""Analyses of the tokens of a model: functions on tensors that return frozen results with ``to_dict()``.
+
+==============  ==============================================================================================
+``norms``       are there artifact tokens, how many, and from which layer on?
+``redundancy``  are outlier patches redundant, near the border, in the background?
+``attention``   attention maps by token and head, rollout, attention mass between roles, overlap
+``features``    patch features from keys and values; PCA
+``probes``      position, pixel and class probes of single tokens; linear probes
+``discovery``   object discovery: LOST, TokenCut, CorLoc
+``downstream``  linear evaluation: classification, segmentation, depth
+``roles``       are special tokens copies of each other, or do they specialize?
+``survey``      norms over checkpoints or models
+``statistics``  splits and confidence intervals over images
+==============  ==============================================================================================
+
+scikit-learn and scipy are test oracles only. Ours run on the device of the features, in bounded memory, and the same
+way each time; small formulas (AUC, Wilson interval) are not worth a dependency.
+"""
+
+__all__ = [
+    "attention",
+    "discovery",
+    "downstream",
+    "features",
+    "norms",
+    "probes",
+    "redundancy",
+    "result",
+    "roles",
+    "statistics",
+    "survey",
+]

@@ -1,8 +1,8 @@
-"""Object discovery without labels: LOST and TokenCut, and how often their boxes are right (CorLoc).
+"""Object discovery without labels: LOST and TokenCut, and their CorLoc.
 
-Both read one object's box out of the patch features of one picture. They are told about patches alone:
-:func:`~vitrail.analysis.features.patch_features` takes those out of keys or values, without any special token.
-A box is (left, top, right, bottom), the last two being just outside. Ties go to the lower index.
+Both find the box of one object from the patch features of one image
+(:func:`~vitrail.analysis.features.patch_features`). A box is (left, top, right, bottom), right and bottom exclusive.
+Ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vitrail.analysis.features import check_patches, steps, working
-from vitrail.analysis.probes.inputs import Grid
+from vitrail.analysis._inputs import Grid, as_features, as_frame, at_least_float32, check_count, chunks
 from vitrail.analysis.result import Result
 from vitrail.analysis.statistics import wilson
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -25,16 +24,16 @@ Boxes = Tensor | Sequence[Box]
 
 @dataclass(frozen=True, eq=False)
 class Discovery(Result):
-    """One object, found in one picture.
+    """An object found in one image.
 
     Attributes:
         method: ``lost`` or ``tokencut``.
         grid: height and width in patches.
-        box: in patches.
-        seed: the patch that the object was grown from.
-        mask: (h, w) which patches belong to the object.
-        scores: (P,) what the seed was chosen by: degrees, of which the lowest wins, for LOST; the eigenvector, of
-            which the largest wins (its sign is such that the object is positive), for TokenCut.
+        box: box in patches.
+        seed: the patch that the object is grown from.
+        mask: (h, w) bool mask of the object.
+        scores: (P,) what the seed is chosen by. LOST: degrees, the lowest wins. TokenCut: the eigenvector with its
+            sign such that the object is positive, the largest wins.
     """
 
     method: str
@@ -45,9 +44,9 @@ class Discovery(Result):
     scores: Tensor = field(metadata={"json": False})
 
     def pixels(self, patch: int | tuple[int, int], size: tuple[int, int] | None = None) -> Box:
-        """Give the box in pixels, for patches of ``patch`` (height, width), clipped to a picture of ``size``.
+        """Return the box in pixels, for patches of ``patch`` (height, width), clipped to an image of ``size``.
 
-        ``size`` is (height, width) before the picture was padded to whole patches; None for no padding.
+        ``size`` is (height, width) before padding to whole patches; None if the image was not padded.
         """
         high, wide = (patch, patch) if isinstance(patch, int) else patch
         height, width = size or (self.grid[0] * high, self.grid[1] * wide)
@@ -60,21 +59,21 @@ class Discovery(Result):
 def lost(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> Discovery:
     """Find an object with LOST (Siméoni et al., 2021) in features (P, D), usually the last block's keys.
 
-    ``A = F·Fᵀ + bias``. The seed is the patch with the fewest positive entries in A, its own left out. Of the ``k``
-    patches with the fewest, those that are positive to the seed add up their rows of A; where the sum is positive,
-    the 4-connected part around the seed is the object. A negative bias that leaves nothing around the seed gives the
-    seed alone.
+    ``A = F·Fᵀ + bias``. The seed is the patch with the fewest positive entries in A outside of the diagonal. Of the
+    ``k`` patches with the fewest, those that are positive to the seed add up their rows of A; where the sum is
+    positive, the 4-connected component around the seed is the object. If nothing is positive, it is the seed alone.
     """
     return lost_batch(features.unsqueeze(0), grid, k=k, bias=bias)[0]
 
 
 @torch.no_grad()
 def lost_batch(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> list[Discovery]:
-    """Find an object in each of several pictures (B, P, D) with :func:`lost`, a few at a time."""
-    shape = _frame(features, grid)
+    """Run :func:`lost` on each of several images (B, P, D)."""
+    features = as_features(features, "features", "B P D")
+    shape = as_frame(grid, features.shape[1])
     found: list[Discovery] = []
-    for part in steps(len(features), 2 * features.shape[1] ** 2 + features[0].numel()):
-        x = working(features[part])
+    for part in chunks(len(features), 2 * features.shape[1] ** 2 + features[0].numel()):
+        x = at_least_float32(features[part])
         found += _expand((x @ x.mT).add_(bias), shape, k)
     return found
 
@@ -82,26 +81,27 @@ def lost_batch(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0)
 def tokencut(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> Discovery:
     """Find an object with TokenCut (Wang et al., 2022) in features (P, D).
 
-    Patches whose cosine is above ``tau`` are joined by 1, others by ``eps``. The generalised eigenvector with the
-    second-smallest eigenvalue of (D − A, D) is cut at its mean; the object is the 4-connected part, on its side,
-    around the patch with the largest magnitude. A single patch is its own object.
+    Edges have weight 1 between patches whose cosine is above ``tau``, and ``eps`` otherwise. The generalized
+    eigenvector of (D − A, D) with the second-smallest eigenvalue is cut at its mean; the object is the 4-connected
+    component, on its side, around the patch with the largest magnitude. A single patch is its own object.
     """
     return tokencut_batch(features.unsqueeze(0), grid, tau=tau, eps=eps)[0]
 
 
 @torch.no_grad()
 def tokencut_batch(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> list[Discovery]:
-    """Find an object in each of several pictures (B, P, D) with :func:`tokencut`, a few at a time."""
-    shape = _frame(features, grid)
+    """Run :func:`tokencut` on each of several images (B, P, D)."""
+    features = as_features(features, "features", "B P D")
+    shape = as_frame(grid, features.shape[1])
     if not 0 < eps < 1:
-        raise InvalidOption(f"eps, the weight of patches that do not match, must be between 0 and 1; got {eps}")
+        raise InvalidOption(f"eps, the weight between patches that do not match, must be between 0 and 1; got {eps}")
     found: list[Discovery] = []
-    for part in steps(len(features), 8 * features.shape[1] ** 2 + features[0].numel()):
-        x = torch.nn.functional.normalize(working(features[part]), dim=-1)
+    for part in chunks(len(features), 8 * features.shape[1] ** 2 + features[0].numel()):
+        x = torch.nn.functional.normalize(at_least_float32(features[part]), dim=-1)
         joined = x @ x.mT > tau
-        vectors = _second_vector(joined if joined.is_cuda else joined.cpu(), eps).cpu()
+        vectors = _second_eigenvector(joined if joined.is_cuda else joined.cpu(), eps).cpu()
         size = vectors.abs()
-        # Patches that are joined alike have the same value but for rounding: the lowest index is the seed.
+        # Patches with the same edges have the same value but for rounding: the lowest index is the seed.
         seeds = (size >= size.amax(1, keepdim=True) * (1 - 1e-8)).int().argmax(1)
         vectors = vectors * torch.where(vectors.gather(1, seeds[:, None]) < 0, -1.0, 1.0)
         above = vectors > vectors.mean(1, keepdim=True)
@@ -109,8 +109,8 @@ def tokencut_batch(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float
     return found
 
 
-def _second_vector(joined: Tensor, eps: float) -> Tensor:
-    """Solve (D − A) v = λ D v for the second-smallest λ, in float64: (B, P, P) booleans give (B, P)."""
+def _second_eigenvector(joined: Tensor, eps: float) -> Tensor:
+    """Solve (D − A) v = λ D v for the second-smallest λ, in float64: (B, P, P) bool to (B, P)."""
     graph = torch.where(joined, 1.0, eps).double()
     root = graph.sum(-1).rsqrt()
     if joined.shape[-1] == 1:
@@ -120,17 +120,9 @@ def _second_vector(joined: Tensor, eps: float) -> Tensor:
     return vectors[..., 1] * root
 
 
-def _frame(features: Tensor, grid: Grid) -> tuple[int, int]:
-    time, height, width = check_patches(features, grid)
-    if time > 1:
-        raise UnsupportedInput(f"boxes are found in single frames; got a grid of {grid}: give one frame at a time")
-    return height, width
-
-
 def _expand(gram: Tensor, shape: tuple[int, int], k: int) -> list[Discovery]:
-    """Choose seeds and grow objects from Gram matrices (B, P, P) that have their bias already."""
-    if k < 1:
-        raise InvalidOption(f"k, the number of patches that may join the seed, must be 1 or more; got {k}")
+    """Choose seeds and grow objects from Gram matrices (B, P, P) that include the bias."""
+    check_count(k, "k")
     degrees = (gram > 0).sum(-1) - (gram.diagonal(dim1=-2, dim2=-1) > 0).int()
     lowest = degrees.argsort(dim=-1, stable=True)[:, :k]
     seeds = lowest[:, 0]
@@ -141,18 +133,18 @@ def _expand(gram: Tensor, shape: tuple[int, int], k: int) -> list[Discovery]:
 
 
 def _discoveries(method: str, masks: Tensor, seeds: Tensor, scores: Tensor) -> list[Discovery]:
-    """Keep the part around each seed, and draw boxes."""
+    """Keep the component around each seed, and draw its box."""
     height, width = masks.shape[1:]
     found = []
-    for part, seed, score in zip(connected(masks, seeds), seeds.tolist(), scores, strict=True):
+    for part, seed, score in zip(_component(masks, seeds), seeds.tolist(), scores, strict=True):
         rows, columns = part.any(1).nonzero().flatten().tolist(), part.any(0).nonzero().flatten().tolist()
         box = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
         found.append(Discovery(method, (height, width), box, seed, part, score))
     return found
 
 
-def connected(masks: Tensor, seeds: Tensor) -> Tensor:
-    """Give the 4-connected part of each mask (B, h, w) that holds its seed (B,); the seed always belongs to it."""
+def _component(masks: Tensor, seeds: Tensor) -> Tensor:
+    """Return the 4-connected component of each mask (B, h, w) around its seed (B,), which always belongs to it."""
     part = torch.zeros_like(masks).flatten(1).scatter_(1, seeds[:, None], True).reshape(masks.shape)
     masks = masks | part
     while True:
@@ -168,7 +160,7 @@ def connected(masks: Tensor, seeds: Tensor) -> Tensor:
 
 
 def iou(box: Box | Tensor, boxes: Boxes) -> Tensor:
-    """Give the intersection over union of one box and several (n, 4): (n,). A box without area has none."""
+    """Return the intersection over union of one box and several (n, 4): (n,); 0 for boxes without area."""
     one, many = (torch.as_tensor(each, dtype=torch.float64).detach().cpu() for each in (box, boxes))
     if one.shape != (4,) or many.ndim != 2 or many.shape[1] != 4:
         raise UnsupportedInput(f"iou takes a box (4,) and boxes (n, 4); got {tuple(one.shape)}, {tuple(many.shape)}")
@@ -179,10 +171,10 @@ def iou(box: Box | Tensor, boxes: Boxes) -> Tensor:
 
 @dataclass(frozen=True)
 class CorLoc(Result):
-    """Correct localisation: the share of pictures whose box meets a true one with an IoU of ``threshold`` or more.
+    """Correct localization: the share of images whose box has an IoU of ``threshold`` or more with a true one.
 
-    ``low`` and ``high`` are Wilson's interval at 95 %. ``share`` and both are None where no picture has a true box;
-    pictures without one are left out and counted in ``without_truth``.
+    ``low`` and ``high`` are Wilson's interval at 95 %. All three are None if no image has a true box; images without
+    one are left out and counted in ``without_truth``.
     """
 
     share: float | None
@@ -195,17 +187,17 @@ class CorLoc(Result):
 
     @classmethod
     def of(cls, hits: Sequence[bool], without_truth: int, threshold: float = 0.5) -> CorLoc:
-        """Sum up which pictures were right."""
+        """Summarize one hit or miss per image."""
         low, high = wilson(sum(hits), len(hits)) or (None, None)
         return cls(sum(hits) / len(hits) if hits else None, low, high, sum(hits), len(hits), without_truth, threshold)
 
 
 def corloc(found: Sequence[Box | None], truth: Sequence[Boxes | None], *, threshold: float = 0.5) -> CorLoc:
-    """Compare one box a picture (None: nothing found, a miss) with true boxes (n, 4); None or n = 0 for no truth."""
+    """Compare one box per image (None is a miss) with true boxes (n, 4); None or n = 0 for images without truth."""
     if not 0 < threshold <= 1:
-        raise InvalidOption(f"the threshold of the IoU is above 0 and at most 1; got {threshold}")
+        raise InvalidOption(f"the IoU threshold must be above 0 and at most 1; got {threshold}")
     if len(found) != len(truth):
-        raise UnsupportedInput(f"each picture needs its true boxes; got {len(found)} found, {len(truth)} true")
+        raise UnsupportedInput(f"expected true boxes for each image; got {len(found)} found, {len(truth)} true")
     pairs = [(box, boxes) for box, boxes in zip(found, truth, strict=True) if boxes is not None and len(boxes)]
     hits = [box is not None and bool((iou(box, boxes) >= threshold).any()) for box, boxes in pairs]
     return CorLoc.of(hits, len(found) - len(pairs), threshold)
@@ -216,9 +208,9 @@ class LostSweep(Result):
     """LOST with one fixed bias, and with the best of several.
 
     Attributes:
-        fixed_setting: at ``fixed_bias``, chosen before looking. The figure to trust.
-        best_of_sweep: at ``best_bias``, chosen on the very pictures that it is measured on. An upper bound.
-        held_out: even and odd pictures, each with the bias that was best for the others.
+        fixed_setting: at ``fixed_bias``, chosen in advance. The number to trust.
+        best_of_sweep: at ``best_bias``, chosen on the images that it is measured on. An upper bound.
+        held_out: even and odd images, each with the best bias of the others.
         by_bias: CorLoc at each of ``biases``.
     """
 
@@ -243,27 +235,38 @@ def sweep_lost(
     sizes: Sequence[tuple[int, int]] | None = None,
     k: int = 100,
 ) -> LostSweep:
-    """Run LOST with several biases on pictures of any size: features (P, D) one by one, true boxes in pixels.
+    """Run LOST with several biases on images of any size.
 
-    The bias that published figures were found with is not known, so both results stand side by side. With all of
-    ``biases`` a picture's Gram matrix is computed once. :func:`suggest_biases` names biases that fit a model's scale.
+    Papers do not report the bias of their figures, hence both results. An image's Gram matrix is computed once.
+
+    Args:
+        features: (P, D) of each image.
+        grids: grid of each image.
+        truth: true boxes (n, 4) of each image, in pixels; None or n = 0 without truth.
+        biases: biases to try; :func:`suggest_biases` returns some that fit the scale of the features.
+        fixed: the bias of ``fixed_setting``.
+        patch: patch size in pixels.
+        sizes: (height, width) of each image before padding; see :meth:`Discovery.pixels`.
+        k: see :func:`lost`.
     """
     if len(grids) != len(truth) or (sizes is not None and len(sizes) != len(truth)):
-        raise UnsupportedInput(f"each picture needs its grid, true boxes and size; got {len(grids)} and {len(truth)}")
+        raise UnsupportedInput(
+            f"expected a grid, true boxes and a size for each image; got {len(grids)} grids and {len(truth)} boxes"
+        )
     settings = tuple(sorted({float(fixed), *map(float, biases)}))
     shift = torch.tensor(settings, dtype=torch.float64)
     rows: list[list[bool]] = []
     without = 0
-    for number, (x, grid, boxes) in enumerate(zip(features, grids, truth, strict=True)):
+    for number, (image, grid, boxes) in enumerate(zip(features, grids, truth, strict=True)):
         if boxes is None or not len(boxes):
             without += 1
             continue
-        shape, size = _frame(x.unsqueeze(0), grid), sizes[number] if sizes else None
-        x = working(x)
+        x = at_least_float32(as_features(image, "features", "P D"))
+        shape, size = as_frame(grid, len(x)), sizes[number] if sizes else None
         gram, added = x @ x.T, shift.to(device=x.device, dtype=x.dtype)
         found = [
             one.pixels(patch, size)
-            for part in steps(len(settings), 2 * gram.numel())
+            for part in chunks(len(settings), 2 * gram.numel())
             for one in _expand(gram + added[part, None, None], shape, k)
         ]
         rows.append([bool((iou(box, boxes) >= 0.5).any()) for box in found])
@@ -281,19 +284,18 @@ def sweep_lost(
 
 @torch.no_grad()
 def suggest_biases(features: Tensor, count: int = 9) -> tuple[float, ...]:
-    """Name biases for :func:`sweep_lost` from some pictures' features (B, P, D): 0, and shares of Gram entries.
+    """Return biases for :func:`sweep_lost` from features (B, P, D) of some images: 0 and quantiles of Gram entries.
 
-    Taking off a quantile of the entries leaves that share of all pairs negative: a model whose features point the
-    same way has no other way to have any.
+    Subtracting a quantile makes that share of all pairs negative, which features that point the same way need.
     """
-    check_patches(features, (1, features.shape[1]))
+    features = as_features(features, "features", "B P D")
     if count < 2 or features.shape[1] < 2:
-        raise InvalidOption(f"biases to try need a count of 2 or more and 2 patches or more; got {count}")
+        raise InvalidOption(f"expected a count of 2 or more, and 2 patches or more; got {count}, {features.shape[1]}")
     pair = tuple(torch.triu_indices(features.shape[1], features.shape[1], 1, device=features.device))
     at = torch.linspace(0, 1, count + 1, dtype=torch.float64)[1:-1]
     found = []
-    for part in steps(len(features), 4 * features.shape[1] ** 2):
-        x = working(features[part])
+    for part in chunks(len(features), 4 * features.shape[1] ** 2):
+        x = at_least_float32(features[part])
         entries = (x @ x.mT)[:, pair[0], pair[1]].sort(-1)[0]
         found.append(entries[:, (at * (entries.shape[1] - 1)).long().to(x.device)].cpu().double())
     return tuple(sorted({0.0, *(-torch.cat(found).mean(0)).tolist()}))

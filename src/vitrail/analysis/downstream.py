@@ -1,26 +1,37 @@
-"""Frozen features put to use: linear classification, semantic segmentation and depth.
+"""Linear evaluation of frozen features: classification, semantic segmentation, depth.
 
-The features stay as they are; one linear map is fitted to the training pictures, and its errors on the test pictures
-are counted. Dense maps are scored patch by patch and upsampled bilinearly to pixels. Patches learn the commonest class
-(the mean depth) of their pixels, so figures compare models with each other, under the same split; they are not those of
-benchmarks that train through the upsampling, with augmentation and many passes.
+One linear map is fitted to the training images and scored on the test images. Dense maps are scored patch by patch
+and upsampled bilinearly to pixels. Patches learn the most common class (the mean depth) of their pixels, so the
+numbers compare models under the same split; they are not those of benchmarks that train through the upsampling, with
+augmentation and many epochs.
 
-All intervals are at 95 % and over pictures.
+All intervals are at 95 % and over images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
-from vitrail.analysis.dense_maps import check_maps, flat_grid, patch_labels, patch_means, score_maps
-from vitrail.analysis.probes.inputs import Array, as_features, as_labels, as_tensor, as_whole, check_count
-from vitrail.analysis.probes.linear import PENALTIES, RIDGE_PENALTIES, fit_classifier, fit_regressor
+from vitrail.analysis._inputs import (
+    Array,
+    as_features,
+    as_frame,
+    as_integers,
+    as_labels,
+    as_tensor,
+    check_count,
+    chunks,
+)
+from vitrail.analysis._pooling import patch_labels, patch_means
+from vitrail.analysis.probes.classes import classification_scores
+from vitrail.analysis.probes.linear import PENALTIES, RIDGE_PENALTIES, LinearMap, fit_classifier, fit_regressor
 from vitrail.analysis.result import Result
-from vitrail.analysis.statistics import Interval, Split, bootstrap, pick, ratio, wilson
+from vitrail.analysis.statistics import Interval, Split, bootstrap, ratio, subsample, wilson
 from vitrail.errors import UnsupportedInput
 
 MAX_PATCHES = 50_000
@@ -29,19 +40,19 @@ MAX_PATCHES = 50_000
 
 @dataclass(frozen=True)
 class Classification(Result):
-    """Linear classification of pictures.
+    """Linear classification of images.
 
     Attributes:
-        accuracy: share of the test pictures that are classified rightly.
+        accuracy: share of the test images classified correctly.
         interval: Wilson's interval of the accuracy.
-        balanced_accuracy: the same for each class by itself, averaged over the classes of the test part.
-        majority: accuracy of always naming the commonest class of the training part.
+        balanced_accuracy: mean over the classes of the test part of the accuracy within each class.
+        majority: accuracy of always predicting the most common class of the training part.
         classes: number of classes in the training part.
-        untested: classes of the training part that the test part has no picture of.
-        unknown: test pictures of a class that the training part has not; they count as wrong.
-        train_pictures: pictures that trained.
-        test_pictures: pictures that tested.
-        penalty: the penalty that was chosen.
+        untested: classes of the training part that are not in the test part.
+        unknown: test images of a class that is not in the training part; they count as wrong.
+        train_pictures: number of training images.
+        test_pictures: number of test images.
+        penalty: the chosen penalty.
     """
 
     accuracy: float
@@ -63,13 +74,13 @@ class Segmentation(Result):
     Attributes:
         miou: mean over classes of intersection over union, from one confusion matrix of all test pixels. Classes that
             are neither in the test masks nor predicted are left out.
-        interval: of the mIoU, by bootstrap over pictures.
-        iou: by class; NaN for a class that was left out.
+        interval: bootstrap interval of the mIoU.
+        iou: by class; NaN for a class that is left out.
         pixel_accuracy: share of the test pixels that are right.
         confusion: (C, C) pixels by true class (rows) and predicted class (columns).
-        train_patches: patches that trained.
-        test_pictures: pictures with a pixel to score that tested.
-        penalty: the penalty that was chosen.
+        train_patches: number of training patches.
+        test_pictures: number of test images with valid pixels.
+        penalty: the chosen penalty.
     """
 
     miou: float
@@ -84,16 +95,16 @@ class Segmentation(Result):
 
 @dataclass(frozen=True)
 class Depth(Result):
-    """Linear estimation of depth.
+    """Linear depth estimation.
 
     Attributes:
-        rmse: root of the mean squared error over all valid test pixels, in the unit of the depth given.
-        interval: of the RMSE, by bootstrap over pictures.
-        rmse_by_picture: mean over pictures of each picture's own RMSE, which depth benchmarks often print.
-        constant_rmse: RMSE of naming the mean depth of the training patches everywhere.
-        train_patches: patches that trained.
-        test_pictures: pictures with valid pixels that tested.
-        penalty: the penalty that was chosen.
+        rmse: root mean squared error over all valid test pixels, in the unit of the depth.
+        interval: bootstrap interval of the RMSE.
+        rmse_by_picture: mean over images of each image's own RMSE, as many depth benchmarks report it.
+        constant_rmse: RMSE of always predicting the mean depth of the training patches.
+        train_patches: number of training patches.
+        test_pictures: number of test images with valid pixels.
+        penalty: the chosen penalty.
     """
 
     rmse: float
@@ -109,20 +120,19 @@ class Depth(Result):
 def evaluate_classification(
     features: Array, labels: Array, split: Split, *, penalties: Sequence[float] = PENALTIES, seed: int = 0
 ) -> Classification:
-    """Classify pictures by features (B, D) and labels (B,), whole numbers from 0."""
+    """Classify images by features (B, D) and labels (B,), integers from 0."""
     rows = as_features(features, "features", "B D")
     truth = as_labels(labels, len(rows)).cpu()
     split.check(len(rows))
-    train, test = split.train.to(rows.device), split.test.to(rows.device)
     known, true = truth[split.train], truth[split.test]
-    model = fit_classifier(rows[train], known, penalties=penalties, seed=seed)
-    right = (model.predict(rows[test]).cpu() == true).double()
-    recalls = torch.stack([right[true == label].mean() for label in true.unique()])
+    model = fit_classifier(rows[split.train.to(rows.device)], known, penalties=penalties, seed=seed)
+    found = model.predict(rows[split.test.to(rows.device)]).cpu()
+    accuracy, balanced, majority = classification_scores(found, true, known)
     return Classification(
-        accuracy=float(right.mean()),
-        interval=wilson(float(right.sum()), len(right)),
-        balanced_accuracy=float(recalls.mean()),
-        majority=float((true == known.bincount().argmax()).double().mean()),
+        accuracy=accuracy,
+        interval=wilson(float((found == true).sum()), len(true)),
+        balanced_accuracy=balanced,
+        majority=majority,
         classes=len(model.classes),
         untested=sorted(set(known.tolist()) - set(true.tolist())),
         unknown=int((~torch.isin(true, known)).sum()),
@@ -145,34 +155,34 @@ def evaluate_segmentation(
     max_patches: int = MAX_PATCHES,
     seed: int = 0,
 ) -> Segmentation:
-    """Label the pixels of pictures from their patch tokens.
+    """Segment images from their patch tokens.
 
     Args:
         features: (B, P, D) patch tokens.
-        masks: (B, H, W) class of each pixel, whole numbers from 0; or (B, P) of each patch, then scored by patch.
+        masks: (B, H, W) class of each pixel, integers from 0; or (B, P) of each patch, then scored by patch.
         grid: (h, w), or (1, h, w).
-        split: which pictures train and which test.
+        split: training and test images.
         ignore: pixels of this value neither train nor count.
         classes: number of classes; by default one more than the highest class in the masks.
-        penalties: what the classifier chooses from.
-        max_patches: most patches that train, drawn at random.
-        seed: of that draw, of the slice held out for the penalty, and of the bootstrap.
+        penalties: penalties that the classifier chooses from.
+        max_patches: most training patches, drawn at random.
+        seed: seed of that draw, of the held-out part for the penalty, and of the bootstrap.
     """
     rows = as_features(features, "features", "B P D")
-    shape = flat_grid(grid, rows.shape[1])
-    truth = as_whole(masks, "masks", "B H W" if masks.ndim == 3 else "B P").to(rows.device)
-    size = check_maps(truth, rows, shape, "masks")
+    shape = as_frame(grid, rows.shape[1])
+    truth = as_integers(masks, "masks", "B H W" if masks.ndim == 3 else "B P").to(rows.device)
+    size = _pixel_size(truth, rows, shape, "masks")
     split.check(len(rows))
     valid = torch.ones_like(truth, dtype=torch.bool) if ignore is None else truth != ignore
     if not bool(valid.any()):
         raise UnsupportedInput(f"all pixels of the masks are {ignore}, the value to ignore")
     count = _count_classes(truth[valid], classes, ignore)
     labels = patch_labels(truth, shape, count, valid) if size else truth.masked_fill(~valid, -1)
-    picture, place = _training_patches(labels >= 0, split, max_patches, seed)
-    model = fit_classifier(rows[picture, place], labels[picture, place], groups=picture, penalties=penalties, seed=seed)
+    image, place = _training_patches(labels >= 0, split, max_patches, seed)
+    model = fit_classifier(rows[image, place], labels[image, place], groups=image, penalties=penalties, seed=seed)
     confusion = torch.zeros(count, count, dtype=torch.long)
     sums = []
-    for chosen, scores in score_maps(model, rows, split.test, shape, size):
+    for chosen, scores in _score_maps(model, rows, split.test, shape, size):
         found = model.classes[scores.argmax(1)]
         for index, guess in zip(chosen, found, strict=True):
             cells = (truth[index] * count + guess)[valid[index]]
@@ -181,15 +191,15 @@ def evaluate_segmentation(
             if len(cells):
                 sums.append(_marginals(matrix))
     if not sums:
-        raise UnsupportedInput("the test pictures have no pixel to score: the masks say to ignore all of them")
-    total = _marginals(confusion)
+        raise UnsupportedInput("the test images have no pixel to score: all are to be ignored")
+    total = _marginals(confusion)[None]
     return Segmentation(
-        miou=float(_mean_iou(total[None])[0]),
-        interval=bootstrap(torch.stack(sums), _mean_iou, seed=seed),
-        iou=_iou(total[None])[0].tolist(),
+        miou=float(_iou(total).nanmean(1)[0]),
+        interval=bootstrap(torch.stack(sums), lambda drawn: _iou(drawn).nanmean(1), seed=seed),
+        iou=_iou(total)[0].tolist(),
         pixel_accuracy=float(confusion.diagonal().sum() / confusion.sum()),
         confusion=confusion,
-        train_patches=len(picture),
+        train_patches=len(image),
         test_pictures=len(sums),
         penalty=model.penalty,
     )
@@ -210,60 +220,86 @@ def evaluate_depth(
 
     Args:
         features: (B, P, D) patch tokens.
-        depth: (B, H, W) depth of each pixel, or (B, P) of each patch; values that are not above 0 (or NaN, or infinite)
-            are not valid, and neither train nor count.
+        depth: (B, H, W) depth of each pixel, or (B, P) of each patch; values that are not finite and above 0 are
+            invalid, and neither train nor count.
         grid: (h, w), or (1, h, w).
-        split: which pictures train and which test.
-        penalties: what ridge regression chooses from; ``[0.0]`` is plain linear regression.
-        max_patches: most patches that train, drawn at random.
-        seed: of that draw, of the slice held out for the penalty, and of the bootstrap.
+        split: training and test images.
+        penalties: penalties that ridge regression chooses from; ``[0.0]`` is plain linear regression.
+        max_patches: most training patches, drawn at random.
+        seed: seed of that draw, of the held-out part for the penalty, and of the bootstrap.
     """
     rows = as_features(features, "features", "B P D")
-    shape = flat_grid(grid, rows.shape[1])
+    shape = as_frame(grid, rows.shape[1])
     truth = as_tensor(depth, "depth", "B H W" if depth.ndim == 3 else "B P").to(rows.device)
     truth = truth if truth.dtype == torch.float64 else truth.float()
-    size = check_maps(truth, rows, shape, "depth maps")
+    size = _pixel_size(truth, rows, shape, "depth maps")
     split.check(len(rows))
     valid = truth.isfinite() & (truth > 0)
     goals = patch_means(truth, shape, valid) if size else truth.double().masked_fill(~valid, torch.nan)
-    picture, place = _training_patches(~goals.isnan(), split, max_patches, seed)
-    goal = goals[picture, place]
-    model = fit_regressor(rows[picture, place], goal[:, None], groups=picture, penalties=penalties, seed=seed)
+    image, place = _training_patches(~goals.isnan(), split, max_patches, seed)
+    goal = goals[image, place]
+    model = fit_regressor(rows[image, place], goal[:, None], groups=image, penalties=penalties, seed=seed)
     sums = []
-    for chosen, scores in score_maps(model, rows, split.test, shape, size):
+    for chosen, scores in _score_maps(model, rows, split.test, shape, size):
         for index, guess in zip(chosen, scores[:, 0], strict=True):
             true = truth[index][valid[index]].double()
             error = (guess[valid[index]].double() - true).square().sum()
             constant = (goal.mean() - true).square().sum()
             sums.append(torch.stack([error, constant, true.new_tensor(len(true))]).cpu())
-    by_picture = torch.stack(sums)
-    by_picture = by_picture[by_picture[:, 2] > 0]
-    if not len(by_picture):
-        raise UnsupportedInput("the test pictures have no valid depth: every value is NaN, infinite, or not above 0")
-    total = by_picture.sum(0)
+    by_image = torch.stack(sums)
+    by_image = by_image[by_image[:, 2] > 0]
+    if not len(by_image):
+        raise UnsupportedInput("the test images have no valid depth: no value is finite and above 0")
+    total = by_image.sum(0)
     return Depth(
         rmse=float((total[0] / total[2]).sqrt()),
-        interval=bootstrap(by_picture, lambda drawn: ratio(0, 2)(drawn).sqrt(), seed=seed),
-        rmse_by_picture=float((by_picture[:, 0] / by_picture[:, 2]).sqrt().mean()),
+        interval=bootstrap(by_image, lambda drawn: ratio(0, 2)(drawn).sqrt(), seed=seed),
+        rmse_by_picture=float((by_image[:, 0] / by_image[:, 2]).sqrt().mean()),
         constant_rmse=float((total[1] / total[2]).sqrt()),
-        train_patches=len(picture),
-        test_pictures=len(by_picture),
+        train_patches=len(image),
+        test_pictures=len(by_image),
         penalty=model.penalty,
     )
 
 
+def _pixel_size(maps: Tensor, features: Tensor, grid: tuple[int, int], name: str) -> tuple[int, int] | None:
+    """Return (H, W) of pixel maps (B, H, W), and None for patch maps (B, P)."""
+    if len(maps) == len(features):
+        if maps.ndim == 2 and maps.shape[1] == features.shape[1]:
+            return None
+        if maps.ndim == 3 and maps.shape[1] >= grid[0] and maps.shape[2] >= grid[1]:
+            return maps.shape[1], maps.shape[2]
+    raise UnsupportedInput(
+        f"{name} of shape {tuple(maps.shape)} do not match features {tuple(features.shape)} on a grid {grid}; "
+        "expected (B, H, W) in pixels, at least as fine as the grid, or (B, P) in patches"
+    )
+
+
 def _training_patches(usable: Tensor, split: Split, most: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw patches of the training pictures under a mask (B, P): their pictures and places."""
+    """Sample patches of the training images under a mask (B, P): their images and places."""
     check_count(most, "max_patches")
-    pictures = split.train.to(usable.device)
-    found = pick(usable[pictures].nonzero(), most, seed)
+    images = split.train.to(usable.device)
+    found = subsample(usable[images].nonzero(), most, seed)
     if not len(found):
-        raise UnsupportedInput("no patch of the training pictures has a value to learn from; check masks and split")
-    return pictures[found[:, 0]], found[:, 1]
+        raise UnsupportedInput("no patch of the training images has a value to learn from; check maps and split")
+    return images[found[:, 0]], found[:, 1]
+
+
+def _score_maps(
+    model: LinearMap, features: Tensor, images: Tensor, grid: tuple[int, int], size: tuple[int, int] | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield indices (b,) and score maps (b, K, H, W) of a few images at a time; (b, K, P) without a size."""
+    height, width = grid if size is None else size
+    for part in chunks(len(images), max(len(model.bias) * height * width, features[0].numel())):
+        chosen = images[part].to(features.device)
+        scores = model.scores(features[chosen]).transpose(1, 2)  # (b, K, P)
+        if size is not None:
+            scores = interpolate(scores.unflatten(2, grid), size=size, mode="bilinear", align_corners=False)
+        yield chosen, scores
 
 
 def _count_classes(values: Tensor, classes: int | None, ignore: int | None) -> int:
-    """Give the number of classes; refuse masks with values that are no class."""
+    """Return the number of classes; raise for values that are no class."""
     low, high = int(values.min()), int(values.max())
     count = high + 1 if classes is None else check_count(classes, "classes", least=2)
     if low < 0 or high >= count:
@@ -275,16 +311,11 @@ def _count_classes(values: Tensor, classes: int | None, ignore: int | None) -> i
 
 
 def _marginals(confusion: Tensor) -> Tensor:
-    """Give what mIoU needs of a confusion matrix (C, C): pixels (3C,) rightly named, predicted, and true, by class."""
+    """Return what IoU needs of a confusion matrix (C, C): pixels (3C,) correct, predicted, and true, by class."""
     return torch.cat([confusion.diagonal(), confusion.sum(0), confusion.sum(1)]).double()
 
 
 def _iou(sums: Tensor) -> Tensor:
-    """Intersection over union (R, C) from such sums (R, 3C); NaN for a class that is nowhere."""
+    """Return the intersection over union (R, C) from such sums (R, 3C); NaN for a class that is nowhere."""
     right, predicted, true = sums.chunk(3, dim=1)
     return right / (predicted + true - right)
-
-
-def _mean_iou(sums: Tensor) -> Tensor:
-    """Give the mean (R,) over the classes that are somewhere."""
-    return _iou(sums).nanmean(1)

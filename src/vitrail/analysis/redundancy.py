@@ -1,7 +1,7 @@
-"""Where outlier patches sit: in redundant places, near the border, in the background?
+"""Redundancy of outlier patches: are they similar to their neighbors, near the border, in the background?
 
-Artifact tokens are said to take the places of patches that say nothing new: very similar to their neighbours right
-after the patch embedding. The comparison here is between outlier and normal patches of the same pictures.
+Artifact tokens are said to replace patches that are very similar to their neighbors right after the patch embedding.
+Outlier patches are compared with normal patches of the same images.
 """
 
 from __future__ import annotations
@@ -13,33 +13,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.analysis.features import check_patches, steps, working
-from vitrail.analysis.probes.inputs import Grid, check_finite, whole_grid
+from vitrail.analysis._inputs import (
+    Grid,
+    as_grid,
+    as_mask,
+    as_patches,
+    at_least_float32,
+    check_count,
+    check_finite,
+    chunks,
+)
+from vitrail.analysis._pooling import patch_means
 from vitrail.analysis.result import Result
 from vitrail.analysis.statistics import bootstrap, ratio
 from vitrail.data.sample import UNKNOWN
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.errors import UnsupportedInput
 
 BINS = 512
-"""Values are sorted into so many bins of equal count for the intervals of the AUC; the AUC itself is exact."""
+"""Bins of equal count for the intervals of the AUC; the AUC itself is exact."""
 
 
 @torch.no_grad()
-def neighbour_similarity(embedding: Tensor, grid: Grid) -> Tensor:
-    """Give each patch's mean cosine with its neighbours above, below, left and right: (B, P, D) becomes (B, P).
+def neighbor_similarity(embedding: Tensor, grid: Grid) -> Tensor:
+    """Return each patch's mean cosine with its neighbors above, below, left and right: (B, P, D) to (B, P).
 
-    The embedding is the one right after the patch embedding, before positions are added. Patches at the border
-    have three neighbours, in corners two; frames of a video are not neighbours. Two patches of zeros are the same
-    patch, so their similarity is 1; a patch of zeros and another have 0.
+    Use the patch embedding before positions are added. Patches at the border have three neighbors, in corners two;
+    frames of a video are not neighbors. Two patches of zeros have similarity 1; a patch of zeros and another, 0.
     """
-    time, height, width = check_patches(embedding, grid, "patch embeddings")
+    embedding, (time, height, width) = as_patches(embedding, grid, "patch embeddings")
     if height * width < 2:
-        raise UnsupportedInput(f"a grid of {grid} has no neighbours; use larger pictures")
+        raise UnsupportedInput(f"a grid of {grid} has no neighbors; use larger images")
     similarity = torch.empty(
         embedding.shape[:2], dtype=torch.promote_types(embedding.dtype, torch.float32), device=embedding.device
     )
-    for part in steps(len(embedding), 3 * embedding[0].numel()):
-        x = F.normalize(working(embedding[part]), dim=-1).reshape(-1, height, width, embedding.shape[2])
+    for part in chunks(len(embedding), 3 * embedding[0].numel()):
+        x = F.normalize(at_least_float32(embedding[part]), dim=-1).reshape(-1, height, width, embedding.shape[2])
         total, count = x.new_zeros(x.shape[:3]), x.new_zeros(height, width)
         for axis, size in ((1, height), (2, width)):
             first, second = x.narrow(axis, 0, size - 1), x.narrow(axis, 1, size - 1)
@@ -53,12 +61,12 @@ def neighbour_similarity(embedding: Tensor, grid: Grid) -> Tensor:
 
 
 def border_distance(grid: Grid) -> Tensor:
-    """Give each patch's distance from the nearest edge of the picture, in patches; 0 at the border: (P,).
+    """Return each patch's distance from the nearest edge of the image, in patches; 0 at the border: (P,).
 
     >>> border_distance((3, 4)).tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
-    time, height, width = whole_grid(grid)
+    time, height, width = as_grid(grid)
     row, column = torch.arange(height), torch.arange(width)
     row, column = torch.minimum(row, height - 1 - row), torch.minimum(column, width - 1 - column)
     return torch.minimum(row[:, None], column[None]).flatten().repeat(time).float()
@@ -66,33 +74,31 @@ def border_distance(grid: Grid) -> Tensor:
 
 @torch.no_grad()
 def pool_mask(mask: Tensor, grid: Grid) -> Tensor:
-    """Give the share of foreground pixels in each patch: a pixel mask (B, H, W), 0 to 1, becomes (B, P).
+    """Return the foreground share of each patch: a pixel mask (B, H, W), 0 to 1, to (B, P).
 
-    The mask is that of the pictures as the model sees them, so that H and W are whole numbers of patches. Pixels
-    that are not a number are unknown: a patch takes the share of those that are known, and is itself not a number
-    where none is.
+    The mask belongs to the images as the model sees them, so that H and W are whole numbers of patches. NaN pixels
+    are unknown: a patch takes the share of its known pixels, and is NaN without any.
     """
-    time, height, width = whole_grid(grid)
+    time, height, width = as_grid(grid)
     if mask.ndim != 3 or time > 1 or mask.shape[1] % height or mask.shape[2] % width or 0 in mask.shape:
         raise UnsupportedInput(
-            f"the mask must be (pictures, height, width) with whole patches of a grid of {grid}; "
-            f"got {tuple(mask.shape)}; resize or pad it as the picture was"
+            f"the mask has shape {tuple(mask.shape)}; expected (images, height, width) with whole patches of a grid of "
+            f"{grid}: resize or pad it like the image"
         )
-    x = mask.detach().to(torch.promote_types(mask.dtype, torch.float32))
+    x = at_least_float32(mask)
     if (x < 0).any() or (x > 1).any():
-        raise UnsupportedInput(f"a mask has values between 0 and 1; got {x.min().item():g} to {x.max().item():g}")
-    cells = x.reshape(len(x), height, x.shape[1] // height, width, x.shape[2] // width)
-    return cells.transpose(2, 3).flatten(3).nanmean(-1).flatten(1)
+        raise UnsupportedInput(f"mask values must be between 0 and 1; got {x.min().item():g} to {x.max().item():g}")
+    return patch_means(x, (height, width), ~x.isnan()).to(x.dtype)
 
 
 def object_share(masks: Tensor, grid: Grid) -> Tensor:
-    """Do the same for masks as pictures have them: 1 is the object, 255 is unknown, all else is background."""
+    """Return the object share of each patch, for masks with 1 for the object and 255 for unknown; see pool_mask."""
     return pool_mask(torch.where(masks == UNKNOWN, torch.nan, (masks == 1).float()), grid)
 
 
 @dataclass(frozen=True)
 class Mean(Result):
-    """A mean over patches; ``low`` and ``high`` are None where fewer than two pictures have such patches."""
+    """A mean over patches; ``low`` and ``high`` are None if fewer than two images have such patches."""
 
     mean: float
     low: float | None
@@ -103,13 +109,13 @@ class Mean(Result):
 
 @dataclass(frozen=True)
 class Contrast(Result):
-    """One quantity for outlier and normal patches; what does not exist is None.
+    """One quantity for outlier and normal patches; None for what does not exist.
 
     Attributes:
         outlier: mean over outlier patches.
         normal: mean over all others.
-        auc: chance that an outlier patch has a larger value than a normal one, ties counted half. 0.5 says that
-            the quantity does not tell them apart, 1 that every outlier is above every normal patch, 0 below.
+        auc: probability that an outlier patch has a larger value than a normal one, ties counted half. 0.5 means that
+            the quantity does not separate them, 1 that every outlier is above every normal patch, 0 below.
         auc_low, auc_high: ends of its interval.
     """
 
@@ -122,11 +128,11 @@ class Contrast(Result):
 
 @dataclass(frozen=True)
 class Redundancy(Result):
-    """Outlier patches beside normal ones: how redundant, how far from the border, how much foreground.
+    """Outlier and normal patches: similarity to neighbors, distance from the border, share of foreground.
 
-    All intervals, at 95 %, come from drawing whole pictures again (bootstrap), since patches of one picture are
-    alike. They are somewhat narrow for few pictures: on planted data they held the truth in 93 to 96 % of trials
-    with 100 pictures or more, in 89 to 94 % with 30, in 87 to 90 % with 10.
+    All intervals are at 95 %, by bootstrap over images, since patches of one image are alike. They are somewhat
+    narrow for few images: on planted data they held the truth in 93 to 96 % of trials with 100 images or more, in 89
+    to 94 % with 30, in 87 to 90 % with 10.
     """
 
     pictures: int
@@ -147,29 +153,24 @@ def redundancy(
     draws: int = 1000,
     seed: int = 0,
 ) -> Redundancy:
-    """Compare outlier patches (B, P) bool with the others.
+    """Compare outlier patches with the others.
 
     Args:
-        similarity: (B, P) from :func:`neighbour_similarity`.
-        outliers: (B, P) which patches are outliers.
-        grid: of the patches.
-        masks: (B, P) foreground share of each patch, from :func:`pool_mask`; not a number where it is not known.
-        draws: how often pictures are drawn again for the intervals.
-        seed: of the draws.
+        similarity: (B, P) from :func:`neighbor_similarity`.
+        outliers: (B, P) bool mask of the outlier patches.
+        grid: grid of the patches.
+        masks: (B, P) foreground share of each patch, from :func:`pool_mask`; NaN where unknown.
+        draws: number of bootstrap draws.
+        seed: seed of the draws.
     """
-    patches = prod(whole_grid(grid))
     shape = tuple(similarity.shape)
-    if similarity.ndim != 2 or shape[1] != patches or tuple(outliers.shape) != shape or outliers.dtype != torch.bool:
-        raise UnsupportedInput(
-            f"similarity and outliers (booleans) must both be (pictures, {patches}) for a grid of {grid}; "
-            f"got {shape} and {outliers.dtype} {tuple(outliers.shape)}"
-        )
+    if similarity.ndim != 2 or shape[1] != prod(as_grid(grid)):
+        raise UnsupportedInput(f"similarity has shape {shape}; expected (images, {prod(grid)}) for a grid of {grid}")
     if masks is not None and tuple(masks.shape) != shape:
-        raise UnsupportedInput(f"masks must be {shape}, one number a patch; got {tuple(masks.shape)}; see pool_mask")
-    if draws < 1:
-        raise InvalidOption(f"draws must be 1 or more; got {draws}")
+        raise UnsupportedInput(f"masks have shape {tuple(masks.shape)}; expected {shape}: see pool_mask")
+    check_count(draws, "draws")
     check_finite(similarity, "similarities")
-    chosen = outliers.cpu()
+    chosen = as_mask(outliers, similarity).cpu()
 
     def compare(values: Tensor) -> Contrast:
         return _contrast(values.detach().cpu().double(), chosen, draws, seed)
@@ -196,13 +197,26 @@ def _contrast(values: Tensor, outliers: Tensor, draws: int, seed: int) -> Contra
         ordered = values[known].sort().values
         places = torch.linspace(0, len(ordered) - 1, BINS + 1, dtype=torch.float64)[1:-1].long()
         edges = torch.tensor(sorted(set(ordered[places].tolist())), dtype=torch.float64)
-        counts = torch.cat([_histogram(values, kind, edges) for kind in kinds], 1)
+        counts = torch.cat([_count_by_bin(values, kind, edges) for kind in kinds], 1)
         low, high = bootstrap(counts, _binned_auc, resamples=draws, seed=seed) or (None, None)
     return Contrast(outlier, normal, exact, low, high)
 
 
+def _mean(values: Tensor, kind: Tensor, draws: int, seed: int) -> Mean | None:
+    count = kind.sum(1)
+    images = int((count > 0).sum())
+    if not images:
+        return None
+    total = torch.where(kind, values, 0.0).sum(1)
+    low = high = None
+    if images > 1:
+        sums = torch.stack([total, count.double()], 1)
+        low, high = bootstrap(sums, ratio(0, 1), resamples=draws, seed=seed) or (None, None)
+    return Mean(float(total.sum() / count.sum()), low, high, int(count.sum()), images)
+
+
 def auc(above: Tensor, below: Tensor) -> float:
-    """Give the chance that a value of the first kind (n,) is larger than one of the second (m,), ties counted half.
+    """Return the probability that a value of the first kind (n,) exceeds one of the second (m,), ties counted half.
 
     >>> auc(torch.tensor([2.0, 3.0]), torch.tensor([1.0, 2.0]))
     0.875
@@ -212,28 +226,15 @@ def auc(above: Tensor, below: Tensor) -> float:
     return int((smaller + not_larger).sum()) / (2 * len(above) * len(below))
 
 
-def _mean(values: Tensor, kind: Tensor, draws: int, seed: int) -> Mean | None:
-    count = kind.sum(1)
-    pictures = int((count > 0).sum())
-    if not pictures:
-        return None
-    total = torch.where(kind, values, 0.0).sum(1)
-    low = high = None
-    if pictures > 1:
-        sums = torch.stack([total, count.double()], 1)
-        low, high = bootstrap(sums, ratio(0, 1), resamples=draws, seed=seed) or (None, None)
-    return Mean(float(total.sum() / count.sum()), low, high, int(count.sum()), pictures)
-
-
-def _histogram(values: Tensor, kind: Tensor, edges: Tensor) -> Tensor:
-    """Count each picture's values of a kind by bin: (B, P) gives (B, bins)."""
+def _count_by_bin(values: Tensor, kind: Tensor, edges: Tensor) -> Tensor:
+    """Count each image's values of a kind by bin: (B, P) to (B, bins)."""
     bins = len(edges) + 1
     place = torch.searchsorted(edges, values.contiguous()) + bins * torch.arange(len(values))[:, None]
     return place[kind].bincount(minlength=bins * len(values)).reshape(len(values), bins).double()
 
 
 def _binned_auc(counts: Tensor) -> Tensor:
-    """Give the AUC from counts (R, 2·bins) of outlier and normal values by bin, those of one bin being ties."""
+    """Return the AUC from counts (R, 2·bins) of outlier and normal values; values of one bin are ties."""
     above, below = counts.chunk(2, 1)
     pairs = above.sum(1) * below.sum(1)
     return (above * (below.cumsum(1) - below / 2)).sum(1) / pairs

@@ -1,4 +1,4 @@
-"""What every result of an analysis can do: become plain values that JSON takes."""
+"""Base class of analysis results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class Result:
-    """Mixin of frozen dataclasses: results that can be written down.
+    """Mixin for frozen dataclasses that convert to JSON.
 
-    A field whose metadata says ``{"json": False}`` is left out: maps that are large and can be computed again.
+    Fields with the metadata ``{"json": False}`` are left out: large maps that can be computed again.
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the fields as plain values: tensors and arrays as lists, numbers that are not finite as None."""
+        """Return the fields as JSON values; see :func:`plain`."""
         assert is_dataclass(self)
         return {
             field.name: plain(getattr(self, field.name)) for field in fields(self) if field.metadata.get("json", True)
@@ -26,7 +26,7 @@ class Result:
 
 
 def plain(value: Any) -> Any:
-    """Make a value fit for JSON."""
+    """Convert a value to JSON types: tensors and arrays to lists, non-finite numbers to None."""
     if isinstance(value, Result):
         return value.to_dict()
     if isinstance(value, Tensor):

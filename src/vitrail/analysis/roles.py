@@ -1,11 +1,13 @@
-"""Do the special tokens of a model differ? Redundancy and specialisation of class, distillation, register, task tokens.
+"""Redundancy and specialization of special tokens: class, distillation, register and task tokens.
 
-Tokens may become copies of each other. Four places show it: their parameters, the tokens in each layer, what heads make
-of them, and the patches they look at. Pairs that are as good as equal have collapsed. See ``docs/tokens.md``.
+Tokens may become copies of each other. Four measures show it: cosines of their parameters, cosines of the tokens in
+each layer, disagreement of their heads, and overlap of their attention. Pairs that are nearly equal have collapsed.
+See ``docs/tokens.md``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters import find
+from vitrail.analysis._inputs import check_finite
+from vitrail.analysis._role_recording import record_roles
 from vitrail.analysis.attention import Overlap, Spread, overlap, spread, token_maps
-from vitrail.analysis.probes.inputs import check_finite
 from vitrail.analysis.result import Result
-from vitrail.analysis.role_inputs import role_inputs
 from vitrail.errors import UnsupportedInput
 from vitrail.runtime.layout import token_values
 from vitrail.tokens import TokenLayout, TokenSpan, token_names
@@ -27,15 +29,15 @@ from vitrail.tokens import TokenLayout, TokenSpan, token_names
 
 @dataclass(frozen=True)
 class Thresholds(Result):
-    """From where on two tokens count as one: two class tokens trained with one loss reached a cosine of 0.999 (DeiT).
+    """Limits for collapsed pairs. Two class tokens trained with one loss reached a cosine of 0.999 (DeiT).
 
     Attributes:
-        parameters: cosine of token parameters, at least.
-        tokens: cosine of tokens in the last layer, at least; 0.93 is normal there (DeiT's class and distillation).
-        attention: cosine of attention maps, at least.
-        even: share of the patches from which on a map does not count, since all even maps are alike.
-        divergence: Jensen–Shannon divergence of heads in bits, at most; and then also
-        disagreement: share of pictures with another answer, at most.
+        parameters: least cosine of token parameters.
+        tokens: least cosine of tokens in the last layer; 0.93 is normal there (DeiT's class and distillation).
+        attention: least cosine of attention maps.
+        even: maps that cover more than this share of the patches are ignored, since all uniform maps are alike.
+        divergence: largest Jensen–Shannon divergence of heads in bits, together with
+        disagreement: largest share of images with different predictions.
     """
 
     parameters: float = 0.99
@@ -46,20 +48,21 @@ class Thresholds(Result):
     disagreement: float = 0.01
 
 
-STATED = Thresholds()
+DEFAULT_THRESHOLDS = Thresholds()
 
 
 @dataclass(frozen=True, eq=False)
 class Cosines(Result):
-    """How alike tokens are in each layer.
+    """Cosines between tokens in each layer.
 
     Attributes:
-        tokens: what the rows and columns are: ``class``, ``register 1``, ``colour``.
-        matrix: (L, S, S) mean over pictures of the cosine between two tokens.
-        centred: (L, S, S) the same after each token's mean over the pictures is taken away: whether two tokens say the
-            same *about pictures*, however their constant parts differ. None for a single picture.
-        within: by role, (L,) the mean over all pairs of its tokens; roles with two tokens or more.
-        between: by two roles, (L,) the mean over all pairs of a token of the one and a token of the other.
+        tokens: names of the rows and columns: ``class``, ``register 1``, ``color``.
+        layers: indices of the L layers.
+        matrix: (L, S, S) mean over images of the cosine between two tokens.
+        centred: (L, S, S) the same after subtracting each token's mean over the images: whether two tokens hold the
+            same *about images*, even if their constant parts differ. None for a single image.
+        within: by role, (L,) mean over all pairs of its tokens; roles with two or more tokens.
+        between: by pair of roles, (L,) mean over all pairs with one token of each.
     """
 
     tokens: tuple[str, ...]
@@ -72,7 +75,7 @@ class Cosines(Result):
 
 @dataclass(frozen=True, eq=False)
 class ParameterCosines(Result):
-    """How alike the learned tokens are, without position: (S, S). Directions of tokens near zero mean nothing."""
+    """Cosines between learned tokens, without position: (S, S). Directions of tokens near zero mean nothing."""
 
     tokens: tuple[str, ...]
     matrix: Tensor
@@ -80,11 +83,12 @@ class ParameterCosines(Result):
 
 @dataclass(frozen=True, eq=False)
 class Disagreement(Result):
-    """How often ``heads``, which are the rows and columns, disagree: (H, H) each.
+    """Disagreement of heads: (H, H) each.
 
     Attributes:
-        argmax: share of pictures for which two heads name different classes.
-        divergence: Jensen–Shannon of their softmaxes, in bits, as mean over pictures: 0 for the same, 1 at most.
+        heads: names of the rows and columns.
+        argmax: share of images for which two heads predict different classes.
+        divergence: mean over images of the Jensen–Shannon divergence of their softmax, in bits: 0 for equal, at most 1.
     """
 
     heads: tuple[str, ...]
@@ -93,8 +97,8 @@ class Disagreement(Result):
 
 
 @dataclass(frozen=True)
-class Looks(Result):
-    """Where tokens look in one layer: how alike their maps are, and how wide each is."""
+class TokenAttention(Result):
+    """Attention of tokens to patches in one layer: overlap between tokens, and spread of each."""
 
     tokens: tuple[str, ...]
     overlap: Overlap
@@ -103,7 +107,7 @@ class Looks(Result):
 
 @dataclass(frozen=True)
 class Collapse(Result):
-    """Two tokens that are as good as one: in what, which, how alike, and from where on that counts."""
+    """A pair of tokens that are nearly equal: in which measure, how similar, and the threshold."""
 
     where: str
     first: str
@@ -114,13 +118,13 @@ class Collapse(Result):
 
 @dataclass(frozen=True)
 class Roles(Result):
-    """All measures of one model on some pictures; what it does not have is None or empty, and ``notes`` may say why."""
+    """All measures of one model on some images; None or empty for what it does not have, explained by ``notes``."""
 
     pictures: int
     cosines: Cosines
     parameters: ParameterCosines | None
     heads: Disagreement | None
-    attention: dict[int, Looks]
+    attention: dict[int, TokenAttention]
     thresholds: Thresholds
     collapsed: tuple[Collapse, ...]
     notes: tuple[str, ...] = ()
@@ -128,7 +132,7 @@ class Roles(Result):
 
 @torch.no_grad()
 def cosine_matrix(x: Tensor) -> Tensor:
-    """Give the cosines (..., S, S) between S vectors (..., S, D). Two vectors of zeros are the same: 1."""
+    """Return the cosines (..., S, S) between S vectors (..., S, D); 1 for two vectors of zeros."""
     unit = F.normalize(x.detach().double(), dim=-1)
     zero = (unit == 0).all(-1)
     cosine = (unit @ unit.transpose(-1, -2)).clamp(-1, 1)
@@ -137,11 +141,11 @@ def cosine_matrix(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_cosines(tokens: Tensor, layout: TokenLayout, layers: Sequence[int] | None = None) -> Cosines:
-    """Compare special tokens (L, B, S, D), in the order of the layout, with each other in each layer."""
+    """Return the cosines between special tokens (L, B, S, D), in the order of the layout, in each layer."""
     if tokens.ndim != 4 or tokens.shape[2] != layout.num_special or 0 in tokens.shape:
         raise UnsupportedInput(
-            f"special tokens are (layers, pictures, {layout.num_special} tokens, channels) for {layout.special}; "
-            f"got {tuple(tokens.shape)}"
+            f"special tokens have shape {tuple(tokens.shape)}; "
+            f"expected (layers, images, {layout.num_special} tokens, channels) for {layout.special}"
         )
     check_finite(tokens.transpose(0, 1), "special tokens")
     matrix = torch.stack([cosine_matrix(x).mean(0) for x in tokens]).cpu()
@@ -161,34 +165,34 @@ def token_cosines(tokens: Tensor, layout: TokenLayout, layers: Sequence[int] | N
 
 @torch.no_grad()
 def disagreement(logits: Mapping[str, Tensor]) -> Disagreement:
-    """Compare heads by their logits (or log-probabilities) (B, C) for the same pictures and the same classes."""
+    """Compare heads by their logits (or log-probabilities) (B, C) for the same images and classes."""
     shapes = {name: tuple(value.shape) for name, value in logits.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 2 or 0 in shape for shape in shapes.values()):
-        raise UnsupportedInput(
-            f"heads are compared by logits (pictures, classes) of the same pictures and classes; got {shapes or 'none'}"
-        )
+        raise UnsupportedInput(f"heads are compared by logits (images, classes) of one shape; got {shapes or 'none'}")
     x = torch.stack([value.detach().double() for value in logits.values()])
     check_finite(x.transpose(0, 1), "logits")
     log_p = x.log_softmax(-1)
-    answer = x.argmax(-1)
-    differs = (answer.unsqueeze(0) != answer.unsqueeze(1)).double().mean(-1)
+    predicted = x.argmax(-1)
+    differs = (predicted.unsqueeze(0) != predicted.unsqueeze(1)).double().mean(-1)
     bits = torch.zeros_like(differs)
     for one, other in combinations(range(len(x)), 2):
-        middle = torch.logaddexp(log_p[one], log_p[other]) - torch.log(x.new_tensor(2.0))
+        middle = torch.logaddexp(log_p[one], log_p[other]) - math.log(2)
         parts = [(log_p[head].exp() * (log_p[head] - middle)).sum(-1) for head in (one, other)]
-        bits[one, other] = bits[other, one] = ((parts[0] + parts[1]) / 2).mean() / torch.log(x.new_tensor(2.0))
+        bits[one, other] = bits[other, one] = ((parts[0] + parts[1]) / 2).mean() / math.log(2)
     return Disagreement(tuple(logits), differs.cpu(), bits.clamp(0, 1).cpu())
 
 
 @torch.no_grad()
-def looks(attention: Tensor, layout: TokenLayout, tokens: Iterable[TokenSpan] | None = None) -> Looks:
-    """Compare where tokens look, by their attention rows (B, H, Q, N) in one layer; by default all special ones."""
+def token_attention(
+    attention: Tensor, layout: TokenLayout, tokens: Iterable[TokenSpan] | None = None
+) -> TokenAttention:
+    """Compare the attention rows (B, H, Q, N) of tokens in one layer; by default of all special tokens."""
     maps = token_maps(attention, layout)
-    return Looks(token_names(layout.special if tokens is None else tokens), overlap(maps), spread(maps))
+    return TokenAttention(token_names(layout.special if tokens is None else tokens), overlap(maps), spread(maps))
 
 
 def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]:
-    """Find the learned vectors (D,) of a model's special tokens by name, on the CPU; those not found are left out."""
+    """Return the learned vectors (D,) of a model's special tokens by name, on the CPU, as far as they are found."""
     values = token_values(find(model))
     found: dict[str, Tensor] = {}
     names = token_names(layout.special)
@@ -200,26 +204,26 @@ def token_parameters(model: nn.Module, layout: TokenLayout) -> dict[str, Tensor]
     return found
 
 
-def collapsed(
+def find_collapsed(
     cosines: Cosines,
     parameters: ParameterCosines | None = None,
     heads: Disagreement | None = None,
-    attention: Mapping[int, Looks] | None = None,
-    thresholds: Thresholds = STATED,
+    attention: Mapping[int, TokenAttention] | None = None,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> tuple[Collapse, ...]:
-    """Name the pairs that are as good as one: of tokens and attention, in the last layer that was looked into."""
-    alike = cosines.matrix[-1]
-    found = _pairs("tokens", cosines.tokens, alike, alike >= thresholds.tokens, thresholds.tokens)
+    """Return the pairs that are nearly equal; tokens and attention are compared in their last layer."""
+    cosine = cosines.matrix[-1]
+    found = _pairs("tokens", cosines.tokens, cosine, cosine >= thresholds.tokens, thresholds.tokens)
     if parameters is not None:
-        alike = parameters.matrix
-        found += _pairs("parameters", parameters.tokens, alike, alike >= thresholds.parameters, thresholds.parameters)
+        cosine = parameters.matrix
+        found += _pairs("parameters", parameters.tokens, cosine, cosine >= thresholds.parameters, thresholds.parameters)
     if heads is not None:
         same = (heads.divergence <= thresholds.divergence) & (heads.argmax <= thresholds.disagreement)
         found += _pairs("heads", heads.heads, heads.divergence, same, thresholds.divergence)
     if attention:
         last = attention[max(attention)]
-        chosen = last.spread.effective <= thresholds.even * last.spread.patches
-        same = (last.overlap.cosine >= thresholds.attention) & chosen & chosen[:, None]
+        narrow = last.spread.effective <= thresholds.even * last.spread.patches
+        same = (last.overlap.cosine >= thresholds.attention) & narrow & narrow[:, None]
         found += _pairs("attention", last.tokens, last.overlap.cosine, same, thresholds.attention)
     return tuple(found)
 
@@ -231,31 +235,31 @@ def measure_roles(
     attention_layers: Sequence[int] = (-1,),
     batch_size: int | None = None,
     call: Mapping[str, Any] | None = None,
-    thresholds: Thresholds = STATED,
+    thresholds: Thresholds = DEFAULT_THRESHOLDS,
 ) -> Roles:
-    """Run any supported model on pictures and measure how far its special tokens differ.
+    """Run any supported model on images and measure how far its special tokens differ.
 
-    Heads are compared where several answer for the same classes (see :func:`vitrail.heads.listen`), those of tokens
-    that were added among them. Tokens are compared in the layers that have all of them; layers of a class-attention
-    stage count on from the blocks.
+    Heads are compared if several predict the same classes (see :func:`vitrail.heads.listen`), including those of
+    added tokens. Tokens are compared in the layers that have all of them; layers of a class-attention stage are
+    numbered after the blocks.
 
     Args:
-        model: the model; it may be merged, or have tokens added to it, and is not changed.
-        images: prepared pictures (B, C, H, W), videos (B, C, T, H, W), or batches of them, all of one size.
+        model: the model; it may be merged or have added tokens, and is not changed.
+        images: preprocessed images (B, C, H, W), videos (B, C, T, H, W), or batches of them, all of one size.
         attention_layers: layers whose attention is compared, negative numbers counted from the end; () for none.
-            Where weights may be negative, as heads that talk have them, none is compared, and ``notes`` says so.
+            Attention of talking heads may be negative and is not compared; ``notes`` says so.
         batch_size, call: as for :func:`vitrail.record`.
-        thresholds: what counts as collapsed.
+        thresholds: limits for collapsed pairs.
     """
-    seen = role_inputs(model, images, attention_layers, batch_size, call)
+    seen = record_roles(model, images, attention_layers, batch_size, call)
     cosines = token_cosines(torch.stack([*seen.tokens.values()]), seen.layout, tuple(seen.tokens))
     vectors = token_parameters(model, seen.layout)
     parameters = ParameterCosines(tuple(vectors), cosine_matrix(torch.stack([*vectors.values()]))) if vectors else None
-    heads = disagreement(seen.answers) if len(seen.answers) > 1 else None
-    attention = {layer: looks(*found) for layer, found in seen.attention.items()}
-    pairs = collapsed(cosines, parameters, heads, attention, thresholds)
-    pictures = len(next(iter(seen.tokens.values())))
-    return Roles(pictures, cosines, parameters, heads, attention, thresholds, pairs, seen.notes)
+    heads = disagreement(seen.logits) if len(seen.logits) > 1 else None
+    attention = {layer: token_attention(*found) for layer, found in seen.attention.items()}
+    pairs = find_collapsed(cosines, parameters, heads, attention, thresholds)
+    count = len(next(iter(seen.tokens.values())))
+    return Roles(count, cosines, parameters, heads, attention, thresholds, pairs, seen.notes)
 
 
 def _pairs(where: str, names: Sequence[str], values: Tensor, chosen: Tensor, limit: float) -> list[Collapse]:

@@ -1,8 +1,7 @@
-"""Splits of pictures, and how sure a number is that was measured on some of them.
+"""Splits of images, and confidence intervals over images.
 
-The unit of everything here is the picture. Tokens of one picture resemble each other: if some of them trained a
-probe and others tested it, or if each counted as an independent trial, the results would look better and surer
-than they are.
+The unit is always the image. Tokens of one image resemble each other: if some of them trained a probe and others
+tested it, or if each counted as an independent trial, results would look better and more certain than they are.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from statistics import NormalDist, fmean, stdev
 import torch
 from torch import Tensor
 
-from vitrail.analysis.probes.inputs import Array, check_count, check_share
+from vitrail.analysis._inputs import Array, check_count, check_share
 from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -24,7 +23,7 @@ LEVEL = 0.95
 
 Interval = tuple[float, float]
 Statistic = Callable[[Tensor], Tensor]
-"""From sums over pictures (R, K) to one number per row (R,)."""
+"""From sums over images (R, K) to one number per row (R,)."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,8 @@ class Estimate(Result):
     Attributes:
         mean: mean over seeds.
         sd: standard deviation over seeds; None with one seed.
-        low: lower end of the 95 % confidence interval for other pictures of the same kind; None where there are
-            too few pictures for one.
-        high: its upper end.
+        low: lower end of the 95 % confidence interval over images; None if there are too few images.
+        high: upper end.
     """
 
     mean: float
@@ -46,14 +44,14 @@ class Estimate(Result):
 
     @classmethod
     def of(cls, values: Sequence[float], interval: Interval | None) -> Estimate:
-        """Sum up one value per seed, with an interval that was computed over pictures."""
+        """Summarize one value per seed, with an interval over images."""
         low, high = interval if interval is not None else (None, None)
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, low, high)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which pictures train and which test, as indices; masks and lists are taken, too.
+    """Indices of training and test images; masks and lists are converted.
 
     >>> Split([True, True, False], [False, False, True]).test
     tensor([2])
@@ -68,25 +66,25 @@ class Split:
             if part.dtype == torch.bool:
                 part = part.nonzero()[:, 0]
             if part.ndim != 1 or not len(part) or part.is_floating_point() or int(part.min()) < 0:
-                raise InvalidOption(f"{name} lists the pictures of that part by index, one or more; got {given!r}")
+                raise InvalidOption(f"{name} must be image indices or a mask, not empty; got {given!r}")
             object.__setattr__(self, name, part.long())
         twice = len(self.train) + len(self.test) - len(torch.cat([self.train, self.test]).unique())
         if twice:
-            raise InvalidOption(f"{twice} pictures of the split are named twice; each trains or tests, once")
+            raise InvalidOption(f"{twice} images are in the split twice; expected each in train or test, once")
 
     def check(self, count: int) -> None:
-        """Refuse a split that names pictures which are not there."""
+        """Raise if an index is out of range for ``count`` images."""
         last = max(int(self.train.max()), int(self.test.max()))
         if last >= count:
-            raise InvalidOption(f"the split names picture {last}, but there are {count}, counted from 0")
+            raise InvalidOption(f"the split has index {last}, but there are {count} images, counted from 0")
 
 
-def split_pictures(count: int, *, test_share: float = 0.3, seed: int = 0, labels: Tensor | None = None) -> Split:
-    """Split pictures at random; with labels, each class by itself.
+def split_images(count: int, *, test_share: float = 0.3, seed: int = 0, labels: Tensor | None = None) -> Split:
+    """Split images at random; with labels, each class separately.
 
-    Each class of two pictures or more then has at least one on each side; a class of one picture trains.
+    Each class of two or more images is then in both parts; a class of one image is in the training part.
     """
-    check_count(count, "the number of pictures", least=2)
+    check_count(count, "the number of images", least=2)
     check_share(test_share, "test_share")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     if labels is None:
@@ -101,12 +99,12 @@ def split_pictures(count: int, *, test_share: float = 0.3, seed: int = 0, labels
         test.append(part[:cut])
         train.append(part[cut:])
     if not any(map(len, test)):
-        raise UnsupportedInput(f"no class has two pictures among {count}, so that none can train and test it")
+        raise UnsupportedInput(f"none of the classes of {count} images has two images, one to train and one to test")
     return Split(torch.cat(train).sort().values, torch.cat(test).sort().values)
 
 
 def hold_out(groups: Tensor, *, share: float = 0.2, least: int = 10, seed: int = 0) -> Tensor | None:
-    """Mark the rows (n,) of a random share of the groups; None where there are fewer than ``least`` groups."""
+    """Return a mask (n,) of the rows of a random share of the groups; None for fewer than ``least`` groups."""
     names, group = groups.cpu().unique(return_inverse=True)
     if len(names) < least:
         return None
@@ -116,8 +114,8 @@ def hold_out(groups: Tensor, *, share: float = 0.2, least: int = 10, seed: int =
     return chosen[group]
 
 
-def pick(rows: Tensor, most: int, seed: int) -> Tensor:
-    """Take at most that many rows (n, ...) at random, in their order."""
+def subsample(rows: Tensor, most: int, seed: int) -> Tensor:
+    """Return at most ``most`` random rows (n, ...), in their order."""
     if len(rows) <= most:
         return rows
     chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:most].sort().values
@@ -125,7 +123,7 @@ def pick(rows: Tensor, most: int, seed: int) -> Tensor:
 
 
 def wilson(successes: float, trials: int, level: float = LEVEL) -> Interval | None:
-    """Wilson's interval for a share of independent trials: pictures, not tokens. None without a trial.
+    """Return Wilson's interval for a share of independent trials (images, not tokens); None without a trial.
 
     >>> low, high = wilson(8, 10)
     >>> round(low, 3), round(high, 3)
@@ -136,28 +134,33 @@ def wilson(successes: float, trials: int, level: float = LEVEL) -> Interval | No
     z = NormalDist().inv_cdf(0.5 + level / 2)
     share = successes / trials
     scale = 1 / (1 + z * z / trials)
-    centre = (share + z * z / (2 * trials)) * scale
+    center = (share + z * z / (2 * trials)) * scale
     half = z * scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     # At the ends, rounding must not put the share outside of its own interval.
-    return min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half))
+    return min(share, max(0.0, center - half)), max(share, min(1.0, center + half))
 
 
 def ratio(top: int, bottom: int) -> Statistic:
-    """Give the statistic that divides one column of the sums by another."""
+    """Return the statistic that divides one column of the sums by another."""
     return lambda sums: sums[:, top] / sums[:, bottom]
 
 
 def bootstrap(
     sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed: int = 0, level: float = LEVEL
 ) -> Interval | None:
-    """Percentile interval of a statistic of sums, from pictures drawn with replacement.
+    """Return the percentile interval of a statistic of sums, from images drawn with replacement.
+
+    A draw is a matrix product over per-image sums, which takes far less time than resampling tokens.
 
     Args:
-        sums: (G, K) what each picture adds, such as its errors and its number of tokens.
+        sums: (G, K) what each image adds, such as its errors and its number of tokens.
         statistic: from totals (R, K) to numbers (R,); NaN where a draw allows none.
+        resamples: number of draws.
+        seed: seed of the draws.
+        level: confidence level.
 
     Returns:
-        Both ends, or None for fewer than two pictures.
+        Both ends, or None for fewer than two images.
     """
     count = len(sums)
     if count < 2:

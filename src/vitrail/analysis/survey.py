@@ -1,6 +1,6 @@
-"""When artifacts appear: the same summary over layers, over a list of checkpoints, or over a list of models.
+"""Norms over a list of checkpoints or models: when do artifacts appear?
 
-Models come one at a time and are let go before the next, so a list of checkpoints needs the memory of one.
+Models are loaded one at a time, so a list of checkpoints needs the memory of one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.analysis.norms.distribution import NormAccumulator, Norms
+from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.analysis.result import Result
 from vitrail.data.batches import Feed, open_feed
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
@@ -24,11 +24,11 @@ class Entry(Result):
     """One model of a survey.
 
     Attributes:
-        name: what it is called.
-        parameters: how many it has.
-        depth: how many blocks.
-        norms: its norms, threshold, verdict and onset; None where it could not be looked at.
-        problem: why it could not be; empty otherwise.
+        name: name of the model.
+        parameters: number of parameters.
+        depth: number of blocks.
+        norms: norms, threshold, verdict and onset; None after a failure.
+        problem: the failure; empty otherwise.
     """
 
     name: str
@@ -40,27 +40,28 @@ class Entry(Result):
 
 @dataclass(frozen=True)
 class Survey(Result):
-    """Several models on the same pictures, in the order in which they were given.
+    """Several models on the same images, in the given order.
 
     Attributes:
-        entries: one for each.
-        first: name of the first model from which on all have artifacts; None where the last one has none.
+        entries: one per model.
+        first: name of the first model from which on all have artifacts; None if the last one has none.
     """
 
     entries: tuple[Entry, ...]
     first: str | None
 
     def table(self) -> list[dict[str, Any]]:
-        """Give one flat row for each model: name, parameters, verdict, confidence, threshold, share, onset."""
-        rows = []
-        for entry in self.entries:
-            norms = entry.norms
-            found = {
-                name: None if norms is None else getattr(norms, name)
-                for name in ("verdict", "confidence", "threshold", "outlier_share", "onset")
+        """Return one flat row per model: name, parameters, verdict, confidence, threshold, share, onset, problem."""
+        columns = ("verdict", "confidence", "threshold", "outlier_share", "onset")
+        return [
+            {
+                "name": entry.name,
+                "parameters": entry.parameters,
+                **{name: getattr(entry.norms, name, None) for name in columns},
+                "problem": entry.problem,
             }
-            rows.append({"name": entry.name, "parameters": entry.parameters, **found, "problem": entry.problem})
-        return rows
+            for entry in self.entries
+        ]
 
 
 def survey(
@@ -70,37 +71,37 @@ def survey(
     batch_size: int | None = None,
     progress: Callable[[str, int, int | None], None] | None = None,
 ) -> Survey:
-    """Count the norms of several models on the same pictures.
+    """Analyze the norms of several models on the same images.
+
+    A model that fails is reported in its entry; the others go on.
 
     Args:
         models: models by name, or functions that load them, called one after the other: checkpoints of a training run
             by step, or models by size.
-        data: pictures, as files or prepared; see :data:`~vitrail.surgery.recording.Pictures`. They are walked over once
-            for each model, one batch in memory at a time; files are prepared as each model expects them. An iterator,
-            which can be walked over once, is held in memory as a whole.
-        batch_size: pictures at once, where they do not come in batches.
-        progress: called with a model's name, how many models are done, and how many there are.
+        data: image files or preprocessed tensors; see :data:`~vitrail.surgery.recording.Pictures`. They are read once
+            per model, batch by batch; files are preprocessed as each model expects. An iterator is held in memory.
+        batch_size: images per batch, unless ``data`` comes in batches.
+        progress: called with a model's name, the number of models done, and the number of models.
     """
     if not isinstance(models, Mapping) or not models:
-        raise InvalidOption("models are given by name: {'step 1000': model, 'step 2000': lambda: load(...)}")
+        raise InvalidOption("models must be given by name: {'step 1000': model, 'step 2000': lambda: load(...)}")
     wrong = [name for name, given in models.items() if not callable(given)]
     if wrong:
-        raise InvalidOption(f"a model is one, or a function that loads it; got {models[wrong[0]]!r:.100} as {wrong[0]}")
+        raise InvalidOption(
+            f"expected a model or a function that loads one; got {models[wrong[0]]!r:.100} as {wrong[0]}"
+        )
     feed = open_feed(data, with_labels=False).lasting()
     entries = []
     for done, (name, given) in enumerate(models.items()):
         if progress is not None:
             progress(name, done, len(models))
-        entries.append(_look(name, given, feed, batch_size))
+        entries.append(_analyze(name, given, feed, batch_size))
     if all(entry.norms is None for entry in entries):
-        raise UnsupportedInput(
-            f"none of {len(entries)} models could be looked at; {entries[0].name}: {entries[0].problem}"
-        )
+        raise UnsupportedInput(f"all {len(entries)} models failed; {entries[0].name}: {entries[0].problem}")
     return Survey(tuple(entries), _first(entries))
 
 
-def _look(name: str, given: nn.Module | Callable[[], nn.Module], feed: Feed, batch_size: int | None) -> Entry:
-    """Look at one model; what is wrong with it is written down, and the others go on."""
+def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], feed: Feed, batch_size: int | None) -> Entry:
     parameters = depth = 0
     try:
         model = given if isinstance(given, nn.Module) else given()
@@ -112,7 +113,7 @@ def _look(name: str, given: nn.Module | Callable[[], nn.Module], feed: Feed, bat
             patches = recording.layout.patches
             norms.add(torch.stack([recording.norms[layer][:, patches] for layer in recording.layers]))
         if norms is None:
-            raise UnsupportedInput("there were no pictures")
+            raise UnsupportedInput("there are no images")
         return Entry(name, parameters, depth, norms.result())
     except (VitrailError, AssertionError, RuntimeError, ValueError, OSError) as error:  # timm asserts the size
         return Entry(name, parameters, depth, None, f"{type(error).__name__}: {error}")
@@ -120,9 +121,9 @@ def _look(name: str, given: nn.Module | Callable[[], nn.Module], feed: Feed, bat
 
 def _first(entries: list[Entry]) -> str | None:
     first = None
-    for entry in reversed([entry for entry in entries if entry.norms is not None]):
-        assert entry.norms is not None
-        if entry.norms.verdict != "artifacts":
-            break
-        first = entry.name
+    for entry in reversed(entries):
+        if entry.norms is not None:
+            if entry.norms.verdict != "artifacts":
+                break
+            first = entry.name
     return first

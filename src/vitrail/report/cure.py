@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vitrail.adapters import find
 from vitrail.analysis.attention import token_maps
-from vitrail.analysis.norms.distribution import NormAccumulator
+from vitrail.analysis.norms import NormAccumulator
 from vitrail.errors import UnsupportedInput, VitrailError
 from vitrail.report.again import Again
 from vitrail.report.looking import Picture

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from vitrail.adapters import find
 from vitrail.analysis.features import patch_features
-from vitrail.analysis.norms.distribution import NormAccumulator
-from vitrail.analysis.redundancy import neighbour_similarity, object_share
+from vitrail.analysis.norms import NormAccumulator
+from vitrail.analysis.redundancy import neighbor_similarity, object_share
 from vitrail.data.spec import Preprocessing
 from vitrail.errors import BrokenPass, VitrailError
 from vitrail.runtime.layout import layout_of
@@ -187,7 +187,7 @@ class Looker:
         similarity = torch.full((len(norms), layout.num_patches), math.nan)
         if finite.any() and min(layout.grid[1:]) > 0 and layout.grid[1] * layout.grid[2] > 1:
             here = finite.to(seen.embedding.device)
-            similarity[finite] = neighbour_similarity(seen.embedding[here], layout.grid).float().cpu()
+            similarity[finite] = neighbor_similarity(seen.embedding[here], layout.grid).float().cpu()
         foreground = self._foreground(piece, layout)
         most = self._most(tokens, attention, piece.images, list(objects.values()))
         for row, (index, name) in enumerate(zip(piece.indices, piece.names, strict=True)):

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from vitrail.analysis.norms.distribution import Norms
+from vitrail.analysis.norms import Norms
 from vitrail.analysis.probes.classes import one_token_each
 from vitrail.errors import UnsupportedInput
 from vitrail.report.looking import Evidence, Features, Packed, Picture

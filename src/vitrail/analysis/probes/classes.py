@@ -1,7 +1,7 @@
-"""Global probe: what does one token know about the whole picture?
+"""Class probe: how well does a single token classify the whole image?
 
-Darcet et al. (2024) classify pictures from a single token. Outliers do nearly as well as the class token (79.1 % and
-87.3 % on Aircraft), normal patches far worse (17.1 %); where the model has registers, these take the role.
+In Darcet et al. (2024), outliers do nearly as well as the class token (79.1 % and 87.3 % on Aircraft), normal patches
+far worse (17.1 %); in models with registers, these take the role of the outliers.
 """
 
 from __future__ import annotations
@@ -12,40 +12,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrail.analysis.probes.inputs import Array, as_features, as_labels, as_outliers, check_count, check_share
+from vitrail.analysis._inputs import Array, as_features, as_labels, as_mask, check_count
 from vitrail.analysis.probes.linear import fit_classifier
 from vitrail.analysis.result import Result
-from vitrail.analysis.statistics import Estimate, Split, split_pictures, wilson
+from vitrail.analysis.statistics import Estimate, Split, split_images, wilson
 from vitrail.errors import UnsupportedInput
 from vitrail.tokens import TokenLayout, token_names
 
-LEAST_LABELLED = 50
-"""Pictures with a token of a kind that a number for that kind needs."""
+LEAST_IMAGES = 50
+"""Images with a token of a kind that a score for that kind needs."""
 
 
 @dataclass(frozen=True)
-class OneEach:
-    """One token (M, D) from each picture that has one of a kind, and the indices (M,) of these pictures."""
+class TokenPerImage:
+    """One token (M, D) from each image that has one of a kind, and the indices (M,) of these images."""
 
     tokens: Tensor
-    pictures: Tensor
+    images: Tensor
 
 
-ByKind = Mapping[str, Tensor | OneEach]
+ByKind = Mapping[str, Tensor | TokenPerImage]
 
 
 @dataclass(frozen=True)
 class ClassScore(Result):
-    """How well one token of a kind tells the picture's label.
+    """Score of the class probe for one kind of token.
 
     Attributes:
-        pictures: pictures that have a token of this kind.
-        left_out: pictures that have none.
-        test_pictures: pictures in the smallest test part.
-        accuracy: share of test pictures that are classified rightly; Wilson's interval for one test part.
-        balanced_accuracy: the same for each class by itself, then averaged over classes; has no interval.
-        majority: accuracy of always naming the commonest class of the training part.
-        note: why there is no number, where there is none.
+        pictures: images that have a token of this kind.
+        left_out: images that have none.
+        test_pictures: images in the smallest test part.
+        accuracy: share of test images classified correctly; Wilson's interval for one test part.
+        balanced_accuracy: mean over classes of the accuracy within each class; has no interval.
+        majority: accuracy of always predicting the most common class of the training part.
+        note: why there is no score.
     """
 
     pictures: int
@@ -59,10 +59,10 @@ class ClassScore(Result):
 
 @dataclass(frozen=True)
 class ClassProbe(Result):
-    """Classification from one token, by kind of token.
+    """Classification from a single token, by kind of token.
 
     Attributes:
-        kinds: the scores, in the order that the kinds were given in.
+        kinds: the scores, in the order of the given kinds.
         classes: number of classes.
         seeds: number of splits.
     """
@@ -72,35 +72,32 @@ class ClassProbe(Result):
     seeds: int
 
 
-def one_token_each(tokens: Tensor, layout: TokenLayout, outliers: Tensor, *, seed: int = 0) -> dict[str, OneEach]:
-    """Take one token of each kind from each picture.
+def one_token_each(tokens: Tensor, layout: TokenLayout, outliers: Tensor, *, seed: int = 0) -> dict[str, TokenPerImage]:
+    """Take one token of each kind from each image.
 
     Args:
-        tokens: (B, N, D) special tokens in front, then patches.
-        layout: says which is which.
-        outliers: (B, P) bool: which patches are outliers.
-        seed: of the patches drawn.
+        tokens: (B, N, D) special tokens, then patches.
+        layout: layout of the tokens.
+        outliers: (B, P) bool mask of the outlier patches.
+        seed: seed of the random patches.
 
     Returns:
-        ``"class"``, ``"register 1"``, ``"register 2"``, ... (whatever special tokens there are), then a random
-        ``"normal"`` and a random ``"outlier"`` patch. Pictures that have no such patch are missing there.
+        ``"class"``, ``"register 1"``, ``"register 2"``, ... (all special tokens), then a random ``"normal"`` and a
+        random ``"outlier"`` patch, which some images may not have.
     """
     if tokens.ndim != 3 or tokens.shape[1] != layout.num_tokens:
         raise UnsupportedInput(
-            f"tokens have shape {tuple(tokens.shape)}; expected (B, {layout.num_tokens}, D), as the layout says"
+            f"tokens have shape {tuple(tokens.shape)}; expected (B, {layout.num_tokens}, D) for {layout}"
         )
     patches = tokens[:, layout.patches]
-    outliers = as_outliers(outliers, patches)
-    everyone = torch.arange(len(tokens), device=tokens.device)
-    found = {
-        name: OneEach(tokens[:, index], everyone)
-        for name, index in zip(token_names(layout.special), range(layout.num_special), strict=True)
-    }
+    outliers = as_mask(outliers, patches)
+    every = torch.arange(len(tokens), device=tokens.device)
+    found = {name: TokenPerImage(tokens[:, index], every) for index, name in enumerate(token_names(layout.special))}
     draw = torch.rand(outliers.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
     for name, mask in (("normal", ~outliers), ("outlier", outliers)):
         place = draw.masked_fill(~mask, -1.0).argmax(1)
-        there = mask.any(1).nonzero()[:, 0]
-        found[name] = OneEach(patches[there, place[there]], there)
+        images = mask.any(1).nonzero()[:, 0]
+        found[name] = TokenPerImage(patches[images, place[images]], images)
     return found
 
 
@@ -114,114 +111,110 @@ def probe_classes(
     seeds: int = 3,
     test_share: float = 0.3,
 ) -> ClassProbe:
-    """Classify pictures from one token of a kind, for each kind, by logistic regression.
+    """Classify images from one token of a kind, for each kind, by logistic regression.
 
-    The splits are the same for all kinds, and keep the shares of the classes.
+    Splits are stratified by class, and the same for all kinds.
 
     Args:
-        by_kind: one token from each picture for each kind: a tensor (B, D), or :class:`OneEach` for kinds that some
-            pictures lack. A function of a seed is called for each split, so that the patches drawn differ, too::
+        by_kind: one token per image for each kind: a tensor (B, D), or :class:`TokenPerImage` for kinds that some
+            images lack. A function is called with the seed of each split, to draw other patches::
 
                 probe_classes(lambda seed: one_token_each(tokens, layout, outliers, seed=seed), labels)
 
-        labels: (B,) whole numbers from 0, of two classes or more.
-        common: use only pictures that have all kinds, so that kinds are compared on the same pictures.
-        seed: of the first split; each further split takes the next number.
+        labels: (B,) integers from 0, of two or more classes.
+        common: use only images that have all kinds, so that kinds are compared on the same images.
+        seed: seed of the first split; each further split takes the next one.
         seeds: number of splits.
-        test_share: share of the pictures that test.
+        test_share: share of the test images.
     """
     check_count(seeds, "seeds")
-    check_share(test_share, "test_share")
     truth = as_labels(labels, len(labels)).cpu()
-    hits: dict[str, list[_Outcome]] = {}
-    for index in range(seeds):
-        split = split_pictures(len(truth), test_share=test_share, seed=seed + index, labels=truth)
-        given = by_kind(seed + index) if callable(by_kind) else by_kind
-        kinds = {name: _checked(name, value, len(truth)) for name, value in given.items()}
+    outcomes: dict[str, list[_Outcome]] = {}
+    for number in range(seed, seed + seeds):
+        split = split_images(len(truth), test_share=test_share, seed=number, labels=truth)
+        given = by_kind(number) if callable(by_kind) else by_kind
+        kinds = {name: _as_token_per_image(name, value, len(truth)) for name, value in given.items()}
         if not kinds:
-            raise UnsupportedInput("there are no kinds of tokens to probe; give at least one")
-        shared = _shared(kinds, len(truth)) if common else torch.ones(len(truth), dtype=torch.bool)
+            raise UnsupportedInput("there are no kinds of tokens to probe; expected at least one")
+        used = _have_all(kinds, len(truth)) if common else torch.ones(len(truth), dtype=torch.bool)
         for name, one in kinds.items():
-            hits.setdefault(name, []).append(_classify(one, truth, split, shared, seed + index))
-    scores = {name: _summed_up(name, outcomes, len(truth)) for name, outcomes in hits.items()}
+            outcomes.setdefault(name, []).append(_classify(one, truth, split, used, number))
+    scores = {name: _score(name, found, len(truth)) for name, found in outcomes.items()}
     return ClassProbe(scores, len(truth.unique()), seeds)
+
+
+def classification_scores(found: Tensor, true: Tensor, train: Tensor) -> tuple[float, float, float]:
+    """Return accuracy, balanced accuracy, and the accuracy of always predicting the most common training label."""
+    right = (found == true).double()
+    recalls = [float(right[true == label].mean()) for label in true.unique()]
+    majority = float((true == train.bincount().argmax()).double().mean())
+    return float(right.mean()), sum(recalls) / len(recalls), majority
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One kind in one split."""
+    """One kind in one split; ``scores`` are those of :func:`classification_scores`."""
 
-    pictures: int
+    images: int
     tested: int
-    accuracy: float = 0.0
-    balanced: float = 0.0
-    majority: float = 0.0
+    scores: tuple[float, float, float] = (0.0, 0.0, 0.0)
     note: str | None = None
 
 
-def _classify(one: OneEach, truth: Tensor, split: Split, shared: Tensor, seed: int) -> _Outcome:
-    """Fit on the training pictures that have a token, and test on the others that have one."""
-    pictures = one.pictures.cpu()
+def _classify(one: TokenPerImage, truth: Tensor, split: Split, used: Tensor, seed: int) -> _Outcome:
+    """Fit on the training images that have a token, and test on the test images that have one."""
+    images = one.images.cpu()
     testing = torch.zeros(len(truth), dtype=torch.bool)
     testing[split.test] = True
-    used = shared[pictures]
-    train = (used & ~testing[pictures]).nonzero()[:, 0]
-    test = (used & testing[pictures]).nonzero()[:, 0]
-    count, known = int(used.sum()), truth[pictures[train]]
-    if count < LEAST_LABELLED or not len(test):
-        note = f"only {count} pictures have one; at least {LEAST_LABELLED} are needed for a number"
-        return _Outcome(count, len(test), note=note)
+    train = (used[images] & ~testing[images]).nonzero()[:, 0]
+    test = (used[images] & testing[images]).nonzero()[:, 0]
+    count, known = len(train) + len(test), truth[images[train]]
+    if count < LEAST_IMAGES or not len(test):
+        return _Outcome(count, len(test), note=f"only {count} images have one; at least {LEAST_IMAGES} are needed")
     if len(known.unique()) < 2:
-        note = f"the {len(known)} training pictures that have one are all of one class; two or more are needed"
+        note = f"the {len(known)} training images that have one are all of one class; two or more are needed"
         return _Outcome(count, len(test), note=note)
     device = one.tokens.device
     model = fit_classifier(one.tokens[train.to(device)], known, seed=seed)
-    found, true = model.predict(one.tokens[test.to(device)]).cpu(), truth[pictures[test]]
-    right = (found == true).double()
-    recalls = [float(right[true == label].mean()) for label in true.unique()]
-    majority = float((true == known.bincount().argmax()).double().mean())
-    return _Outcome(count, len(test), float(right.mean()), sum(recalls) / len(recalls), majority)
+    found = model.predict(one.tokens[test.to(device)]).cpu()
+    return _Outcome(count, len(test), classification_scores(found, truth[images[test]], known))
 
 
-def _summed_up(name: str, outcomes: list[_Outcome], total: int) -> ClassScore:
-    """Average over splits. The interval is that of one test part: the splits share their pictures."""
-    pictures, tested = outcomes[0].pictures, min(outcome.tested for outcome in outcomes)
+def _score(name: str, outcomes: list[_Outcome], total: int) -> ClassScore:
+    """Average over splits. The interval is that of one test part, since splits share their images."""
+    images, tested = outcomes[0].images, min(outcome.tested for outcome in outcomes)
     note = next((outcome.note for outcome in outcomes if outcome.note), None)
     if note is not None:
-        return ClassScore(pictures, total - pictures, tested, note=f"{name}: {note}")
-    accuracy = [outcome.accuracy for outcome in outcomes]
+        return ClassScore(images, total - images, tested, note=f"{name}: {note}")
+    accuracy, balanced, majority = zip(*(outcome.scores for outcome in outcomes), strict=True)
     mean = sum(accuracy) / len(accuracy)
     return ClassScore(
-        pictures,
-        total - pictures,
+        images,
+        total - images,
         tested,
         Estimate.of(accuracy, wilson(mean * tested, tested)),
-        Estimate.of([outcome.balanced for outcome in outcomes], None),
-        sum(outcome.majority for outcome in outcomes) / len(outcomes),
+        Estimate.of(balanced, None),
+        sum(majority) / len(majority),
     )
 
 
-def _checked(name: str, value: Tensor | OneEach, count: int) -> OneEach:
-    """Take what was given for a kind, one finite token for each of its pictures."""
-    if isinstance(value, OneEach):
-        if not len(value.pictures):
-            return value
-        one = OneEach(as_features(value.tokens, f"the tokens of kind {name!r}", "M D"), value.pictures)
-        fits = len(one.tokens) == len(one.pictures) == len(one.pictures.unique()) and int(one.pictures.max()) < count
-    else:
-        one = OneEach(as_features(value, f"the tokens of kind {name!r}", "B D"), torch.arange(len(value)))
-        fits = len(one.tokens) == count
-    if not fits:
+def _as_token_per_image(name: str, value: Tensor | TokenPerImage, count: int) -> TokenPerImage:
+    """Check the tokens of one kind: finite, and one for each of its images."""
+    if isinstance(value, TokenPerImage) and not len(value.images):
+        return value
+    one = value if isinstance(value, TokenPerImage) else TokenPerImage(value, torch.arange(count))
+    tokens = as_features(one.tokens, f"the tokens of kind {name!r}", "B D")
+    if len(tokens) != len(one.images) or len(one.images.unique()) != len(tokens) or int(one.images.max()) >= count:
         raise UnsupportedInput(
-            f"the {len(one.tokens)} tokens of kind {name!r} do not belong to the {count} pictures that have labels; "
-            "expected one for each picture, or OneEach(tokens, pictures) with each picture named once"
+            f"got {len(tokens)} tokens of kind {name!r} for {count} labeled images; "
+            "expected one per image, or TokenPerImage(tokens, images) with each image once"
         )
-    return one
+    return TokenPerImage(tokens, one.images)
 
 
-def _shared(kinds: Mapping[str, OneEach], count: int) -> Tensor:
-    """Mark the pictures (B,) that have all kinds."""
+def _have_all(kinds: Mapping[str, TokenPerImage], count: int) -> Tensor:
+    """Return a mask (B,) of the images that have all kinds."""
     times = torch.zeros(count, dtype=torch.long)
     for one in kinds.values():
-        times[one.pictures.cpu()] += 1
+        times[one.images.cpu()] += 1
     return times == len(kinds)

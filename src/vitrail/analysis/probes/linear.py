@@ -1,32 +1,31 @@
-"""The linear solver of every probe: multinomial logistic regression and ridge regression, in torch.
+"""Linear probes: multinomial logistic regression and ridge regression, in torch.
 
-It runs where the features are, in float32 (float64 for float64 features), and gives the same result each time on the
-same device. Features are standardised by the mean and deviation of the training rows. The penalty is chosen on a slice
-of the training pictures that is held out for that, and the model is then fitted to all training rows.
+They run on the device of the features, in float32 (float64 for float64 features), in chunks, and give the same result
+each time on the same device, which is why scikit-learn is only their oracle. Features are standardized by the training
+rows. The penalty is chosen on a held-out part of the training images, then the model is fitted to all training rows.
 
 A penalty is the factor λ of ``mean loss + λ/2 · ‖W‖²`` for classifiers, and of ``mean squared error + λ · ‖W‖²`` for
 regressors; biases are free. In scikit-learn's terms, with n rows: ``C = 1 / (λ n)`` (for two classes, where it keeps
-one vector of weights instead of two, ``C = 2 / (λ n)``) and ``alpha = λ n``.
+one weight vector instead of two, ``C = 2 / (λ n)``) and ``alpha = λ n``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vitrail.analysis.probes.inputs import Array, as_features, as_whole, check_count
-from vitrail.analysis.probes.solvers import logistic_loss, minimise, rows_at_once, slices, solve_ridge
+from vitrail.analysis._inputs import Array, as_features, as_integers, check_count, chunks
 from vitrail.analysis.statistics import hold_out
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 PENALTIES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 """Penalties that a classifier chooses from."""
 
-ENOUGH = 0.005
+MIN_GAIN = 0.005
 """A weaker penalty must lower the held-out loss (natural logarithm) by this much, or the search ends."""
 
 RIDGE_PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
@@ -35,38 +34,34 @@ RIDGE_PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 
 @dataclass(frozen=True)
 class Scaling:
-    """Shift and scale (D,) that give each channel of the training rows mean 0 and deviation 1.
-
-    A channel that does not vary becomes 0 everywhere.
-    """
+    """Mean and inverse standard deviation (D,) of the training rows; channels that do not vary become 0."""
 
     mean: Tensor
     scale: Tensor
 
     @classmethod
     def of(cls, features: Tensor, dtype: torch.dtype) -> Scaling:
-        """Learn from features (n, D); sums are kept in float64."""
-        count = len(features)
-        parts = features.split(rows_at_once(features.shape[1]))
-        total = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
+        """Fit to features (n, D), with sums in float64."""
+        parts = [features[part] for part in chunks(*features.shape)]
+        mean = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
         for part in parts:
-            total += part.double().sum(0)
-        mean = total / count
+            mean += part.double().sum(0)
+        mean /= len(features)
         square = torch.zeros_like(mean)
         for part in parts:
             square += (part.double() - mean).square().sum(0)
-        deviation = (square / count).sqrt()
+        deviation = (square / len(features)).sqrt()
         still = deviation <= 1e-9 * mean.abs().clamp_min(1e-30)
         return cls(mean.to(dtype), torch.where(still, 0.0, 1 / deviation.masked_fill(still, 1.0)).to(dtype))
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Standardise features (n, D)."""
+        """Standardize features (n, D)."""
         return (features.to(self.mean) - self.mean) * self.scale
 
 
 @dataclass(frozen=True)
 class LinearMap:
-    """Standardisation, then weights (D, K) and biases (K,)."""
+    """Standardization, then weights (D, K) and biases (K,)."""
 
     scaling: Scaling
     weight: Tensor
@@ -74,10 +69,10 @@ class LinearMap:
     penalty: float
 
     def scores(self, features: Tensor) -> Tensor:
-        """Map features (..., D) to scores (..., K), piece by piece."""
+        """Map features (..., D) to scores (..., K)."""
         rows = features.reshape(-1, features.shape[-1])
         out = torch.empty(len(rows), len(self.bias), dtype=self.bias.dtype, device=self.bias.device)
-        for part in slices(len(rows), max(self.weight.shape)):
+        for part in chunks(len(rows), max(self.weight.shape)):
             out[part] = torch.addmm(self.bias, self.scaling(rows[part]), self.weight)
         return out.reshape(*features.shape[:-1], -1)
 
@@ -88,16 +83,16 @@ class LinearClassifier(LinearMap):
 
     Attributes:
         classes: (K,) label of each column of the scores, in rising order.
-        converged: whether the solver came to rest before its steps ran out.
+        converged: whether the solver converged before ``max_iter``.
     """
 
     classes: Tensor
     converged: bool
 
     def predict(self, features: Tensor) -> Tensor:
-        """Give the likeliest label of each row (n, D), without ever holding all scores."""
-        parts = features.split(rows_at_once(max(self.weight.shape)))
-        return self.classes[torch.cat([self.scores(part).argmax(-1) for part in parts])]
+        """Return the most likely label of each row (n, D), without holding all scores."""
+        parts = chunks(len(features), max(self.weight.shape))
+        return self.classes[torch.cat([self.scores(features[part]).argmax(-1) for part in parts])]
 
 
 @dataclass(frozen=True)
@@ -118,37 +113,35 @@ def fit_classifier(
 ) -> LinearClassifier:
     """Fit multinomial logistic regression by L-BFGS.
 
-    The penalty is walked from strong to weak, each fit starting from the last, and the walk ends where the loss on
-    the held-out slice no longer falls. With fewer than ten groups there is nothing to choose with, and the middle
-    penalty is taken.
+    Penalties are tried from strong to weak, each fit starting from the last, until the held-out loss no longer
+    falls. With fewer than ten groups nothing can be held out, and the middle penalty is used.
 
     Args:
         features: (n, D), finite, in any precision.
-        labels: (n,) whole numbers; any, in any order.
-        groups: (n,) the picture that each row comes from; by default each row is a picture of its own.
-        penalties: what to choose from; a single one is taken as it is.
-        seed: of the slice that is held out.
-        max_iter: most steps of one fit.
-        tolerance: the solver rests where no entry of the gradient is larger.
+        labels: (n,) any integers.
+        groups: (n,) the image of each row; by default each row is an image of its own.
+        penalties: penalties to choose from; a single one is used as is.
+        seed: seed of the held-out part.
+        max_iter: most iterations of one fit.
+        tolerance: the solver stops when no entry of the gradient is larger.
     """
-    grid = sorted(_check_penalties(penalties), reverse=True)
+    grid = _check_penalties(penalties)
     check_count(max_iter, "max_iter")
     rows, group = _check_rows(features, groups)
-    classes, target = as_whole(labels, "labels", "n").to(rows.device).unique(return_inverse=True)
-    if len(target) != len(rows):
-        raise UnsupportedInput(f"there are {len(target)} labels for {len(rows)} rows of features; give one for each")
+    classes, target = as_integers(labels, "labels", "n").to(rows.device).unique(return_inverse=True)
+    _check_same_length(target, rows, "labels")
     if len(classes) < 2:
         raise UnsupportedInput(
             f"all {len(target)} labels are {int(classes[0])}; a classifier needs two or more classes"
         )
     held = hold_out(group, seed=seed) if len(grid) > 1 else None
-    scaling, x, order, kept = _prepare(rows, held)
+    scaling, x, order, kept = _standardize(rows, held)
     y = target[order]
     params = torch.zeros(x.shape[1] + 1, len(classes), dtype=x.dtype, device=x.device)
     penalty = grid[len(grid) // 2]
     if held is not None:
-        params, penalty = _walk(x, y, kept, params, grid, max_iter, tolerance)
-    params, converged = minimise(x, y, params, penalty, max_iter, tolerance)
+        params, penalty = _search_penalty(x, y, kept, params, grid, max_iter, tolerance)
+    params, converged = _minimize(x, y, params, penalty, max_iter, tolerance)
     return LinearClassifier(scaling, params[:-1], params[-1], penalty, classes, converged)
 
 
@@ -163,46 +156,45 @@ def fit_regressor(
 ) -> LinearRegressor:
     """Fit ridge regression from features (n, D) to targets (n, K) in closed form, with sums in float64.
 
-    The penalty is the one of the least squared error on the held-out slice, all targets together. A penalty of 0 is
-    plain linear regression; directions that the features do not have then get weight 0.
+    The penalty with the least squared error on the held-out part is chosen, for all targets together. A penalty of 0
+    is plain linear regression; directions that the features do not span get weight 0.
     """
-    grid = sorted(_check_penalties(penalties), reverse=True)
+    grid = _check_penalties(penalties)
     rows, group = _check_rows(features, groups)
     goal = as_features(targets, "targets", "n K").to(rows.device)
-    if len(goal) != len(rows):
-        raise UnsupportedInput(f"there are {len(goal)} targets for {len(rows)} rows of features; give one for each")
+    _check_same_length(goal, rows, "targets")
     held = hold_out(group, seed=seed) if len(grid) > 1 else None
-    scaling, x, order, kept = _prepare(rows, held)
+    scaling, x, order, kept = _standardize(rows, held)
     y = goal[order].to(x.dtype)
     penalty = grid[len(grid) // 2]
     if held is not None:
         errors = []
-        for weight, bias in solve_ridge(x[:kept], y[:kept], grid):
-            parts = ((x[part] @ weight + bias - y[part]) for part in slices(len(x), max(weight.shape), start=kept))
+        for weight, bias in _solve_ridge(x[:kept], y[:kept], grid):
+            parts = ((x[part] @ weight + bias - y[part]) for part in chunks(len(x), max(weight.shape), start=kept))
             errors.append(sum(float(part.double().square().sum()) for part in parts))
         penalty = grid[errors.index(min(errors))]
-    weight, bias = next(solve_ridge(x, y, [penalty]))
+    weight, bias = next(_solve_ridge(x, y, [penalty]))
     return LinearRegressor(scaling, weight, bias, penalty)
 
 
-def _prepare(rows: Tensor, held: Tensor | None) -> tuple[Scaling, Tensor, Tensor, int]:
-    """Standardise the rows and put the held-out ones last, so that both parts are views of one tensor."""
+def _standardize(rows: Tensor, held: Tensor | None) -> tuple[Scaling, Tensor, Tensor, int]:
+    """Standardize the rows and put the held-out ones last, so that both parts are views of one tensor."""
     order = torch.arange(len(rows)) if held is None else held.int().argsort(stable=True)
     kept = len(rows) if held is None else int((~held).sum())
     order = order.to(rows.device)
     scaling = Scaling.of(rows, torch.float64 if rows.dtype == torch.float64 else torch.float32)
     x = torch.empty(rows.shape, dtype=scaling.mean.dtype, device=rows.device)
-    for part in slices(len(rows), rows.shape[1]):
+    for part in chunks(*rows.shape):
         x[part] = scaling(rows[order[part]])
     return scaling, x, order, kept
 
 
-def _walk(
+def _search_penalty(
     x: Tensor, y: Tensor, kept: int, params: Tensor, grid: list[float], max_iter: int, tolerance: float
 ) -> tuple[Tensor, float]:
-    """Choose the penalty on the rows from ``kept`` on; give the parameters fitted with it, too.
+    """Choose the penalty on the rows from ``kept`` on; return it with the parameters fitted with it.
 
-    Held-out rows of a class that no other row has say nothing about the penalty, and are passed over.
+    Held-out rows of a class that no other row has are ignored.
     """
     known = torch.zeros(params.shape[1], dtype=torch.bool, device=x.device)
     known[y[:kept]] = True
@@ -210,28 +202,93 @@ def _walk(
     held_x, held_y = x[judged], y[judged]
     best, least, chosen = params, math.inf, grid[len(grid) // 2]
     for penalty in grid if len(judged) else ():
-        params, _ = minimise(x[:kept], y[:kept], params, penalty, max_iter, tolerance)
-        loss, _ = logistic_loss(held_x, held_y, params, 0.0)
-        if not float(loss) < least - ENOUGH:
+        params, _ = _minimize(x[:kept], y[:kept], params, penalty, max_iter, tolerance)
+        loss, _ = _logistic_loss(held_x, held_y, params, 0.0)
+        if not float(loss) < least - MIN_GAIN:
             break
         best, least, chosen = params, float(loss), penalty
     return best, chosen
 
 
+def _minimize(
+    x: Tensor, y: Tensor, start: Tensor, penalty: float, max_iter: int, tolerance: float
+) -> tuple[Tensor, bool]:
+    """Minimize the loss from parameters (D+1, C), biases last; return the minimum, and whether the solver converged."""
+    params = torch.nn.Parameter(start.clone(), requires_grad=True)
+    solver = torch.optim.LBFGS(
+        [params],
+        max_iter=max_iter,
+        max_eval=4 * max_iter,
+        tolerance_grad=tolerance,
+        tolerance_change=tolerance**2,
+        line_search_fn="strong_wolfe",
+    )
+
+    @torch.no_grad()
+    def closure() -> Tensor:
+        loss, params.grad = _logistic_loss(x, y, params.detach(), penalty)
+        return loss
+
+    solver.step(closure)
+    state = solver.state[params]
+    return params.detach(), state["n_iter"] < max_iter and state["func_evals"] < 4 * max_iter
+
+
+def _logistic_loss(x: Tensor, y: Tensor, params: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """Return the penalized mean of −log p and its gradient; in chunks, without autograd."""
+    weight, bias = params[:-1], params[-1]
+    gradient = torch.zeros_like(params)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in chunks(len(x), max(weight.shape)):
+        log = torch.addmm(bias, x[part], weight).log_softmax(1)
+        true = torch.arange(len(log), device=x.device), y[part]
+        total -= log[true].double().sum()
+        slope = log.exp_()
+        slope[true] -= 1
+        gradient[:-1].addmm_(x[part].T, slope)
+        gradient[-1] += slope.sum(0)
+    gradient /= len(x)
+    gradient[:-1] += penalty * weight
+    return total / len(x) + penalty / 2 * weight.double().square().sum(), gradient
+
+
+def _solve_ridge(x: Tensor, y: Tensor, grid: Sequence[float]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield weights (D, K) and bias (K,) for each penalty, from one eigendecomposition."""
+    count, width = x.shape
+    mean_x, mean_y = x.mean(0, dtype=torch.float64), y.mean(0, dtype=torch.float64)
+    gram = torch.zeros(width, width, dtype=torch.float64, device=x.device)
+    cross = torch.zeros(width, y.shape[1], dtype=torch.float64, device=x.device)
+    for part in chunks(count, max(width, y.shape[1])):
+        centered = x[part].double() - mean_x
+        gram.addmm_(centered.T, centered)
+        cross.addmm_(centered.T, y[part].double() - mean_y)
+    values, vectors = torch.linalg.eigh(gram / count)
+    rotated = vectors.T @ (cross / count)
+    floor = 1e-10 * float(values[-1].clamp_min(1e-30))
+    for penalty in grid:
+        inverse = torch.where(values > floor, 1 / (values.clamp_min(floor) + penalty), 0.0)
+        weight = vectors @ (inverse[:, None] * rotated)
+        yield weight.to(x.dtype), (mean_y - mean_x @ weight).to(x.dtype)
+
+
 def _check_rows(features: Array, groups: Array | None) -> tuple[Tensor, Tensor]:
-    """Take features and the picture of each row; without float64, as on Apple's GPUs, the work is done on the CPU."""
+    """Return features and the image of each row, on the CPU for devices without float64 (mps)."""
     rows = as_features(features, "features", "n D")
     if rows.device.type == "mps":
         rows = rows.cpu()
-    group = torch.arange(len(rows)) if groups is None else as_whole(groups, "groups", "n")
-    if len(group) != len(rows):
-        raise UnsupportedInput(f"there are {len(group)} groups for {len(rows)} rows of features; give one for each")
+    group = torch.arange(len(rows)) if groups is None else as_integers(groups, "groups", "n")
+    _check_same_length(group, rows, "groups")
     return rows, group
 
 
+def _check_same_length(values: Tensor, rows: Tensor, name: str) -> None:
+    if len(values) != len(rows):
+        raise UnsupportedInput(f"got {len(values)} {name} for {len(rows)} rows of features; expected one per row")
+
+
 def _check_penalties(penalties: Sequence[float]) -> list[float]:
-    """Refuse an empty grid, and penalties that are no such thing."""
+    """Return the penalties from strong to weak."""
     grid = [float(penalty) for penalty in penalties]
     if not grid or not all(0 <= penalty < math.inf for penalty in grid):
-        raise InvalidOption(f"penalties are one or more finite numbers, 0 or more; got {list(penalties)}")
-    return grid
+        raise InvalidOption(f"penalties must be one or more finite numbers, 0 or more; got {list(penalties)}")
+    return sorted(grid, reverse=True)

@@ -1,39 +1,51 @@
-"""Local probes: does a patch token still know where it is, and what its patch looks like?
+"""Position and pixel probes: does a patch token still hold its position, and the pixels of its patch?
 
 Darcet et al. (2024) read artifact tokens by linear probes. Their outliers have lost local information: position is
-found less often (22.8 % against 41.7 % in DINOv2 ViT-g) and pixels are reconstructed worse. Whether they hold global
-information instead is a question for :mod:`vitrail.analysis.probes.classes`.
+found less often (22.8 % against 41.7 % in DINOv2 ViT-g) and pixels are reconstructed worse. The class probe measures
+whether they hold global information instead.
 
-Tokens of one picture are all in the training part or all in the test part of a split. A number is given only where
-each test part holds enough tokens of a kind; otherwise a note says why there is none.
+All tokens of one image are in the training part or all in the test part of a split. A score needs enough tokens of a
+kind in each test part; otherwise it has a note that says why it is missing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vitrail.analysis.probes.inputs import as_features, as_grid, as_outliers
+from vitrail.analysis._inputs import as_features, as_mask, as_patches, check_count, check_share
 from vitrail.analysis.probes.linear import LinearRegressor, fit_classifier, fit_regressor
-from vitrail.analysis.probes.runs import MAX_TOKENS, Runs, Score, TrainOn
 from vitrail.analysis.result import Result
-from vitrail.analysis.statistics import Estimate
-from vitrail.errors import UnsupportedInput
+from vitrail.analysis.statistics import Estimate, Split, Statistic, bootstrap, ratio, split_images, subsample
+from vitrail.errors import InvalidOption, UnsupportedInput
+
+LEAST_TOKENS = 30
+"""Tokens of a kind that each test part (and the training part) needs."""
+
+LEAST_IMAGES = 5
+"""Images that these tokens must come from."""
+
+MAX_TOKENS = 20_000
+"""Default for the most tokens that train a probe, and for the most of each kind that test it."""
+
+TrainOn = Literal["all", "normal", "own"]
 
 
 @dataclass(frozen=True)
 class PositionScore(Result):
-    """How well the tokens of one kind know their position.
+    """Score of the position probe for one kind of token.
 
     Attributes:
         tokens: tokens in the smallest test part.
-        pictures: pictures that these come from.
+        pictures: images that these come from.
         accuracy: share of tokens whose position among all patches is found.
-        distance: mean distance between the position found and the true one, in patches.
-        note: why there is no number, where there is none.
+        distance: mean distance between predicted and true position, in patches.
+        note: why there is no score.
     """
 
     tokens: int
@@ -45,13 +57,13 @@ class PositionScore(Result):
 
 @dataclass(frozen=True)
 class PositionProbe(Result):
-    """Position from one token, for ``"normal"`` and ``"outlier"`` tokens.
+    """Position from a single token, for ``"normal"`` and ``"outlier"`` tokens.
 
     Attributes:
-        kinds: the scores of each kind.
-        grid: patches in time, height and width.
-        chance_accuracy: accuracy of guessing.
-        chance_distance: mean distance of guessing.
+        kinds: the score of each kind.
+        grid: (t, h, w) of the patches.
+        chance_accuracy: accuracy of a random guess.
+        chance_distance: mean distance of a random guess.
         trained_on: tokens that trained the probe: ``"all"``, ``"normal"``, or each kind's ``"own"``.
         train_tokens: tokens that trained it, in the smallest training part.
         seeds: number of splits.
@@ -68,16 +80,16 @@ class PositionProbe(Result):
 
 @dataclass(frozen=True)
 class PixelScore(Result):
-    """How well the tokens of one kind give back the pixels of their patch.
+    """Score of the pixel probe for one kind of token.
 
     Attributes:
         tokens: tokens in the smallest test part.
-        pictures: pictures that these come from.
-        l2: mean over patches of the length ‖pixels − reconstruction‖, in the unit of the pixels given.
-        r2: share of the variance that is explained: 1 − squared errors / squared distances from the mean patch of
-            the same kind. Outliers often sit on even ground, whose pixels are easy; this number allows for that.
-            None where all patches of the kind are alike.
-        note: why there is no number, where there is none.
+        pictures: images that these come from.
+        l2: mean over patches of ‖pixels − reconstruction‖, in the unit of the pixels.
+        r2: explained share of the variance: 1 − squared errors / squared distances from the mean patch of the same
+            kind. Outliers often are on uniform ground, whose pixels are easy; this score allows for that. None if all
+            patches of the kind are equal.
+        note: why there is no score.
     """
 
     tokens: int
@@ -89,7 +101,7 @@ class PixelScore(Result):
 
 @dataclass(frozen=True)
 class PixelProbe(Result):
-    """Pixels from one token, for ``"normal"`` and ``"outlier"`` tokens; the fields are those of the position probe."""
+    """Pixels from a single token; fields as in :class:`PositionProbe`."""
 
     kinds: dict[str, PixelScore]
     trained_on: str
@@ -98,7 +110,7 @@ class PixelProbe(Result):
 
 
 def cut_patches(images: Tensor, patch: int | tuple[int, int]) -> Tensor:
-    """Cut pictures (B, C, H, W) into patches (B, P, C·p·p), row by row as a ViT does.
+    """Cut images (B, C, H, W) into patches (B, P, C·p·p), row by row as a ViT does.
 
     >>> cut_patches(torch.zeros(2, 3, 28, 42), 14).shape
     torch.Size([2, 6, 588])
@@ -106,8 +118,8 @@ def cut_patches(images: Tensor, patch: int | tuple[int, int]) -> Tensor:
     height, width = (patch, patch) if isinstance(patch, int) else patch
     if images.ndim != 4 or min(height, width) < 1 or images.shape[2] % height or images.shape[3] % width:
         raise UnsupportedInput(
-            f"pictures of shape {tuple(images.shape)} do not divide into patches of {height}×{width} pixels; "
-            "expected (B, C, H, W) as the model saw them, padded or resized to whole patches"
+            f"images of shape {tuple(images.shape)} do not divide into patches of {height}×{width} pixels; "
+            "expected (B, C, H, W) as the model sees them, padded or resized to whole patches"
         )
     rows = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # (B, C, h, p, w, p)
     return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -125,45 +137,42 @@ def probe_positions(
     test_share: float = 0.3,
     max_tokens: int = MAX_TOKENS,
 ) -> PositionProbe:
-    """Ask a linear classifier for the position of single patch tokens.
+    """Predict the position of single patch tokens by logistic regression.
 
-    The paper trains one probe on patch tokens and reads its accuracy for normal and outlier tokens apart, which is
-    ``train_on="all"``. A probe that saw few outliers may fail on them because they look different, not because they
-    know nothing: ``train_on="own"`` trains a probe for each kind and answers that. ``"normal"`` trains on normal tokens
-    alone, and says how far outliers are from following the others' code.
+    ``train_on="all"`` is the paper's probe: trained on all patch tokens, scored for normal and outlier tokens
+    separately. It may fail on rare outliers because they look different, not because they hold no position;
+    ``"own"`` trains a probe for each kind to rule that out. ``"normal"`` trains on normal tokens only, and shows how
+    far outliers follow the code of the others.
 
     Args:
-        tokens: (B, P, D) patch tokens, without class token and registers.
-        outliers: (B, P) bool: which of them are outliers.
+        tokens: (B, P, D) patch tokens, without class and register tokens.
+        outliers: (B, P) bool mask of the outliers.
         grid: (h, w) or (t, h, w).
-        train_on: tokens of the training pictures that train the probe.
-        seed: of the first split; each further split takes the next number.
+        train_on: tokens of the training images that train the probe.
+        seed: seed of the first split; each further split takes the next one.
         seeds: number of splits.
-        test_share: share of the pictures that test.
-        max_tokens: most tokens that train (drawn at random, so that the kinds keep their shares), and most of each
-            kind that test.
+        test_share: share of the test images.
+        max_tokens: most tokens that train (a random sample of all kinds), and most of each kind that test.
     """
-    tokens = as_features(tokens, "tokens", "B P D")
-    shape = as_grid(grid, tokens.shape[1])
+    tokens, shape = as_patches(tokens, grid, "tokens")
     if tokens.shape[1] < 2:
         raise UnsupportedInput("a grid of one patch has only one position; there is nothing to probe")
-    runs = Runs(train_on, seed, seeds, test_share, max_tokens)
-    axes = [torch.arange(length, device=tokens.device) for length in shape]
-    places = torch.cartesian_prod(*axes).double()  # (P, 3)
+    runs = _Runs(train_on, seed, seeds, test_share, max_tokens)
+    places = torch.cartesian_prod(*(torch.arange(n, device=tokens.device) for n in shape)).double()
 
-    def fit(rows: Tensor, picture: Tensor, place: Tensor, seed: int) -> Score:
+    def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Score:
         only = place.unique()
-        if len(only) == 1:  # Outliers that sit in one place, and nowhere else, need no classifier.
+        if len(only) == 1:  # outliers that are all in one place need no classifier
             return lambda rows, _, true: _position_values(places, only.expand(len(rows)), true)
-        model = fit_classifier(rows, place, groups=picture, seed=seed)
+        model = fit_classifier(rows, place, groups=image, seed=seed)
         return lambda rows, _, true: _position_values(places, model.predict(rows), true)
 
-    tallies, trained = runs.run(tokens, as_outliers(outliers, tokens), fit)
+    tallies, trained = runs.run(tokens, as_mask(outliers, tokens), fit)
     kinds = {
-        kind: PositionScore(tally.tokens, tally.pictures, tally.mean(0), tally.mean(1), tally.note)
+        kind: PositionScore(tally.tokens, tally.images, tally.mean(0), tally.mean(1), tally.note)
         for kind, tally in tallies.items()
     }
-    return PositionProbe(kinds, shape, 1 / len(places), _guessing(shape), train_on, trained, seeds)
+    return PositionProbe(kinds, shape, 1 / len(places), _chance_distance(shape), train_on, trained, seeds)
 
 
 @torch.no_grad()
@@ -178,12 +187,12 @@ def probe_pixels(
     test_share: float = 0.3,
     max_tokens: int = MAX_TOKENS,
 ) -> PixelProbe:
-    """Reconstruct the pixels of single patches from their tokens, by ridge regression.
+    """Reconstruct the pixels of single patches from their tokens by ridge regression.
 
     Args:
-        tokens: (B, P, D) patch tokens, without class token and registers.
-        outliers: (B, P) bool: which of them are outliers.
-        patches: (B, P, K) pixels of each patch (:func:`cut_patches`), in whatever unit the error is wanted.
+        tokens: (B, P, D) patch tokens, without class and register tokens.
+        outliers: (B, P) bool mask of the outliers.
+        patches: (B, P, K) pixels of each patch (:func:`cut_patches`), in the unit that the error should have.
 
     The other arguments are those of :func:`probe_positions`.
     """
@@ -191,45 +200,38 @@ def probe_pixels(
     pixels = as_features(patches, "patches", "B P K").to(tokens.device)
     if pixels.shape[:2] != tokens.shape[:2]:
         raise UnsupportedInput(
-            f"there are patches {tuple(pixels.shape[:2])} and tokens {tuple(tokens.shape[:2])}; expected one per token"
+            f"got patches {tuple(pixels.shape[:2])} and tokens {tuple(tokens.shape[:2])}; expected one patch per token"
         )
+    runs = _Runs(train_on, seed, seeds, test_share, max_tokens)
 
-    runs = Runs(train_on, seed, seeds, test_share, max_tokens)
-
-    def fit(rows: Tensor, picture: Tensor, place: Tensor, seed: int) -> Score:
-        model = fit_regressor(rows, pixels[picture, place], groups=picture, seed=seed)
+    def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Score:
+        model = fit_regressor(rows, pixels[image, place], groups=image, seed=seed)
         return partial(_pixel_values, model, pixels)
 
-    tallies, trained = runs.run(tokens, as_outliers(outliers, tokens), fit)
-    kinds = {
-        kind: PixelScore(
-            tally.tokens,
-            tally.pictures,
-            tally.mean(2),
-            tally.estimate(lambda sums: 1 - sums[:, 0] / sums[:, 1]),
-            tally.note,
-        )
-        for kind, tally in tallies.items()
-    }
+    tallies, trained = runs.run(tokens, as_mask(outliers, tokens), fit)
+    kinds = {}
+    for kind, tally in tallies.items():
+        r2 = tally.estimate(lambda sums: 1 - sums[:, 0] / sums[:, 1])
+        kinds[kind] = PixelScore(tally.tokens, tally.images, tally.mean(2), r2, tally.note)
     return PixelProbe(kinds, train_on, trained, seeds)
 
 
 def _position_values(places: Tensor, found: Tensor, true: Tensor) -> Tensor:
-    """Give hit, distance and one for each token."""
+    """Return (hit, distance, 1) for each token."""
     distance = (places[found] - places[true]).norm(dim=1)
     return torch.stack([(found == true).double(), distance, torch.ones_like(distance)], 1)
 
 
-def _pixel_values(model: LinearRegressor, pixels: Tensor, rows: Tensor, picture: Tensor, place: Tensor) -> Tensor:
-    """Give squared error, squared distance from the mean patch, length of the error, and one for each token."""
-    true = pixels[picture, place].to(model.bias)
+def _pixel_values(model: LinearRegressor, pixels: Tensor, rows: Tensor, image: Tensor, place: Tensor) -> Tensor:
+    """Return (squared error, squared distance from the mean patch, error, 1) for each token."""
+    true = pixels[image, place].to(model.bias)
     error = (model.scores(rows) - true).double().square().sum(1)
     spread = (true - true.mean(0)).double().square().sum(1)
     return torch.stack([error, spread, error.sqrt(), torch.ones_like(error)], 1)
 
 
-def _guessing(grid: tuple[int, int, int]) -> float:
-    """Mean distance between two random positions of a grid, from how often each offset occurs along each axis."""
+def _chance_distance(grid: tuple[int, int, int]) -> float:
+    """Return the mean distance between two random positions, from how often each offset occurs along each axis."""
     weights = torch.ones(1, 1, 1, dtype=torch.float64)
     square = torch.zeros(1, 1, 1, dtype=torch.float64)
     for axis, length in enumerate(grid):
@@ -239,3 +241,125 @@ def _guessing(grid: tuple[int, int, int]) -> float:
         weights = weights * share.reshape(shape)
         square = square + offsets.square().reshape(shape)
     return float((weights * square.sqrt()).sum())
+
+
+_Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From tokens (n, D), their images (n,) and their places (n,) to values (n, K); the last column is 1."""
+
+_Fit = Callable[[Tensor, Tensor, Tensor, int], _Score]
+"""From such rows and a seed to the score of a fitted probe."""
+
+
+@dataclass
+class _Tally:
+    """Values of one kind of token, summed by image over all splits, and by split.
+
+    Attributes:
+        tokens: tokens in the smallest test part, before subsampling.
+        images: images in the smallest test part that have such tokens.
+        note: why nothing is measured.
+    """
+
+    tokens: int
+    images: int
+    note: str | None = None
+    by_image: Tensor | None = None
+    by_split: list[Tensor] = field(default_factory=list)
+
+    def add(self, values: Tensor, images: Tensor, count: int) -> None:
+        """Add the values (n, K) of one split; on the CPU, where the order of the sum is always the same."""
+        values = values.double().cpu()
+        if self.by_image is None:
+            self.by_image = torch.zeros(count, values.shape[1], dtype=torch.float64)
+        self.by_image.index_add_(0, images.cpu(), values)
+        self.by_split.append(values.sum(0))
+
+    def estimate(self, statistic: Statistic) -> Estimate | None:
+        """Return a statistic of the sums, with its deviation over splits and its interval over images."""
+        if self.by_image is None:
+            return None
+        values = statistic(torch.stack(self.by_split))
+        if not bool(values.isfinite().all()):
+            return None
+        seen = self.by_image[:, -1] > 0
+        return Estimate.of(values.tolist(), bootstrap(self.by_image[seen], statistic))
+
+    def mean(self, column: int) -> Estimate | None:
+        """Return the mean of one value over tokens."""
+        return self.estimate(ratio(column, -1))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """The splits of one probe; attributes as the arguments of :func:`probe_positions`."""
+
+    train_on: TrainOn
+    seed: int
+    seeds: int
+    test_share: float
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.train_on not in get_args(TrainOn):
+            raise InvalidOption(f"train_on must be one of {', '.join(get_args(TrainOn))}; got {self.train_on!r}")
+        check_count(self.seeds, "seeds")
+        check_count(self.max_tokens, "max_tokens", least=LEAST_TOKENS)
+        check_share(self.test_share, "test_share")
+
+    def run(self, tokens: Tensor, outliers: Tensor, fit: _Fit) -> tuple[dict[str, _Tally], int]:
+        """Fit and score probes on tokens (B, P, D); return tallies by kind, and the least number of training tokens."""
+        masks = {"normal": ~outliers, "outlier": outliers}
+        train_masks = {"all": torch.ones_like(outliers), **masks}
+        least = self._least_images()
+        if len(tokens) < least:
+            note = f"at least {least} images are needed, to leave {LEAST_IMAGES} for testing; got {len(tokens)}"
+            return {kind: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for kind, mask in masks.items()}, 0
+        seeds = range(self.seed, self.seed + self.seeds)
+        splits = {seed: split_images(len(tokens), test_share=self.test_share, seed=seed) for seed in seeds}
+        tallies = {kind: _count_tests(kind, mask, splits.values()) for kind, mask in masks.items()}
+        fitted: dict[tuple[str, int], _Score] = {}
+        trained = []
+        for kind, tally in tallies.items():
+            source = kind if self.train_on == "own" else self.train_on
+            train_mask = train_masks[source]
+            count = min(int(train_mask[split.train.to(train_mask.device)].sum()) for split in splits.values())
+            if tally.note is None and count < LEAST_TOKENS:
+                tally.note = f"only {count} tokens to train the probe on; at least {LEAST_TOKENS} are needed"
+            if tally.note is not None:
+                continue
+            trained.append(min(count, self.max_tokens))
+            for seed, split in splits.items():
+                if (source, seed) not in fitted:
+                    fitted[source, seed] = fit(*self._rows(tokens, train_mask, split.train, seed), seed)
+                rows = self._rows(tokens, masks[kind], split.test, seed)
+                tally.add(fitted[source, seed](*rows), rows[1], len(tokens))
+        return tallies, min(trained, default=0)
+
+    def _rows(self, tokens: Tensor, mask: Tensor, images: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample tokens under a mask from some images: tokens (n, D), their images and their places."""
+        images = images.to(tokens.device)
+        found = subsample(mask[images].nonzero(), self.max_tokens, seed)
+        image, place = images[found[:, 0]], found[:, 1]
+        return tokens[image, place], image, place
+
+    def _least_images(self) -> int:
+        """Return the least number of images that leaves enough for testing, and two for training."""
+        count = LEAST_IMAGES + 2
+        while round(self.test_share * count) < LEAST_IMAGES:
+            count += 1
+        return count
+
+
+def _count_tests(kind: str, mask: Tensor, splits: Collection[Split]) -> _Tally:
+    """Count a kind's tokens in the test parts, with a note if there are too few."""
+    parts = [mask[split.test.to(mask.device)] for split in splits]
+    tokens, images = min(int(part.sum()) for part in parts), min(int(part.any(1).sum()) for part in parts)
+    note = None
+    if not bool(mask.any()):
+        note = f"there are no {kind} tokens"
+    elif tokens < LEAST_TOKENS or images < LEAST_IMAGES:
+        note = (
+            f"only {tokens} {kind} tokens from {images} images to test on; "
+            f"at least {LEAST_TOKENS} from {LEAST_IMAGES} are needed"
+        )
+    return _Tally(tokens, images, note)

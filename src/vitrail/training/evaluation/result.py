@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.analysis.norms.distribution import NormAccumulator, Norms
+from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.analysis.result import Result
 from vitrail.analysis.roles import Disagreement, Roles, measure_roles
 from vitrail.bench.timing import clock_for, measure

@@ -1,0 +1,155 @@
+"""Input checks and chunking shared by all analyses."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.errors import InvalidOption, UnsupportedInput
+
+Array = Tensor | NDArray[Any]
+Grid = tuple[int, int] | tuple[int, int, int]
+
+CHUNK = 2**24
+"""Most numbers that one intermediate result may hold; larger work is split."""
+
+
+def chunks(count: int, each: int, start: int = 0) -> Iterator[slice]:
+    """Yield slices over ``count`` items that hold at most :data:`CHUNK` numbers, with ``each`` numbers per item."""
+    step = max(1, CHUNK // max(1, each))
+    for first in range(start, count, step):
+        yield slice(first, min(first + step, count))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return a tensor without gradients, in float32 or float64."""
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32))
+
+
+def as_tensor(value: Array, name: str, shape: str) -> Tensor:
+    """Return an array as a tensor; ``shape`` names its axes, such as ``"B P D"``, none of which may be empty."""
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()
+    tensor = torch.as_tensor(value).detach()
+    if tensor.ndim != len(shape.split()) or 0 in tensor.shape:
+        raise UnsupportedInput(
+            f"{name} has shape {tuple(tensor.shape)}; expected ({', '.join(shape.split())}), not empty"
+        )
+    return tensor
+
+
+def as_integers(value: Array, name: str, shape: str) -> Tensor:
+    """Return an array of integers or booleans as int64."""
+    tensor = as_tensor(value, name, shape)
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise UnsupportedInput(f"{name} has dtype {tensor.dtype}; expected integers: convert it with .long()")
+    return tensor.long()
+
+
+def as_features(value: Array, name: str, shape: str) -> Tensor:
+    """Return an array of features: floating point of any precision, all finite."""
+    tensor = as_tensor(value, name, shape)
+    if not tensor.is_floating_point():
+        raise UnsupportedInput(f"{name} has dtype {tensor.dtype}; expected floating point: convert it with .float()")
+    check_finite(tensor, name, "images" if tensor.ndim > 2 else "rows")
+    return tensor
+
+
+def as_patches(value: Array, grid: tuple[int, ...], name: str = "features") -> tuple[Tensor, tuple[int, int, int]]:
+    """Return patch features (B, P, D), without special tokens, and their grid as (t, h, w)."""
+    features = as_features(value, name, "B P D")
+    return features, as_grid(grid, features.shape[1])
+
+
+def as_labels(value: Array, count: int, name: str = "labels") -> Tensor:
+    """Return the labels of ``count`` images: integers from 0, of two classes or more."""
+    labels = as_integers(value, name, "B")
+    if len(labels) != count:
+        raise UnsupportedInput(f"got {len(labels)} {name} for {count} images; expected one per image")
+    if int(labels.min()) < 0:
+        raise UnsupportedInput(
+            f"{int((labels < 0).sum())} of {count} {name} are negative, which often means unlabeled; "
+            "remove these images, and number the classes from 0"
+        )
+    if int(labels.min()) == int(labels.max()):
+        raise UnsupportedInput(f"all {count} {name} are {int(labels[0])}; a probe needs images of two or more classes")
+    return labels
+
+
+def as_mask(value: Array, tokens: Tensor, name: str = "outliers") -> Tensor:
+    """Return a bool mask of patches (B, P), on the device of their tokens (B, P, ...)."""
+    mask = as_tensor(value, name, "B P")
+    if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
+        raise UnsupportedInput(
+            f"{name} is {mask.dtype} of shape {tuple(mask.shape)}; "
+            f"expected bool of shape {tuple(tokens.shape[:2])}, one per patch"
+        )
+    return mask.to(tokens.device)
+
+
+def as_grid(grid: tuple[int, ...], patches: int | None = None) -> tuple[int, int, int]:
+    """Return a grid as (time, height, width), and check that it has that many patches.
+
+    >>> as_grid((3, 4)), as_grid((2, 3, 4), 24)
+    ((1, 3, 4), (2, 3, 4))
+    """
+    if len(grid) not in (2, 3) or min(grid) < 1:
+        raise InvalidOption(f"the grid is {grid}; expected (height, width) or (time, height, width), each 1 or more")
+    if patches is not None and prod(grid) != patches:
+        raise UnsupportedInput(
+            f"a grid of {tuple(grid)} has {prod(grid)} patches; got {patches} tokens. "
+            "Remove special tokens: tokens[:, layout.patches]"
+        )
+    time, height, width = (1, *grid) if len(grid) == 2 else grid
+    return int(time), int(height), int(width)
+
+
+def as_frame(grid: tuple[int, ...], patches: int) -> tuple[int, int]:
+    """Return the grid of a single frame as (height, width)."""
+    time, height, width = as_grid(grid, patches)
+    if time != 1:
+        raise UnsupportedInput(f"the grid {grid} has {time} frames; expected a single frame")
+    return height, width
+
+
+def check_finite(values: Tensor, name: str, each: str = "images") -> None:
+    """Raise if a vector along the last axis holds a non-finite number.
+
+    The error counts these vectors and names the rows of the first axis that have them; ``each`` says what a row is.
+    """
+    bad, rows = 0, []
+    for part in chunks(len(values), values[:1].numel()):
+        wrong = ~torch.isfinite(values[part].detach()).all(-1).reshape(len(values[part]), -1)
+        bad += int(wrong.sum())
+        rows += [part.start + row for row in wrong.any(1).nonzero().flatten().tolist()]
+    if bad:
+        total = values.numel() // values.shape[-1]
+        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+        raise UnsupportedInput(
+            f"{bad} of {total} vectors in {name} are not finite, in {len(rows)} of {len(values)} {each} (number "
+            f"{shown}); remove them, or record them in float32"
+        )
+
+
+def check_count(value: int, name: str, least: int = 1) -> int:
+    """Return an integer of at least ``least``; raise for anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise InvalidOption(f"{name} must be an integer, {least} or more; got {value!r}")
+    return number
+
+
+def check_share(value: float, name: str) -> None:
+    """Raise unless a share is above 0 and below 1."""
+    if not 0 < value < 1:
+        raise InvalidOption(f"{name} must be above 0 and below 1; got {value!r}")

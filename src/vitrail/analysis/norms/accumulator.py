@@ -1,0 +1,286 @@
+"""Norms of patch tokens over layers: distributions, artifacts, the layer they start in, the images that have them.
+
+:class:`NormAccumulator` counts batch by batch, in memory that does not depend on the number of images. Counts are
+integers and sums are exact, so any split of the images over batches or ranks gives the same result, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.analysis.norms._histogram import (
+    NUM_BINS,
+    Counts,
+    Floats,
+    Histogram,
+    bins_of,
+    count_above,
+    count_norms,
+    quantile,
+)
+from vitrail.analysis.norms.threshold import FALSE_ALARM, Threshold, check_false_alarm, threshold_from_counts
+from vitrail.analysis.result import Result
+from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.tokens.layout import TokenLayout
+
+QUANTILES = (1, 5, 25, 50, 75, 95, 99)
+MOST_NAMED = 100
+"""How many places of non-finite norms are listed; all of them are counted."""
+
+
+@dataclass(frozen=True)
+class LayerNorms(Threshold):
+    """Norms after one layer, with its own threshold and verdict.
+
+    Attributes:
+        layer: index of the layer.
+        quantiles: norm by percentage ("1", "5", "25", "50", "75", "95", "99"), to within a bin of 0.45 %, and "max".
+        mean, std: of the finite norms.
+        share_above_last: share of this layer's tokens above the *last* layer's threshold; None without one.
+        pictures_with_outliers: images with at least one token above this layer's own threshold.
+    """
+
+    layer: int
+    quantiles: dict[str, float]
+    mean: float
+    std: float
+    share_above_last: float | None
+    pictures_with_outliers: int
+
+
+@dataclass(frozen=True)
+class NotFinite(Result):
+    """Number of tokens with a non-finite norm in one image after one layer."""
+
+    picture: int
+    layer: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Norms(Threshold):
+    """Norms over layers. Threshold, verdict and all other inherited fields are those of the last layer.
+
+    Attributes:
+        num_not_finite: tokens with a non-finite norm, over all layers.
+        num_pictures: number of images.
+        not_finite: where they are; the first hundred places by image and layer.
+        onset: first layer from which on every layer has artifacts; None if the last one has none.
+        pictures_with_outliers: images with at least one outlier.
+        per_layer: the same for each layer.
+        histogram: distribution after the last layer.
+        outliers_per_picture: number of outliers in each image; None from an accumulator.
+        maps: (B, t, h, w), norms after the last layer; None from an accumulator.
+        outliers: (B, P) bool, finite norms above the threshold; None from an accumulator.
+    """
+
+    num_pictures: int
+    not_finite: list[NotFinite]
+    onset: int | None
+    pictures_with_outliers: int
+    per_layer: list[LayerNorms]
+    histogram: Histogram
+    outliers_per_picture: list[int] | None = None
+    maps: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
+    outliers: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
+
+
+def analyze_norms(
+    norms: Tensor,
+    layout: TokenLayout,
+    *,
+    layers: Sequence[int] | None = None,
+    images: Sequence[int] | None = None,
+    false_alarm: float = FALSE_ALARM,
+) -> Norms:
+    """Summarize norms of patch tokens and find artifacts.
+
+    Args:
+        norms: (L, B, P), norms of patch tokens after each layer, before the final norm layer.
+        layout: layout of the tokens; its grid shapes the maps.
+        layers: indices of the L layers; by default 0 to L - 1. The verdict is that of the last one.
+        images: indices of the B images, for ``not_finite``; by default 0 to B - 1.
+        false_alarm: how often a clean layer may get the verdict "artifacts".
+    """
+    counted = NormAccumulator(len(norms) if layers is None else layers, false_alarm=false_alarm).add(norms, images)
+    if norms.shape[2] != layout.num_patches:
+        raise UnsupportedInput(
+            f"norms have shape {tuple(norms.shape)}; expected (layers, images, {layout.num_patches} patches) "
+            f"for a grid of {layout.grid}. Remove class and register tokens: tokens[:, layout.patches]"
+        )
+    result = counted.result()
+    last = norms[-1].detach().float()
+    outliers = torch.zeros_like(last, dtype=torch.bool)
+    if result.threshold is not None:
+        outliers = (last > result.threshold) & last.isfinite()
+    maps = last.reshape(len(last), *layout.grid)
+    return replace(result, outliers_per_picture=outliers.sum(1).tolist(), maps=maps, outliers=outliers)
+
+
+class NormAccumulator:
+    """Norms of a stream of batches, in constant memory.
+
+    Each rank feeds its own accumulator; :meth:`merge` then gives exactly the result of a single process.
+
+    >>> first, second = NormAccumulator(12), NormAccumulator(12)
+    >>> _ = first.add(torch.rand(12, 8, 196)), second.add(torch.rand(12, 4, 196), images=range(8, 12))
+    >>> first.merge(second).result().num_pictures
+    12
+    """
+
+    def __init__(self, layers: int | Sequence[int], *, false_alarm: float = FALSE_ALARM) -> None:
+        self.layers = tuple(range(layers)) if isinstance(layers, int) else tuple(layers)
+        if not self.layers or len(set(self.layers)) != len(self.layers):
+            raise InvalidOption(f"layers must be a number of layers or distinct indices; got {layers!r}")
+        check_false_alarm(false_alarm)
+        self.false_alarm = false_alarm
+        self.num_images = 0
+        self._counts = [_LayerCounts() for _ in self.layers]
+        self._not_finite: dict[tuple[int, int], int] = {}
+
+    def add(self, norms: Tensor, images: Sequence[int] | None = None) -> Self:
+        """Add a batch of norms (L, B, P); P may differ from batch to batch.
+
+        ``images`` are the indices of the images; by default they are numbered in order of arrival.
+        """
+        if norms.ndim != 3 or len(norms) != len(self.layers) or 0 in norms.shape:
+            raise UnsupportedInput(
+                f"norms have shape {tuple(norms.shape)}; "
+                f"expected ({len(self.layers)} layers, images, patches), not empty"
+            )
+        number = norms.shape[1]
+        indices = range(self.num_images, self.num_images + number) if images is None else images
+        if len(indices) != number:
+            raise UnsupportedInput(f"got {len(indices)} indices for {number} images; expected one per image")
+        counted = [count_norms(layer.float()) for layer in norms]  # raises before anything is added
+        for layer, values, state, (counts, _) in zip(self.layers, norms, self._counts, counted, strict=True):
+            missing = state.add(values.detach().float().cpu(), counts)
+            for image in missing.nonzero().flatten().tolist():
+                self._list_not_finite(int(indices[image]), layer, int(missing[image]))
+        self.num_images += number
+        return self
+
+    def merge(self, other: NormAccumulator) -> Self:
+        """Add what another accumulator has counted; the other one does not change."""
+        if (other.layers, other.false_alarm) != (self.layers, self.false_alarm):
+            raise InvalidOption("only accumulators with the same layers and the same false_alarm can be merged")
+        self.num_images += other.num_images
+        for mine, theirs in zip(self._counts, other._counts, strict=True):
+            mine.merge(theirs)
+        for (image, layer), tokens in list(other._not_finite.items()):
+            self._list_not_finite(image, layer, tokens)
+        return self
+
+    def result(self) -> Norms:
+        """Summarize everything added so far."""
+        if not self.num_images:
+            raise UnsupportedInput("there are no norms to analyze: no image was added")
+        found = [state.threshold(self.false_alarm) for state in self._counts]
+        last, final = found[-1], self._counts[-1]
+        clean = [place for place, one in enumerate(found) if one.verdict != "artifacts"]
+        lasting = self.layers[clean[-1] + 1 :] if clean else self.layers
+        per_layer = [
+            state.summary(layer, own, last.threshold)
+            for layer, state, own in zip(self.layers, self._counts, found, strict=True)
+        ]
+        return Norms(
+            **_fields(replace(last, num_not_finite=sum(state.not_finite for state in self._counts))),
+            num_pictures=self.num_images,
+            not_finite=[NotFinite(*key, tokens) for key, tokens in sorted(self._not_finite.items())],
+            onset=lasting[0] if lasting else None,
+            pictures_with_outliers=count_above(final.maxima, last.threshold),
+            per_layer=per_layer,
+            histogram=Histogram.of(final.tokens),
+        )
+
+    def _list_not_finite(self, image: int, layer: int, tokens: int) -> None:
+        self._not_finite[image, layer] = self._not_finite.get((image, layer), 0) + tokens
+        if len(self._not_finite) > MOST_NAMED:
+            del self._not_finite[max(self._not_finite)]
+
+
+class _LayerCounts:
+    """Histograms and exact sums of one layer: tokens, each image's median (once per finite token) and maximum."""
+
+    def __init__(self) -> None:
+        self.tokens, self.medians, self.maxima = (np.zeros(NUM_BINS, np.int64) for _ in range(3))
+        self.largest = -math.inf
+        self.total = self.squares = Fraction(0)
+        self.not_finite = 0
+
+    def add(self, norms: Tensor, counts: Counts) -> Tensor:
+        """Add norms (B, P) and their counts; return how many are not finite in each image (B,)."""
+        finite = norms.isfinite()
+        per_image = finite.sum(1)
+        usable = per_image > 0
+        self.tokens += counts
+        medians = norms.where(finite, torch.nan).nanmedian(1).values[usable]
+        np.add.at(self.medians, bins_of(medians).numpy(), per_image[usable].numpy())
+        largest = norms.where(finite, -math.inf).amax(1)[usable]
+        np.add.at(self.maxima, bins_of(largest).numpy(), 1)
+        self.largest = max(self.largest, *largest.tolist(), -math.inf)
+        values = norms[finite].double().numpy()
+        self.total += exact_sum(values)
+        self.squares += exact_sum(values**2)
+        missing = norms.shape[1] - per_image
+        self.not_finite += int(missing.sum())
+        return missing
+
+    def merge(self, other: _LayerCounts) -> None:
+        self.tokens += other.tokens
+        self.medians += other.medians
+        self.maxima += other.maxima
+        self.largest = max(self.largest, other.largest)
+        self.total += other.total
+        self.squares += other.squares
+        self.not_finite += other.not_finite
+
+    def threshold(self, false_alarm: float) -> Threshold:
+        """Find the layer's threshold; whole images above it are no artifacts."""
+        found = threshold_from_counts(self.tokens, self.not_finite, false_alarm=false_alarm)
+        outliers = count_above(self.tokens, found.threshold)
+        if found.verdict == "artifacts" and 2 * count_above(self.medians, found.threshold) >= outliers:
+            why = "the second mode consists of whole images: most of their tokens are above the threshold"
+            return replace(found, verdict="uncertain", confidence=0.0, reason=why)
+        return found
+
+    def summary(self, layer: int, found: Threshold, last_threshold: float | None) -> LayerNorms:
+        number = int(self.tokens.sum())
+        quantiles = {str(q): min(quantile(self.tokens, q / 100), self.largest) for q in QUANTILES}
+        variance = float((self.squares - self.total**2 / number) / number) if number else math.nan
+        above = count_above(self.tokens, last_threshold)
+        return LayerNorms(
+            **_fields(found),
+            layer=layer,
+            quantiles={**quantiles, "max": self.largest if number else math.nan},
+            mean=float(self.total / number) if number else math.nan,
+            std=math.sqrt(variance),
+            share_above_last=None if last_threshold is None or not number else above / number,
+            pictures_with_outliers=count_above(self.maxima, found.threshold),
+        )
+
+
+def exact_sum(values: Floats) -> Fraction:
+    """Add floats without rounding, so that neither order nor split matters; much faster than summing fractions."""
+    total = Fraction(0)
+    for part in np.split(values, range(1 << 24, len(values), 1 << 24)):
+        mantissa, exponent = np.frexp(part)
+        whole = np.ldexp(mantissa, 53).astype(np.int64)
+        exponents, group = np.unique(exponent, return_inverse=True)
+        # Two halves of at most 27 bits: their float64 sums over 2²⁴ numbers are exact.
+        high, low = (np.bincount(group, half.astype(np.float64)) for half in (whole >> 27, whole & ((1 << 27) - 1)))
+        for power, upper, lower in zip(exponents.tolist(), high, low, strict=True):
+            total += ((int(upper) << 27) + int(lower)) * Fraction(2) ** (power - 53)
+    return total
+
+
+def _fields(found: Threshold) -> dict[str, Any]:
+    return {one.name: getattr(found, one.name) for one in fields(Threshold)}

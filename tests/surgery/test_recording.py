@@ -328,3 +328,14 @@ def test_attention_rows_sum_to_one_whatever_merges(method: Any) -> None:
         found = vitrail.record(model, images, "attention")
     for rows in found.attention.values():
         assert torch.allclose(rows.sum(-1), torch.ones(()).to(rows))
+
+
+def test_attention_before_which_tokens_merge_is_refused() -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images()
+    method = vitrail.ToMe()
+    method.place = "before"
+    with vitrail.merge(model, r=3, method=method):
+        assert vitrail.record(model, images, "tokens").tokens[0].shape[1] == vitrail.count(model).tokens
+        with pytest.raises(InvalidOption, match="before attention"):
+            vitrail.record(model, images, "attention")

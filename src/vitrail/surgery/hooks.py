@@ -171,6 +171,11 @@ class Recorder:
         now = self._current(layer)
         carried: Carried | None = kwargs.pop("vitrail_carried", None)
         kwargs.pop("vitrail_slot", None)
+        if carried is not None and carried.plan.method.place == "before" and carried.r:
+            raise InvalidOption(
+                "q, k, v and attention cannot be recorded with a method that reduces tokens before attention; record "
+                "tokens or norms, or remove the merging"
+            )
         x = args[0] if args else kwargs.pop(parts.input_name)
         call = parts.read_call(args[1:] if args else args, kwargs)
         state = carried.state if carried is not None else MergeState(())

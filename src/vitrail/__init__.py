@@ -34,8 +34,8 @@ from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 if TYPE_CHECKING:
     from vitrail.adapters.saved import class_names
     from vitrail.models import ViT, ViTConfig, create_model, from_timm, list_models, to_timm
-    from vitrail.report.compare import compare
-    from vitrail.report.inspect import inspect
+    from vitrail.report.comparison import compare
+    from vitrail.report.inspection import inspect
     from vitrail.report.report import Report
 
 __version__ = "0.2.0"

@@ -1,6 +1,5 @@
 """Commands speak plainly in tests, also where the environment asks for colours (as many build machines do)."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,8 @@ def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> FakeReports:
-    """Reports that are made at once, in the place of the real ones."""
+    """Replace inspections by fakes that take no time."""
     fake = FakeReports()
-    monkeypatch.setitem(sys.modules, "vitrail.report", fake)
+    for name in ("Report", "compare", "inspect"):
+        monkeypatch.setattr(f"vitrail.report.{name}", getattr(fake, name))
     return fake

@@ -1,11 +1,10 @@
-"""A small stand-in for inspections: it reads the pictures as the real one does, and counts them."""
+"""Fakes of inspections: they read the images as the real ones do, and count them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from vitrail.errors import VitrailError
 
 
 class Report:
-    """As much of a report as the commands look at."""
+    """The attributes of a report that the commands use."""
 
-    def __init__(self, name: str, pictures: int, skipped: list[tuple[str, str]], share: float = 0.02) -> None:
+    def __init__(self, name: str, images: int, skipped: list[tuple[str, str]], share: float = 0.02) -> None:
         self.model = {"name": name}
-        self.data = {"pictures": pictures}
+        self.data = {"pictures": images}
         self.norms = {"threshold": 12.5, "outlier_share": share, "onset": 1, "confidence": 1.0, "per_layer": [{}, {}]}
         listed = [{"name": name, "reason": reason} for name, reason in skipped]
         self.problems = {"skipped": listed, "num_skipped": len(skipped), "num_not_finite_pictures": 0}
@@ -43,25 +42,23 @@ class Report:
 
 
 class Comparison:
-    """As much of a comparison."""
+    """The attributes of a comparison that the commands use."""
 
     def __init__(self, a: Report, b: Report) -> None:
         self.reports = a, b
         self.verdict = f"{a.model['name']} against {b.model['name']}."
-        self.remarks = [] if a.data == b.data else ["The reports are about different pictures."]
+        self.remarks = [] if a.data == b.data else ["The reports are about different images."]
 
     def save(self, path: Path) -> None:
         path.write_text(self.verdict, encoding="utf-8")
 
 
-class FakeReports(ModuleType):
-    """Stands for ``vitrail.report``, and remembers how it was called."""
+class FakeReports:
+    """Fakes of the functions of ``vitrail.report``, which record their calls."""
 
     Report = Report
-    Comparison = Comparison
 
     def __init__(self) -> None:
-        super().__init__("vitrail.report")
         self.calls: list[dict[str, Any]] = []
         self.sizes: list[tuple[int, ...]] = []
         self.error: BaseException | None = None
@@ -83,7 +80,7 @@ class FakeReports(ModuleType):
         for batch in data.batches(Preprocessing((32, 32)), batch_size):
             self.sizes.append(tuple(batch.images.shape))
             seen += len(batch.names)
-            progress("looking at pictures", seen, len(data))
+            progress("running images", seen, len(data))
         progress("waiting", 1, None)
         return Report(name, seen, data.skipped)
 

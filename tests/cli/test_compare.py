@@ -1,4 +1,4 @@
-"""``vitrail compare``: reports are read, models are inspected on the same pictures, mistakes are answered."""
+"""``vitrail compare``: reports are loaded, models are inspected on the same images, mistakes are explained."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A folder with two reports, `a` of three pictures and `b` of four."""
+    """A directory with two reports: `a` of three images and `b` of four."""
     for number, name in enumerate("ab"):
         Report(name, 3 + number, []).save(tmp_path / f"{name}.html")
     return tmp_path
@@ -34,12 +34,12 @@ def test_two_reports(reports: FakeReports, saved: Path, monkeypatch: pytest.Monk
     assert said.index("a has artifact tokens.") < said.index("b has artifact tokens.") < said.index("a against b.")
     assert "b.html, b" in said
     assert said.endswith("Comparison: compare.html, with its values in compare.json")
-    assert "different pictures" in result.stderr
+    assert "different images" in result.stderr
     assert (saved / "compare.html").read_text(encoding="utf-8") == "a against b."
     assert reports.calls == []
 
 
-def test_two_models_see_the_same_pictures(reports: FakeReports, tmp_path: Path) -> None:
+def test_two_models_see_the_same_images(reports: FakeReports, tmp_path: Path) -> None:
     for number in range(4):
         Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / f"{number}.png")
     out = tmp_path / "compare.html"
@@ -48,7 +48,7 @@ def test_two_models_see_the_same_pictures(reports: FakeReports, tmp_path: Path) 
     assert [(call["name"], call["probes"]) for call in reports.calls] == [(MODEL, False), (OTHER, False)]
     assert reports.sizes == [(3, 3, 32, 32)] * 2
     assert out.read_text(encoding="utf-8") == f"{MODEL} against {OTHER}."
-    assert "different pictures" not in result.stderr
+    assert "different images" not in result.stderr
 
 
 def test_a_report_and_a_model(reports: FakeReports, saved: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_report_and_a_model(reports: FakeReports, saved: Path) -> None:
     assert result.exit_code == 0, result.output
     assert (saved / "compare.html").read_text(encoding="utf-8") == f"{MODEL} against b."
     assert reports.sizes == [(3, 3, 32, 32)]
-    assert "different pictures" in result.stderr
+    assert "different images" in result.stderr
 
 
 def test_the_help_has_examples() -> None:
@@ -65,18 +65,18 @@ def test_the_help_has_examples() -> None:
 
 MISTAKES = {
     "one": (("a.json",), "Missing argument 'B'"),
-    "no such report": (("a.json", "missing.json"), "missing.json could not be read"),
+    "no such report": (("a.json", "missing.json"), "missing.json"),
     "no such model": (("a.json", "timm:no_such_model", "--random-weights"), "no_such_model"),
     "neither": (("a.json", "vit_tiny_patch16_224"), "Did you mean timm:vit_tiny_patch16_224?"),
-    "pictures for reports": (("a.json", "b.json", "c.png"), "pictures are for models"),
-    "over a report": (("a.json", "b.json", "-o", "a.html"), "would be written over"),
-    "over the values of a page": (("a.html", "b.json", "-o", "a.htm"), "would be written over"),
-    "no page": (("a.json", "b.json", "-o", "out.json"), "expected the name of a page"),
+    "images for reports": (("a.json", "b.json", "c.png"), "images are for models"),
+    "over a report": (("a.json", "b.json", "-o", "a.html"), "would be overwritten"),
+    "over the values of a page": (("a.html", "b.json", "-o", "a.htm"), "would be overwritten"),
+    "no page": (("a.json", "b.json", "-o", "out.pdf"), "expected the name of a page"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_answered_and_nothing_is_written(
+def test_mistakes_are_explained_and_nothing_is_written(
     name: str, reports: FakeReports, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(saved)
@@ -88,10 +88,10 @@ def test_mistakes_are_answered_and_nothing_is_written(
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
 
 
-def test_a_run_that_is_stopped_leaves_the_old_page(reports: FakeReports, saved: Path) -> None:
+def test_an_interrupted_run_leaves_the_existing_page(reports: FakeReports, saved: Path) -> None:
     (saved / "compare.html").write_text("old", encoding="utf-8")
     reports.error = KeyboardInterrupt()
     result = run(MODEL, saved / "b.json", *TINY, "-o", saved / "compare.html")
     assert result.exit_code == 130
-    assert "Stopped" in result.stderr
+    assert "Interrupted" in result.stderr
     assert (saved / "compare.html").read_text(encoding="utf-8") == "old"

@@ -1,4 +1,4 @@
-"""``vitrail inspect``: what it says and writes, how it answers mistakes, and that processes can share the work."""
+"""``vitrail inspect``: what it prints and writes, how it explains mistakes, and several ranks."""
 
 import json
 import os
@@ -28,59 +28,72 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    folder = tmp_path / "pictures"
-    folder.mkdir()
+def images(tmp_path: Path) -> Path:
+    directory = tmp_path / "images"
+    directory.mkdir()
     for number in range(5):
-        Image.effect_noise((24, 24), 20 * number + 10).convert("RGB").save(folder / f"{number}.png")
-    return folder
+        Image.effect_noise((24, 24), 20 * number + 10).convert("RGB").save(directory / f"{number}.png")
+    return directory
 
 
-# ---------------------------------------------------------------- what it says and writes
+# ---------------------------------------------------------------- output
 
 
-def test_the_verdict_the_table_and_the_files(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+def test_verdict_table_and_files(reports: FakeReports, images: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    result = run(MODEL, pictures, *TINY, "-o", out, "--batch", "2", "--seed", "3", "--no-probes")
+    result = run(MODEL, images, *TINY, "-o", out, "--batch", "2", "--seed", "3", "--no-probes")
     assert result.exit_code == 0, result.output
     assert reports.calls == [{"batch_size": 2, "name": MODEL, "probes": False, "cure": True, "seed": 3}]
     assert reports.sizes == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
     said = one_line(result.stdout)
     assert said.startswith(f"{MODEL} has artifact tokens.")
     assert "with test-time registers 0.1 % of patch tokens; 2 % with random neurons" in said
-    for part in ("pictures 5", "norm 12.5", "outliers 2 % of patch tokens", "since layer 1 of 2", "confidence 99.9 %"):
+    for part in ("images 5", "norm 12.5", "outliers 2 % of patch tokens", "since layer 1 of 2", "confidence 99.9 %"):
         assert part in said
     assert said.endswith(f"Report: {out}, with its values in report.json")
     assert "random weights" in result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"pictures", "report.html", "report.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"images", "report.html", "report.json"}
 
 
-def test_no_cure_is_tried_where_none_is_wanted(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
-    assert run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html", "--no-cure").exit_code == 0
+def test_no_cure(reports: FakeReports, images: Path, tmp_path: Path) -> None:
+    assert run(MODEL, images, *TINY, "-o", tmp_path / "a.html", "--no-cure").exit_code == 0
     assert [call["cure"] for call in reports.calls] == [False]
 
 
-def test_values_as_json_instead_of_the_table(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
-    result = run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html", "--json")
+def test_json_instead_of_the_table(reports: FakeReports, images: Path, tmp_path: Path) -> None:
+    result = run(MODEL, images, *TINY, "-o", tmp_path / "a.html", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
 
 
-def test_samples_by_default_and_a_limit(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+def test_json_file_alone_needs_no_jinja(
+    reports: FakeReports, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    result = run(MODEL, images, *TINY, "-o", tmp_path / "a.json")
+    assert result.exit_code == 0, result.output
+    assert one_line(result.stdout).endswith(f"Report: {tmp_path / 'a.json'}")
+    result = run(MODEL, images, *TINY, "-o", tmp_path / "a.html")
+    assert result.exit_code == 2
+    assert "pip install vitrail[report]" in one_line(result.stderr)
+    assert len(reports.calls) == 1  # found before any work is done
+
+
+def test_samples_by_default_and_a_limit(reports: FakeReports, images: Path, tmp_path: Path) -> None:
     assert run(MODEL, *TINY, "-o", tmp_path / "a.html").exit_code == 0
     assert reports.sizes == [(3, 3, 32, 32)]
     for limit, count in ((2, 2), (0, 5)):
         reports.sizes.clear()
-        assert run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html", "--limit", limit).exit_code == 0
+        assert run(MODEL, images, *TINY, "-o", tmp_path / "a.html", "--limit", limit).exit_code == 0
         assert reports.sizes == [(count, 3, 32, 32)]
 
 
-def test_skipped_pictures_are_named(reports: FakeReports, pictures: Path, tmp_path: Path) -> None:
+def test_skipped_images_are_named(reports: FakeReports, images: Path, tmp_path: Path) -> None:
     for number in range(7):
-        (pictures / f"broken{number}.png").touch()
-    result = run(MODEL, pictures, *TINY, "-o", tmp_path / "a.html")
+        (images / f"broken{number}.png").touch()
+    result = run(MODEL, images, *TINY, "-o", tmp_path / "a.html")
     assert result.exit_code == 1
-    assert "skipped pictures 7" in one_line(result.stdout)
+    assert "skipped images 7" in one_line(result.stdout)
     assert result.stderr.count("Skipped") == 5
     assert "and 2 more that could not be read" in result.stderr
     assert (tmp_path / "a.html").is_file()
@@ -91,11 +104,11 @@ def test_progress_goes_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = console.progress
     monkeypatch.setattr(console, "progress", lambda: made.append(usual()) or made[-1])
     with console.bars() as tell:
-        tell("looking at pictures", 1, 3)
-        tell("looking at pictures", 3, 3)
-        tell("analysing", 1, None)
+        tell("running images", 1, 3)
+        tell("running images", 3, 3)
+        tell("analyzing", 1, None)
     tasks = [(task.description, task.completed, task.total) for task in made[0].tasks]
-    assert tasks == [("Looking at pictures", 3, 3), ("Analysing", 1, None)]
+    assert tasks == [("Running images", 3, 3), ("Analyzing", 1, None)]
 
 
 def test_the_help_has_examples_and_says_how_to_use_several_devices() -> None:
@@ -107,22 +120,22 @@ def test_the_help_has_examples_and_says_how_to_use_several_devices() -> None:
 # ---------------------------------------------------------------- mistakes
 
 MISTAKES = {
-    "no such picture": ((MODEL, "missing.png"), "missing.png: there is no such file"),
-    "no such table": ((MODEL, "missing.parquet"), "missing.parquet: there is no such file"),
+    "no such image": ((MODEL, "missing.png"), "missing.png"),
+    "no such table": ((MODEL, "missing.parquet"), "missing.parquet"),
     "no model": (("timm:no_such_model", "--random-weights"), "no_such_model"),
-    "not a ViT": (("timm:resnet18", "--random-weights"), "ResNet is not a supported model"),
-    "wrong size": ((MODEL, "--random-weights", "--size", "33"), "--size 33x33 is not a whole number of patches"),
+    "not a ViT": (("timm:resnet18", "--random-weights"), "ResNet"),
+    "wrong size": ((MODEL, "--random-weights", "--size", "33"), "--size 33x33"),
     "no size": ((MODEL, "--size", "large"), "'large' is not a size"),
-    "labels of files": ((MODEL, "--labels", "breed"), "names a column of a parquet file"),
+    "labels of files": ((MODEL, "--labels", "breed"), "parquet"),
     "no page": ((MODEL, "-o", "report.pdf"), "-o report.pdf: expected the name of a page, like report.html"),
-    "no folder": ((MODEL, "-o", "nowhere/report.html"), "no file can be written there"),
+    "no folder": ((MODEL, "-o", "nowhere/report.html"), "nowhere/report.html"),
     "negative limit": ((MODEL, "--limit", "-1"), "'--limit'"),
     "empty batch": ((MODEL, "--batch", "0"), "'--batch'"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_answered_and_nothing_is_written(
+def test_mistakes_are_explained_and_nothing_is_written(
     name: str, reports: FakeReports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -133,60 +146,58 @@ def test_mistakes_are_answered_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_readable_picture_is_found_before_the_model_is_loaded(
+def test_unreadable_images_are_found_before_the_model_is_loaded(
     reports: FakeReports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.cli.model.load", lambda *args, **kwargs: pytest.fail("loaded"))
     for name in ("a.png", "b.png"):
-        (tmp_path / name).write_text("no picture")
+        (tmp_path / name).write_text("not an image")
     result = run(MODEL, tmp_path, "-o", tmp_path / "report.html")
     assert result.exit_code == 2
-    assert "None of the 2 pictures could be read" in result.stderr
+    assert "None of the 2" in result.stderr
 
 
 def test_a_size_that_the_model_does_not_take(reports: FakeReports, saved_vit: Path, tmp_path: Path) -> None:
     result = run(f"hf:{saved_vit}", "--size", "64", "--device", "cpu", "-o", tmp_path / "a.html")
     assert result.exit_code == 2
-    assert "does not take pictures of 64 × 64 pixels" in one_line(result.stderr)
+    assert "64 × 64 pixels" in one_line(result.stderr)
     assert reports.calls == []
 
 
 def test_a_model_of_sounds_is_refused_and_nothing_is_written(
-    reports: FakeReports, pictures: Path, tmp_path: Path
+    reports: FakeReports, images: Path, tmp_path: Path
 ) -> None:
     options = {"in_chans": 1, "image_size": (16, 24), "patch_size": 8}
     create_model("vit_tiny_patch16", width=16, depth=1, heads=1, **options).save_pretrained(tmp_path / "sounds")
-    result = run(f"vitrail:{tmp_path / 'sounds'}", pictures, "--device", "cpu", "-o", tmp_path / "a.html")
+    result = run(f"vitrail:{tmp_path / 'sounds'}", images, "--device", "cpu", "-o", tmp_path / "a.html")
     assert result.exit_code == 2
-    assert "takes arrays, 1 × 16 × 24, and this command is for models that take pictures" in one_line(result.stderr)
+    assert "1 × 16 × 24" in one_line(result.stderr)
     assert reports.calls == []
     assert not (tmp_path / "a.html").exists()
 
 
-def test_what_is_read_is_not_written_over(reports: FakeReports, pictures: Path) -> None:
-    odd = (pictures / "0.png").rename(pictures / "0.html")
+def test_inputs_are_not_overwritten(reports: FakeReports, images: Path) -> None:
+    odd = (images / "0.png").rename(images / "0.html")
     before = odd.read_bytes()
     result = run(MODEL, odd, *TINY, "-o", odd)
     assert result.exit_code == 2
-    assert "would be written over" in result.stderr
+    assert "would be overwritten" in result.stderr
     assert odd.read_bytes() == before
 
 
 STOPS = {
-    "Ctrl-C": (KeyboardInterrupt(), 130, "Stopped: no report was written"),
+    "Ctrl-C": (KeyboardInterrupt(), 130, "Interrupted: no report was written"),
     "error": (UnsupportedInput("the model is odd"), 2, "Error: the model is odd"),
-    "memory": (torch.OutOfMemoryError("CUDA out of memory"), 2, "Give a smaller --batch"),
+    "memory": (torch.OutOfMemoryError("CUDA out of memory"), 2, "Use a smaller --batch"),
 }
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_an_old_report_outlives_a_run_that_ends_early(
-    name: str, reports: FakeReports, pictures: Path, tmp_path: Path
-) -> None:
+def test_a_failed_run_leaves_the_existing_report(name: str, reports: FakeReports, images: Path, tmp_path: Path) -> None:
     reports.error, code, answer = STOPS[name]
     for ending in ("html", "json"):
         (tmp_path / f"report.{ending}").write_text("old", encoding="utf-8")
-    result = run(MODEL, pictures, *TINY, "-o", tmp_path / "report.html")
+    result = run(MODEL, images, *TINY, "-o", tmp_path / "report.html")
     assert result.exit_code == code
     assert answer in one_line(result.stderr)
     assert result.stdout == ""
@@ -194,26 +205,25 @@ def test_an_old_report_outlives_a_run_that_ends_early(
     assert files == {"report.html": "old", "report.json": "old"}
 
 
-# ---------------------------------------------------------------- the real thing
-
+# ---------------------------------------------------------------- several ranks
 
 ALONE = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@pytest.mark.slow  # tests/report/test_processes.py has the same without the command line
-def test_two_processes_give_the_report_of_one(pictures: Path, tmp_path: Path) -> None:
-    (pictures / "broken.png").touch()
+@pytest.mark.slow  # tests/report/test_ranks.py is the same without the command line
+def test_two_processes_give_the_report_of_one(images: Path, tmp_path: Path) -> None:
+    (images / "broken.png").touch()
     one, two = tmp_path / "one.html", tmp_path / "two.html"
-    command = ["inspect", MODEL, str(pictures), *TINY, "--no-probes", "--batch", "1"]
+    command = ["inspect", MODEL, str(images), *TINY, "--no-probes", "--batch", "1"]
     alone = CliRunner().invoke(app, [*command, "-o", str(one)])
-    assert alone.exit_code == 1, alone.output  # a picture is broken
+    assert alone.exit_code == 1, alone.output  # an image is broken
 
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vitrail"]
     result = subprocess.run(
         [*launch, *command, "-o", str(two)], env=os.environ | ALONE, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Report: ") == 1  # only one of them speaks
+    assert result.stdout.count("Report: ") == 1
     assert result.stderr.count("Skipped") == 1
 
     values = [json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (one, two)]
@@ -223,9 +233,9 @@ def test_two_processes_give_the_report_of_one(pictures: Path, tmp_path: Path) ->
     assert values[0] == values[1]
 
 
-def test_a_mistake_in_two_processes_is_said_once(tmp_path: Path) -> None:
+def test_a_mistake_of_two_ranks_is_printed_once(tmp_path: Path) -> None:
     missing, page = str(tmp_path / "missing.png"), str(tmp_path / "report.html")
     first, second = finish(start(2, "-m", "vitrail", "inspect", MODEL, missing, "-o", page, "--device", "cpu"))
     assert first[0] == 2
-    assert f"Error: {missing}: there is no such file" in first[2]
+    assert f"Error: {missing}" in first[2]
     assert second == (2, "", "")

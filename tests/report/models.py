@@ -1,4 +1,4 @@
-"""Small models with and without planted artifacts, and pictures for them."""
+"""Small models with and without planted artifacts, and images for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
 
 
 def plant(block: nn.Module, places: Sequence[int] = PLANTED, special: int = 1, factor: float = 10.0) -> None:
-    """Have some patch tokens leave a block with a large norm."""
+    """Make some patch tokens leave a block with a large norm."""
 
     def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
         tokens = (output[0] if isinstance(output, tuple) else output).clone()
@@ -43,30 +43,30 @@ def planted() -> nn.Module:
     return model
 
 
-def pictures(count: int = 24, size: int = 128) -> Tensor:
+def random_images(count: int = 24, size: int = 128) -> Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1)) / 4
 
 
-def write_pictures(folder: Path, count: int = 24, classes: int = 2) -> Path:
-    """Write pictures of several colours into a folder for each class, and one file that is no picture."""
+def write_images(directory: Path, count: int = 24, classes: int = 2) -> Path:
+    """Write images of several colors into one directory per class, and one file that is not an image."""
     generator = np.random.default_rng(0)
     for number in range(count):
-        place = folder / f"class-{number % classes}"
+        place = directory / f"class-{number % classes}"
         place.mkdir(parents=True, exist_ok=True)
         pixels = generator.integers(0, 120, (48, 48, 3), dtype=np.uint8)
         pixels[..., number % classes] += 120
         Image.fromarray(pixels).save(place / f"{number:02d}.png")
-    (folder / "class-0" / "broken.png").write_bytes(b"no picture")
-    return folder
+    (directory / "class-0" / "broken.png").write_bytes(b"not an image")
+    return directory
 
 
-def look(model: nn.Module, data: Any, **options: Any) -> Report:
-    """Inspect a model in this process alone, which then has the report."""
+def inspect(model: nn.Module, data: Any, **options: Any) -> Report:
+    """Inspect a model in this process, which then has the report."""
     report = vitrail.inspect(model, data, **options)
     assert report is not None
     return report
 
 
-def glance(model: nn.Module, data: Any, **options: Any) -> Report:
-    """Inspect without what takes long."""
-    return look(model, data, probes=False, discovery=False, **options)
+def inspect_quickly(model: nn.Module, data: Any, **options: Any) -> Report:
+    """Inspect without the slow sections."""
+    return inspect(model, data, probes=False, discovery=False, **options)

@@ -1,4 +1,4 @@
-"""The cure is tried where there are artifacts, is measured truly, and leaves the model as it was."""
+"""Test-time registers are tried if there are artifacts, are measured correctly, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
-from tests.report.models import glance, pictures, planted, small
+from tests.report.models import inspect_quickly, planted, random_images, small
 from tests.surgery.test_registers import LAYER, NEURONS, SPOTS
 from tests.surgery.test_registers import planted as planted_by_neurons
 from vitrail.errors import NotApplied
 from vitrail.report import Report
-from vitrail.report.cure import effect
+from vitrail.report.sections.cure import effect
 
 
 def curable() -> tuple[nn.Module, Tensor]:
-    """A model two of whose neurons make artifacts, and 48 pictures that have them."""
+    """A model in which two neurons make artifacts, and 48 images that have them."""
     model, images = planted_by_neurons()
     noise = torch.randn(48, 3, 64, 64, generator=torch.Generator().manual_seed(5)).double()
     return model, images.repeat(8, 1, 1, 1) + 0.01 * noise
@@ -29,7 +29,7 @@ def found() -> tuple[nn.Module, Tensor, Report]:
     model, images = curable()
     before = model(images[:4]).detach()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    report = glance(model, images)
+    report = inspect_quickly(model, images)
     assert torch.equal(model(images[:4]), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
@@ -50,7 +50,7 @@ def test_artifacts_that_neurons_make_are_gone(found: tuple[nn.Module, Tensor, Re
     assert cure["after"]["similarity"]["normal"] > 0.99
 
 
-def test_values_are_what_a_recording_says(found: tuple[nn.Module, Tensor, Report]) -> None:
+def test_values_equal_those_of_a_recording(found: tuple[nn.Module, Tensor, Report]) -> None:
     model, images, report = found
     cure = report.cure
     plain = vitrail.record(model, images, ("norms", "tokens", "attention"), layers=-1)
@@ -73,14 +73,14 @@ def test_values_are_what_a_recording_says(found: tuple[nn.Module, Tensor, Report
         assert one.cured == pytest.approx(after[one.index].tolist(), rel=1e-4)
         rows = cured.attention[3][one.index, :, 0, 2:]
         expected = (rows / rows.sum(-1, keepdim=True)).mean(0).reshape(4, 4)
-        assert torch.allclose(one.cured_attention["class"].double(), expected, atol=1e-5)
+        assert torch.allclose(one.maps["cured_attention"]["class"].double(), expected, atol=1e-5)
 
 
 def test_the_page_shows_it(found: tuple[nn.Module, Tensor, Report]) -> None:
     report = found[2]
     page = report.to_html()
-    assert "The cure works here" in page
-    assert "vitrail.test_time_registers(model, pictures, neurons=10)" in page
+    assert "Test-time registers work here" in page
+    assert "vitrail.test_time_registers(model, images, neurons=10)" in page
     assert "norms before: 2 outliers" in page
     assert "norms after: 0 outliers" in page
     assert "attention of class after" in page
@@ -90,36 +90,36 @@ def test_the_page_shows_it(found: tuple[nn.Module, Tensor, Report]) -> None:
 
 
 def test_artifacts_from_elsewhere_stay_and_more_neurons_are_tried() -> None:
-    report = glance(planted(), pictures())
+    report = inspect_quickly(planted(), random_images())
     assert report.cure["effect"] == "none"
     assert list(report.cure["tried"]) == ["10", "50"]
     assert report.cure["num_neurons"] == 10
-    assert "does not work here" in report.to_html()
-    assert "did not help on these pictures" in report.to_html()
+    assert "do not work here" in report.to_html()
+    assert "did not help" in report.to_html()
 
 
 def test_nothing_is_tried_where_there_is_nothing_to_cure() -> None:
-    clean = glance(small(), pictures())
-    assert clean.cure == {"note": "there is nothing to cure: no artifacts were found"}
+    clean = inspect_quickly(small(), random_images())
+    assert "no artifacts" in clean.cure["note"]
     assert all(one.cured is None for one in clean.pictures)
-    asked = glance(planted(), pictures(), cure=False)
-    assert asked.cure == {"note": "left out, as asked for"}
-    assert asked.settings["cure"] is False
-    assert "It was not tried here" in asked.to_html()
+    turned_off = inspect_quickly(planted(), random_images(), cure=False)
+    assert "turned off" in turned_off.cure["note"]
+    assert turned_off.settings["cure"] is False
+    assert "It was not tried here" in turned_off.to_html()
 
 
 def test_models_that_carry_something_already() -> None:
     model, images = curable()
     with vitrail.test_time_registers(model, neurons={0: [3]}) as handle:
-        report = glance(model, images)
+        report = inspect_quickly(model, images)
         assert handle.is_active
     assert report.norms["verdict"] == "artifacts"
     assert "already has test-time registers" in report.cure["note"]
 
 
-def test_an_iterator_cannot_be_walked_over_again() -> None:
+def test_an_iterator_has_no_second_pass() -> None:
     model, images = curable()
-    report = glance(model, iter(images.split(8)))
+    report = inspect_quickly(model, iter(images.split(8)))
     assert report.norms["verdict"] == "artifacts"
     assert "runs once" in report.cure["note"]
 
@@ -131,9 +131,9 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.
     def fail(*_: Any) -> None:
         raise RuntimeError("lost")
 
-    monkeypatch.setattr("vitrail.report.cure._trial", fail)
-    report = glance(model, images)
-    assert report.cure["note"] == "this failed: RuntimeError: lost"
+    monkeypatch.setattr("vitrail.report.sections.cure._trial", fail)
+    report = inspect_quickly(model, images)
+    assert "RuntimeError: lost" in report.cure["note"]
     assert torch.equal(model(images[:2]), before)
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 

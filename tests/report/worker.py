@@ -1,4 +1,4 @@
-"""One of several processes that inspect a model together; run as a script."""
+"""One rank of an inspection; run as a script."""
 
 import sys
 from pathlib import Path
@@ -14,9 +14,9 @@ if __name__ == "__main__":
     rank, world, meeting, *places = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    for folder, out in zip(places[::2], places[1::2], strict=True):
+    for directory, out in zip(places[::2], places[1::2], strict=True):
         try:
-            report = vitrail.inspect(planted(), folder, batch_size=4, name="planted")
+            report = vitrail.inspect(planted(), directory, batch_size=4, name="planted")
         except vitrail.errors.VitrailError as error:
             Path(f"{out}.{rank}.error").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         else:

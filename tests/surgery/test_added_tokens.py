@@ -389,9 +389,9 @@ def test_mixes_with_the_models_own_tokens_are_refused():
 def test_errors_of_a_second_addition_and_after_removal():
     model, images = small(), pictures()
     added = mix(model)
-    with pytest.raises(AlreadyApplied, match="added to this model already"):
+    with pytest.raises(AlreadyApplied, match="already has added tokens"):
         vitrail.add_tokens(model, registers=1)
-    with pytest.raises(AlreadyApplied, match="added to this model already"):
+    with pytest.raises(AlreadyApplied, match="already has added tokens"):
         vitrail.test_time_registers(model, neurons={0: [1]})
     assert "closed" in repr(added)
     assert "2 register 'registers'" in repr(added)

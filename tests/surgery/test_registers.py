@@ -295,5 +295,5 @@ def test_merging_and_registers_refuse_each_other() -> None:
             vitrail.merge(model, r=1)
         with pytest.raises(AlreadyApplied, match="already"):
             test_time_registers(model, neurons={0: (1,)})
-    with vitrail.merge(model, r=1), pytest.raises(AlreadyApplied, match="merged already"):
+    with vitrail.merge(model, r=1), pytest.raises(AlreadyApplied, match="already merged"):
         test_time_registers(model, neurons={0: (1,)})

@@ -1,4 +1,4 @@
-"""``vitrail compare``: two inspections side by side."""
+"""``vitrail compare``: two reports side by side."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import typer
 from vitrail._distributed import Crew
 from vitrail.cli import console, options
 from vitrail.cli.inspect import (
+    Images,
     Labels,
     Limit,
     Out,
-    Pictures,
     Probes,
     Seed,
     Settings,
-    check_page,
+    check_output,
+    interruptible,
     processes,
     run_inspect,
     show,
-    stoppable,
+    written,
 )
 
 if TYPE_CHECKING:
@@ -32,13 +33,15 @@ COMPARE_EPILOG = (
     "vitrail compare before.json after.json -o compare.html\n\n"
     "vitrail compare timm:vit_small_patch14_dinov2 timm:vit_small_patch14_reg4_dinov2 photos/ --size 518"
 )
-WHAT = "A report's JSON (or its page, with the JSON beside it), or a model: timm:NAME, or hf:REPO-OR-FOLDER."
+EITHER = (
+    "A report (its .json, or its page with the .json beside it) or a model: timm:NAME, hf:REPO-OR-FOLDER, vitrail:RUN."
+)
 
 
 def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help=WHAT)],
-    second: Annotated[str, typer.Argument(metavar="B", help="The same.")],
-    pictures: Pictures = None,
+    first: Annotated[str, typer.Argument(metavar="A", help=EITHER)],
+    second: Annotated[str, typer.Argument(metavar="B", help="A report or a model, like A.")],
+    images: Images = None,
     out: Out = Path("compare.html"),
     limit: Limit = 200,
     batch: options.Batch = 16,
@@ -49,41 +52,42 @@ def compare(
     device: options.DeviceOf = None,
     seed: Seed = 0,
 ) -> None:
-    """Compare two reports, or two models that are inspected on the same pictures first.
+    """Compare two reports, or two models, which are inspected on the same images first.
 
-    The options are for models, and those of `vitrail inspect`; reports are taken as they are.
+    Options are those of `vitrail inspect` and apply to models; reports are taken as they are.
     """
     names = (first, second)
-    files = [Path(name) for name in names if is_report(name)]
-    if pictures and len(files) == 2:
-        raise typer.BadParameter("Both are reports, and pictures are for models. Leave the pictures out.")
+    reports = [Path(name) for name in names if is_report(name)]
+    if images and len(reports) == 2:
+        raise typer.BadParameter("A and B are reports, and images are for models. Leave the images out.")
     pixels = options.parse_size(size)
-    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, device, seed)
-    with console.user_errors(), console.notes(), stoppable(out), processes(device) as crew:
-        page = crew.together(lambda: check_page(out, [*settings.pictures, *files, *_beside(files)]))
-        reports = run_compare(names, settings, crew)
-        if reports is None:
+    settings = Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed)
+    inputs = [*settings.images, *reports, *(path.with_suffix(".json") for path in reports)]
+    with console.user_errors(), console.notes(), interruptible(out), processes(device) as crew:
+        crew.together(lambda: check_output(out, inputs))
+        both = load_or_inspect(names, settings, crew)
+        if both is None:
             return
-        from vitrail.report import compare as side_by_side
+        from vitrail.report import compare as compare_reports
 
-        comparison = side_by_side(*reports)
-        comparison.save(page)
-        for name, report in zip(names, reports, strict=True):
+        comparison = compare_reports(*both)
+        comparison.save(out)
+        for name, report in zip(names, both, strict=True):
             show(name, report)
         for remark in comparison.remarks:
             console.note(remark)
         console.say(comparison.verdict, style="bold")
-        console.say(f"Comparison: {page}, with its values in {page.with_suffix('.json').name}", style="bold")
+        console.say(f"Comparison: {written(out)}", style="bold")
 
 
-def run_compare(names: tuple[str, str], settings: Settings, crew: Crew) -> tuple[Report, Report] | None:
-    """Read or make both reports; of several processes, the first one gets them."""
+def load_or_inspect(names: tuple[str, str], settings: Settings, crew: Crew) -> tuple[Report, Report] | None:
+    """Load or make both reports; return them on rank 0, None on the others."""
     from vitrail.report import Report
 
-    def read() -> dict[str, Report]:
+    def load() -> dict[str, Report]:
         return {name: Report.load(name) for name in names if is_report(name)}
 
-    found = crew.together(read)  # mistakes in files are found before a model is loaded
+    found = crew.together(load)  # damaged files are found before a model is loaded
     models = [name for name in names if name not in found]
     if models:
         collection = crew.together(settings.open)
@@ -95,10 +99,5 @@ def run_compare(names: tuple[str, str], settings: Settings, crew: Crew) -> tuple
 
 
 def is_report(name: str) -> bool:
-    """Whether a name is a file's, and not a model's."""
-    return Path(name).suffix.lower() in (".json", ".html", ".htm") and not name.startswith(("timm:", "hf:"))
-
-
-def _beside(files: list[Path]) -> list[Path]:
-    """Give the values beside pages: these are what is read."""
-    return [path.with_suffix(".json") for path in files]
+    """Return whether a name is that of a file, not of a model."""
+    return Path(name).suffix.lower() in (".json", ".html", ".htm") and not name.startswith(("timm:", "hf:", "vitrail:"))

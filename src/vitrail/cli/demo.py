@@ -28,7 +28,7 @@ from vitrail.cli.summary import Cost, Guesses, Result, Summary, as_data, markdow
 from vitrail.data import find_images, read_image, samples, to_tensor
 from vitrail.data.drawn_samples import drawings
 from vitrail.errors import InvalidOption
-from vitrail.report.shown import MOST_TOKENS
+from vitrail.report.sections.attention import MAX_TOKENS
 from vitrail.tokens import token_names
 
 MODEL = "vitrail:tiny"
@@ -171,7 +171,7 @@ def attention_maps(loaded: Loaded, picture: Image.Image) -> dict[str, NDArray[An
     batch = to_tensor([picture], loaded.preprocessing).to(loaded.device)
     seen = vitrail.record(loaded.model, batch, "attention", layers=-1)
     rows = seen.attention[seen.layers[-1]]
-    maps = token_maps(rows, seen.layout)[0].mean(0)[:MOST_TOKENS].flatten(1, 2).double().cpu().numpy()
+    maps = token_maps(rows, seen.layout)[0].mean(0)[:MAX_TOKENS].flatten(1, 2).double().cpu().numpy()
     names = token_names(seen.layout.special)
     return {names[query]: np.asarray(values) for query, values in zip(seen.queries, maps, strict=False)}
 

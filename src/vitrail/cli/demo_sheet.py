@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.cli.summary import Guess, Guesses
-from vitrail.report.images import colours
+from vitrail.report.page.images import colors
 
 PAPER, INK, SOFT, LINE = (251, 249, 245), (38, 36, 42), (112, 108, 116), (226, 221, 212)
 LIKELY, CHANGED, TRACK = (247, 203, 128), (240, 168, 152), (241, 237, 229)
@@ -85,7 +85,7 @@ def draw_sheet(title: str, detail: str, columns: Sequence[Column]) -> Image.Imag
 
 def over(picture: Image.Image, values: NDArray[Any]) -> Image.Image:
     """Colour a picture by a map (h, w): from nothing (violet) to its largest value (yellow)."""
-    shades = Image.fromarray(colours(values / max(float(values.max()), 1e-12)))
+    shades = Image.fromarray(colors(values / max(float(values.max()), 1e-12)))
     heat = np.asarray(shades.resize(picture.size, Image.Resampling.NEAREST), dtype=np.float64)
     light = np.asarray(picture.convert("L"), dtype=np.float64)[..., None] / 255
     return Image.fromarray(np.rint(heat * (DARKEST + (1 - DARKEST) * light)).astype(np.uint8))

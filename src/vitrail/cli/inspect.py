@@ -1,8 +1,8 @@
-"""``vitrail inspect``: does a model have artifact tokens, where, since when, what do they hold, what helps?"""
+"""``vitrail inspect``: write a report about the artifact tokens of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from vitrail.report import Report
 
 NAMED = 5
-"""How many skipped pictures are named one by one; the report names more."""
+"""Skipped images that are printed by name; the report lists more."""
 
-PATIENCE = timedelta(hours=12)
-"""How long processes wait for each other: the first one goes on with probes when the others are done."""
+TIMEOUT = timedelta(hours=12)
+"""How long ranks wait for each other: rank 0 computes probes when the others are done."""
 
 INSPECT_EPILOG = (
     "Examples:\n\n"
@@ -37,32 +37,32 @@ INSPECT_EPILOG = (
     "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect timm:vit_large_patch14_dinov2 photos/ --limit 0"
 )
 
-Pictures = Annotated[
+Images = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="PICTURES_OR_DATA",
-        help="Picture files, a folder of them or of class folders, or parquet files; the sample pictures by default.",
+        metavar="IMAGES",
+        help="Image files, a directory of images or of class directories, or parquet files. Default: sample images.",
         show_default=False,
     ),
 ]
 Limit = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Most pictures to look at, spread over the data; 0 for all.")
+    int, typer.Option(min=0, metavar="N", help="Maximum number of images, spread over the data; 0 for all.")
 ]
-Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="The column of a parquet file with the classes.")]
+Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of a parquet file with the classes.")]
 Probes = Annotated[bool, typer.Option("--probes/--no-probes", help="Fit probes, which takes the longest.")]
-Cure = Annotated[
-    bool,
-    typer.Option("--cure/--no-cure", help="Where there are artifacts, try test-time registers on the same pictures."),
-]
+Cure = Annotated[bool, typer.Option("--cure/--no-cure", help="If there are artifacts, try test-time registers.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of splits, draws and random weights.")]
-Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The page; its values go beside it, as JSON.")]
+Out = Annotated[
+    Path,
+    typer.Option("-o", "--out", metavar="FILE", help="Page to write, with its values as .json beside it; or .json."),
+]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to look at, and how; the same for every model of a comparison."""
+    """Options of an inspection; the same for both models of a comparison."""
 
-    pictures: Sequence[Path]
+    images: Sequence[Path]
     limit: int = 200
     batch: int = 16
     size: tuple[int, ...] | None = None
@@ -74,19 +74,17 @@ class Settings:
     cure: bool = False
 
     def open(self) -> Collection:
-        """Open the pictures, and make sure that one of them can be read before a model is loaded."""
+        """Open the images, and check before a model is loaded that one of them can be read."""
         from vitrail.data import Preprocessing, open_collection
 
-        collection = open_collection(
-            self.pictures or None, limit=self.limit or None, labels=self.labels, size=self.size
-        )
+        collection = open_collection(self.images or None, limit=self.limit or None, labels=self.labels, size=self.size)
         next(collection.batches(Preprocessing((1, 1)), 1))
         return collection
 
 
 def inspect(
     model: options.Model,
-    pictures: Pictures = None,
+    images: Images = None,
     out: Out = Path("report.html"),
     limit: Limit = 200,
     batch: options.Batch = 16,
@@ -99,53 +97,53 @@ def inspect(
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
 ) -> None:
-    """Look for artifact tokens in a model: whether there are any, where, since when, and what they hold.
+    """Look for artifact tokens in a model: whether there are any, where, since which layer, and what they hold.
 
-    Writes a page that can be read without network, and the same values as JSON beside it. Files that are there already
-    are replaced by complete ones only. Pictures that cannot be read are skipped and named, and the exit code is 1 then.
+    Writes a self-contained HTML page, and the same values as JSON beside it. Existing files are overwritten, and only
+    by complete ones. Unreadable images are skipped and named; the exit code is then 1.
     """
     pixels = options.parse_size(size)
-    settings = Settings(pictures or [], limit, batch, pixels, labels, probes, random_weights, device, seed, cure)
-    with console.user_errors(), console.notes(), stoppable(out), processes(device) as crew:
-        page = crew.together(lambda: check_page(out, settings.pictures))
+    settings = Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed, cure)
+    with console.user_errors(), console.notes(), interruptible(out), processes(device) as crew:
+        crew.together(lambda: check_output(out, settings.images))
         collection = crew.together(settings.open)
         report = run_inspect(model, collection, settings, crew)
         if report is None:
             return
-        report.save(page)
+        report.save(out)
         if json:
             console.say(report.to_json().rstrip())
         else:
             show(model, report)
-            console.say(f"Report: {page}, with its values in {page.with_suffix('.json').name}", style="bold")
-    if report.problems["num_skipped"] and crew.world == 1:  # torchrun would take it for a crash
+            console.say(f"Report: {written(out)}", style="bold")
+    if report.problems["num_skipped"] and crew.world == 1:  # torchrun would report a crash
         raise typer.Exit(1)
 
 
 def run_inspect(name: str, collection: Collection, settings: Settings, crew: Crew) -> Report | None:
-    """Load a model and inspect it; of several processes, the first one gets the report."""
+    """Load a model and inspect it; return the report on rank 0, None on the others."""
     import torch
     from PIL import Image
 
     from vitrail.cli.asking import ask
     from vitrail.cli.model import load
-    from vitrail.report import inspect as look
+    from vitrail.report import inspect as inspect_model
 
-    def ready() -> Any:
+    def load_checked() -> Any:
         loaded = load(name, random=settings.random, size=settings.size, device=settings.device, seed=settings.seed)
         if settings.size is not None:
             ask(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
         return loaded
 
     with console.err.status(f"Loading {name}"):
-        loaded = crew.together(ready)
+        loaded = crew.together(load_checked)
     if settings.random:
-        console.note(f"{name} has random weights here: what is found says nothing about trained ones.")
+        console.note(f"{name} has random weights here: the results say nothing about trained ones.")
 
     def work() -> Report | None:
         try:
             with console.bars() as progress:
-                return look(
+                return inspect_model(
                     loaded.model,
                     collection,
                     batch_size=settings.batch,
@@ -157,46 +155,59 @@ def run_inspect(name: str, collection: Collection, settings: Settings, crew: Cre
                 )
         except torch.OutOfMemoryError as error:
             raise UnsupportedInput(
-                f"There is not enough memory for {settings.batch} pictures at once. Give a smaller --batch, or --size."
+                f"Not enough memory for batches of {settings.batch} images. Use a smaller --batch or --size."
             ) from error
 
     return crew.together(work)
 
 
-def check_page(out: Path, inputs: Sequence[Path]) -> Path:
-    """Find out now, not after minutes of work, whether a page and its JSON can be written, and over nothing read."""
+def check_output(out: Path, inputs: Sequence[Path]) -> None:
+    """Raise before any work is done if the page and its JSON cannot be written, or would overwrite an input."""
     from vitrail.cli.files import OutputError, check_writable
+    from vitrail.report.page.render import check_jinja
 
-    if out.suffix.lower() not in (".html", ".htm"):
+    if out.suffix.lower() not in (".html", ".htm", ".json"):
         raise OutputError(
-            f"-o {out}: expected the name of a page, like {out.stem or 'report'}.html. Its values go beside it as JSON."
+            f"-o {out}: expected the name of a page, like {out.stem or 'report'}.html, or of a .json file."
         )
+    if out.suffix.lower() != ".json":
+        check_jinja()
     for path in (out, out.with_suffix(".json")):
         check_writable(path, "-o")
         if any(path.resolve() == read.resolve() for read in inputs):
-            raise OutputError(f"-o {out}: {path} is read, and would be written over. Name another file.")
-    return out
+            raise OutputError(f"-o {out}: {path} is an input and would be overwritten. Name another file.")
+
+
+def written(out: Path) -> str:
+    """Name the files that were written."""
+    return str(out) if out.suffix.lower() == ".json" else f"{out}, with its values in {out.with_suffix('.json').name}"
 
 
 def show(name: str, report: Report) -> None:
-    """Print the verdict, the numbers behind it, and what was skipped."""
-    norms, problems = report.norms, report.problems
+    """Print the verdict, the numbers behind it, and skipped images."""
+    from vitrail.report.page.formatting import number, percent
+
+    norms, problems, cure, onset = report.norms, report.problems, report.cure, report.norms["onset"]
+    cured = "–"
+    if "effect" in cure:
+        cured = f"{percent(cure['after']['outlier_share'])} of patch tokens"
+        if "outlier_share" in cure["control"]:
+            cured += f"; {percent(cure['control']['outlier_share'])} with random neurons"
+    rows = {
+        "images": f"{report.data['pictures']}",
+        "threshold of the norm": number(norms["threshold"]),
+        "outliers": f"{percent(norms['outlier_share'])} of patch tokens",
+        "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
+        "confidence": percent(min(norms["confidence"] or 0, 0.999) or None),
+        "with test-time registers": cured,
+        "skipped images": f"{problems['num_skipped']}",
+        "images with non-finite values": f"{problems['num_not_finite_pictures']}",
+    }
     console.say(report.verdict, style="bold")
     known = report.model["name"]
     table = Table(title=Text(name if name == known else f"{name}, {known}"), box=box.SIMPLE, show_header=False)
     table.add_column(style="dim")
     table.add_column()
-    share, onset, confidence = norms["outlier_share"], norms.get("onset"), norms.get("confidence")
-    rows = {
-        "pictures": f"{report.data['pictures']}",
-        "threshold of the norm": _number(norms["threshold"]),
-        "outliers": "–" if share is None else f"{100 * share:.3g} % of patch tokens",
-        "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
-        "confidence": f"{100 * min(confidence, 0.999):.1f} %" if confidence else "–",
-        "with test-time registers": _cured(report.cure),
-        "skipped pictures": f"{problems['num_skipped']}",
-        "pictures not finite": f"{problems['num_not_finite_pictures']}",
-    }
     for title, value in rows.items():
         table.add_row(title, value)
     console.out.print(table)
@@ -206,32 +217,19 @@ def show(name: str, report: Report) -> None:
         console.complain(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
 
 
-def _cured(cure: Mapping[str, Any]) -> str:
-    """Say what became of the outliers; a dash where nothing was tried."""
-    if "effect" not in cure:
-        return "–"
-    after, control = (cure[when].get("outlier_share") for when in ("after", "control"))
-    beside = "" if control is None else f"; {100 * control:.3g} % with random neurons"
-    return f"{100 * after:.3g} % of patch tokens{beside}"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
-
-
 @contextmanager
-def stoppable(out: Path) -> Iterator[None]:
-    """Answer Ctrl-C with a sentence; files are written whole or not at all."""
+def interruptible(out: Path) -> Iterator[None]:
+    """Exit with a message on Ctrl-C; files are written completely or not at all."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        console.complain(f"Stopped: no report was written. If there was one at {out} before, it is still there.")
+        console.complain(f"Interrupted: no report was written. An existing {out} is unchanged.")
         raise typer.Exit(130) from stop
 
 
 @contextmanager
 def processes(device: str | None) -> Iterator[Crew]:
-    """Join the processes that torchrun started, if it did; all but the first one are silent."""
-    where = "cpu" if device == "cpu" else None  # that CUDA is missing is said when a model is loaded, by all at once
-    with one_speaks(console.out, console.err), said_once(), joined(where, PATIENCE, tensors=False) as crew:
+    """Join the ranks that torchrun started, if any; only rank 0 prints."""
+    where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
+    with one_speaks(console.out, console.err), said_once(), joined(where, TIMEOUT, tensors=False) as crew:
         yield crew

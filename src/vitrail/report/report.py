@@ -1,104 +1,191 @@
-"""The report of an inspection: plain values, a verdict, and pages."""
+"""The report of an inspection: plain values, a verdict, JSON and an HTML page."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from vitrail._atomic_files import drafts
+from vitrail.analysis.result import Result
 from vitrail.errors import ReportError
-from vitrail.report.page import Page
-from vitrail.report.shown import Shown
-from vitrail.report.words import verdict
+from vitrail.report import verdict
 
 FORMAT = 1
-"""Number of the format of the JSON; raised when a key changes its meaning."""
+"""Version of the JSON format; increased when a key changes its meaning."""
+
+PAGES = (".html", ".htm")
+
+
+class Saved(Result):
+    """Mixin of results that are saved as a page for people and as JSON for programs."""
+
+    def to_html(self) -> str:
+        """Return one self-contained page: no network access, no scripts."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """Return the values as JSON."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """Write a page with its JSON beside it (``report.html``), or the JSON alone (``report.json``).
+
+        Files are written completely or not at all; existing ones are overwritten. Pages need jinja2.
+
+        Returns:
+            The paths of the page and of its JSON, or of the JSON alone.
+        """
+        file = Path(path)
+        if file.suffix.lower() not in (*PAGES, ".json"):
+            raise ReportError(
+                f"cannot save a report as {file}; use the name of a page, like report.html, or of a .json"
+            )
+        texts = {file.with_suffix(".json"): self.to_json()}
+        if file.suffix.lower() in PAGES:
+            texts[file] = self.to_html()
+        try:
+            with drafts(*texts) as hidden:
+                for draft, text in zip(hidden, texts.values(), strict=True):
+                    draft.write_bytes(text.encode())
+        except OSError as error:
+            raise ReportError(
+                f"{error.filename or file} could not be written ({error.strerror or error}); use an existing, writable "
+                "directory with free space. Existing files are unchanged"
+            ) from error
+        return tuple(reversed(texts))
+
+
+@dataclass(eq=False)
+class ShownImage(Result):
+    """An image that the report shows. ``pixels`` and ``maps`` are not in the JSON.
+
+    Attributes:
+        index, name, label: which image it is; the label is the name or the number of the class.
+        grid: height and width in patches.
+        size: height and width in pixels, as the model sees the image.
+        norms: norms after the last layer, row by row.
+        outliers: indices of the norms above the threshold.
+        boxes: box found by each method of object discovery, in pixels.
+        truth: true boxes, in pixels.
+        cured: norms with test-time registers, row by row; None if these were not tried.
+        pixels: (C, H, W) from 0 to 255; None in a report loaded from JSON.
+        maps: what sections draw beside the image, by name; each section knows its own.
+    """
+
+    index: int
+    name: str
+    label: str | None
+    grid: tuple[int, int]
+    size: tuple[int, int]
+    norms: list[float]
+    outliers: list[int]
+    boxes: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
+    truth: list[list[float]] = field(default_factory=list)
+    cured: list[float] | None = None
+    pixels: Tensor | None = field(default=None, repr=False, metadata={"json": False})
+    maps: dict[str, Any] = field(default_factory=dict, repr=False, metadata={"json": False})
+
+    @property
+    def title(self) -> str:
+        """Name and label."""
+        return self.name if self.label is None else f"{self.name} ({self.label})"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ShownImage:
+        """Create an image from the values of :meth:`to_dict`."""
+        known = {one.name: values[one.name] for one in fields(cls) if one.metadata.get("json", True)}
+        boxes = {name: tuple(box) for name, box in known["boxes"].items()}
+        return cls(**{**known, "boxes": boxes, "grid": tuple(known["grid"]), "size": tuple(known["size"])})
 
 
 @dataclass(frozen=True, eq=False)
-class Report(Page):
-    """What an inspection found. ``docs/report.md`` explains every value.
+class Report(Saved):
+    """The result of :func:`vitrail.inspect`. ``docs/report.md`` explains every value.
 
-    Each section is a dictionary of plain values; an analysis that could not be done has a ``note`` that says why.
+    All values are plain. The values of a section are an attribute of its name as well, such as ``report.attention``; a
+    section that could not be computed has a ``note`` that says why.
 
     Attributes:
-        model: name, class, size, precision of the model.
-        data: what was looked at.
-        layout: which tokens the model has.
-        norms: norms of patch tokens by layer, threshold, verdict: whether there are artifacts, and since when.
-        redundancy: where outliers sit.
-        attention: what each role attends to in the last layer, and which pictures are shown layer by layer.
-        registers: each register by itself.
-        pca: principal components of the patch features.
-        probes: what tokens know of position, pixels, class.
-        discovery: objects found without labels.
-        cure: what test-time registers do to the artifacts.
-        problems: pictures that could not be read, numbers that are not finite, notes.
-        settings: options and seeds.
-        versions: what it ran on.
-        pictures: the few pictures that are shown.
+        model: name, class, size and dtype of the model.
+        data: the images that were used.
+        layout: the tokens of the model.
+        norms: norms of patch tokens by layer, threshold, verdict and onset.
+        sections: values of ``redundancy``, ``attention``, ``pca``, ``probes``, ``registers``, ``discovery``, ``cure``.
+        problems: unreadable images, non-finite values, notes.
+        settings: options and seed.
+        versions: machine and versions of libraries.
+        pictures: the images that are shown.
     """
 
     model: dict[str, Any]
     data: dict[str, Any]
     layout: dict[str, Any]
     norms: dict[str, Any]
-    redundancy: dict[str, Any]
-    attention: dict[str, Any]
-    registers: dict[str, Any]
-    pca: dict[str, Any]
-    probes: dict[str, Any]
-    discovery: dict[str, Any]
-    cure: dict[str, Any]
+    sections: dict[str, dict[str, Any]]
     problems: dict[str, Any]
     settings: dict[str, Any]
     versions: dict[str, Any]
-    pictures: list[Shown] = field(default_factory=list, repr=False)
+    pictures: list[ShownImage] = field(default_factory=list, repr=False)
+
+    def __getattr__(self, name: str) -> dict[str, Any]:
+        sections = self.__dict__.get("sections", {})
+        if name not in sections:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute or section {name!r}")
+        values: dict[str, Any] = sections[name]
+        return values
 
     @property
     def verdict(self) -> str:
         """The answer in one sentence."""
-        return verdict(self.norms)
+        return verdict.verdict_sentence(self.norms)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, less pixels and maps."""
-        return {"format": FORMAT, "verdict": self.verdict, **super().to_dict()}
+        """Return everything but pixels and maps as plain values."""
+        values = super().to_dict()
+        return {"format": FORMAT, "verdict": self.verdict, **values.pop("sections"), **values}
 
     def to_html(self) -> str:
-        """Give the report as one page."""
-        from vitrail.report.html import report_page
+        """Return the report as one page."""
+        from vitrail.report.page.images import photos
+        from vitrail.report.page.render import render
+        from vitrail.report.sections import page_sections
+        from vitrail.report.sections.summary import header
 
-        return report_page(self)
+        return render("report.html", photos=photos(self.pictures), sections=page_sections(self), **header(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """Read a report from its JSON, or from the JSON beside its page; pixels and maps are not in it."""
+        """Load a report from its JSON, or from the JSON beside its page. Pixels and maps are not in it."""
         file = Path(path)
-        if file.suffix.lower() in (".html", ".htm"):
+        if file.suffix.lower() in PAGES:
             file = file.with_suffix(".json")
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ReportError(
-                f"{file} could not be read ({error.strerror or error}); expected a report's JSON"
-            ) from error
+            raise ReportError(f"{file} could not be read ({error.strerror or error}); give a report's JSON") from error
         except ValueError as error:
-            raise ReportError(f"{file} is not JSON ({error}); expected the file beside a report's page") from error
+            raise ReportError(f"{file} is not JSON ({error}); give the JSON beside a report's page") from error
         return cls.from_dict(values, str(file))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "the values") -> Report:
-        """Take what :meth:`to_dict` gave."""
-        names = [name for name in cls.__dataclass_fields__ if name != "pictures"]
+        """Create a report from the values of :meth:`to_dict`."""
+        from vitrail.report.sections import section_keys
+
+        names = [name for name in cls.__dataclass_fields__ if name not in ("sections", "pictures")]
         missing = [name for name in names if not isinstance(values, Mapping) or not isinstance(values.get(name), dict)]
         if missing or values.get("format") != FORMAT:
-            got = f"without {', '.join(missing)}" if missing else f"of format {values.get('format')!r}"
-            raise ReportError(f"{where} is no report of format {FORMAT}: it is one {got}. Inspect the model again")
+            problem = f"{', '.join(missing)} missing" if missing else f"its format is {values.get('format')!r}"
+            raise ReportError(f"{where} is not a report of format {FORMAT}: {problem}. Inspect the model again")
         try:
-            shown = [Shown.from_dict(one) for one in values.get("pictures", [])]
+            shown = [ShownImage.from_dict(one) for one in values.get("pictures", [])]
         except (KeyError, TypeError, AttributeError) as error:
-            raise ReportError(f"{where} has pictures that are damaged ({error}). Inspect the model again") from error
-        return cls(**{name: values[name] for name in names}, pictures=shown)
+            raise ReportError(f"{where} has damaged pictures ({error}). Inspect the model again") from error
+        sections = {key: values.get(key, {"note": "not part of this report"}) for key in section_keys()}
+        return cls(**{name: values[name] for name in names}, sections=sections, pictures=shown)

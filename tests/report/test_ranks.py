@@ -1,4 +1,4 @@
-"""Several processes make the report that one makes."""
+"""The report of several ranks equals that of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.report.models import look, planted, write_pictures
+from tests.report.models import inspect, planted, write_images
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,17 +21,19 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 
 @pytest.fixture(scope="module")
 def inspected(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that two processes have looked at, one after the other, each with what came out beside it.
+    """Directories that two ranks inspect one after the other, each with its report beside it.
 
-    The first one ends with an error, and they go on together.
+    The first one fails on both ranks, and they go on together.
     """
     root = tmp_path_factory.mktemp("inspected")
     (root / "unreadable").mkdir()
     for number in range(3):
-        (root / "unreadable" / f"{number}.png").write_bytes(b"no picture")
-    write_pictures(root / "single", 1)
-    write_pictures(root / "many", 27)
-    places = [str(root / name) for folder in ("unreadable", "single", "many") for name in (folder, f"{folder}.json")]
+        (root / "unreadable" / f"{number}.png").write_bytes(b"not an image")
+    write_images(root / "single", 1)
+    write_images(root / "many", 27)
+    places = [
+        str(root / name) for directory in ("unreadable", "single", "many") for name in (directory, f"{directory}.json")
+    ]
     command = [sys.executable, "-m", "tests.report.worker"]
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     started = [
@@ -42,7 +44,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same(a: Any, b: Any, where: str = "") -> None:
-    """Compare plain values; numbers may differ by rounding."""
+    """Assert that plain values are equal up to rounding."""
     if isinstance(a, dict) and isinstance(b, dict):
         assert a.keys() == b.keys(), where
         for key in a:
@@ -59,7 +61,7 @@ def same(a: Any, b: Any, where: str = "") -> None:
 
 def test_two_processes_equal_one(inspected: Path) -> None:
     two = json.loads((inspected / "many.json").read_text(encoding="utf-8"))
-    one = look(planted(), inspected / "many", batch_size=4, name="planted").to_dict()
+    one = inspect(planted(), inspected / "many", batch_size=4, name="planted").to_dict()
     for name in ("versions", "settings"):
         one.pop(name)
         two.pop(name)

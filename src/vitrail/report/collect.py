@@ -1,0 +1,353 @@
+"""The pass over the data: counts of all images, and features of some of them.
+
+Norms of all images go into counts of fixed size. Other analyses need more than counts; what they need is kept on the
+CPU for a limited number of images, spread evenly over the data where its length is known:
+
+    PLACES      images whose last norms and neighbor similarities are kept: two or three numbers per patch
+    FEATURES    images whose last tokens, attention rows and pixels are kept as well, in half precision, within
+                FEATURE_BYTES; for attention, components and probes
+    OBJECTS     images of these whose keys and values are kept for object discovery
+
+The threshold is known after the last image only. Because last norms are kept, finding the outliers takes no second
+pass, and the data may be a stream that runs once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vitrail._distributed import gathered, ranks
+from vitrail.adapters import find
+from vitrail.analysis.features import patch_features
+from vitrail.analysis.norms import NormAccumulator
+from vitrail.analysis.redundancy import neighbor_similarity, object_share
+from vitrail.data.spec import Batch, Preprocessing
+from vitrail.errors import BrokenPass, ImageError, UnsupportedInput, VitrailError
+from vitrail.runtime.layout import layout_of
+from vitrail.surgery.hooks import watch
+from vitrail.surgery.recording import evaluating, to_model
+from vitrail.tokens import TokenLayout
+
+PLACES, FEATURES, OBJECTS = 4096, 600, 200
+FEATURE_BYTES = 2**30
+
+OBJECT_FEATURES = {"keys": "k", "values": "v"}
+"""Features for object discovery, as recordings name them: keys suit DINO and DINOv2, values DeiT-III and OpenCLIP."""
+
+PATCH_ROWS = 16
+"""Patches per image whose attention rows are kept beside those of special tokens, evenly spread over the grid."""
+
+MAX_NAMED = 100
+"""Most images with non-finite values that are listed by name."""
+
+NO_IMAGES = "there is no image to inspect; give at least one readable image"
+
+
+@dataclass(frozen=True)
+class HalfTensor:
+    """A tensor in half precision and a power of two to multiply it by, so that large values do not overflow."""
+
+    values: Tensor
+    scale: float
+
+    @classmethod
+    def pack(cls, x: Tensor) -> HalfTensor:
+        """Pack finite values."""
+        if x.dtype in (torch.float16, torch.bfloat16):
+            return cls(x.detach().cpu(), 1.0)
+        largest = float(x.abs().max()) if x.numel() else 0.0
+        scale = 2.0 ** max(0, math.frexp(largest)[1] - 15)
+        return cls((x.detach() / scale).half().cpu(), scale)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of one image.
+
+    Attributes:
+        tokens: (N, D) leaving the last block.
+        special_norms: (S,) norms of the special tokens there.
+        attention: (H, Q, N) attention rows of the queries in the last block.
+        pixels: (C, H, W) as the model sees the image, from 0 to 255.
+        objects: ``keys`` and ``values`` (P, D) of the last block's patches; empty without object discovery.
+        boxes: (n, 4) true boxes in pixels; None if unknown.
+    """
+
+    tokens: HalfTensor
+    special_norms: Tensor
+    attention: Tensor
+    pixels: Tensor
+    objects: dict[str, HalfTensor]
+    boxes: Tensor | None
+
+
+@dataclass(frozen=True)
+class KeptImage:
+    """One image: last norms (P,), similarity to neighbors (P,), foreground share (P,), and features if kept."""
+
+    index: int
+    name: str
+    label: int | None
+    layout: TokenLayout
+    norms: Tensor
+    similarity: Tensor
+    foreground: Tensor | None
+    kept_features: Features | None
+
+    @property
+    def features(self) -> Features:
+        """The features of an image whose features were kept."""
+        assert self.kept_features is not None
+        return self.kept_features
+
+
+@dataclass
+class Collected:
+    """Result of the pass, of one rank or of all ranks together.
+
+    Attributes:
+        counts: norms of all images and layers.
+        images: images kept, by index.
+        queries: the tokens that attention rows belong to, by layout.
+        seen, labelled: number of images, and of images with a label.
+        fingerprint: hash of the images' indices and names, independent of their order.
+        skipped: unreadable images, each with the reason.
+        not_finite: names of images with non-finite values, by index (the first hundred).
+        num_not_finite: number of such images.
+        notes: what could not be kept, and why.
+    """
+
+    counts: NormAccumulator
+    images: dict[int, KeptImage] = field(default_factory=dict)
+    queries: dict[TokenLayout, tuple[int, ...]] = field(default_factory=dict)
+    seen: int = 0
+    labelled: int = 0
+    fingerprint: int = 0
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    not_finite: dict[int, str] = field(default_factory=dict)
+    num_not_finite: int = 0
+    notes: set[str] = field(default_factory=set)
+
+    def join(self, other: Collected) -> None:
+        """Add the result of another rank."""
+        self.counts.merge(other.counts)
+        self.images |= other.images
+        self.queries |= other.queries
+        self.seen += other.seen
+        self.labelled += other.labelled
+        self.fingerprint = (self.fingerprint + other.fingerprint) % 2**64
+        self.skipped += other.skipped
+        self.not_finite = dict(sorted((self.not_finite | other.not_finite).items())[:MAX_NAMED])
+        self.num_not_finite += other.num_not_finite
+        self.notes |= other.notes
+
+    def add_name(self, index: int, name: str) -> None:
+        """Add an image to the fingerprint."""
+        digest = hashlib.sha256(f"{index} {name}".encode(errors="surrogateescape")).digest()
+        self.fingerprint = (self.fingerprint + int.from_bytes(digest[:8])) % 2**64
+
+    def add_not_finite(self, index: int, name: str) -> None:
+        """Count and name an image with non-finite values."""
+        self.num_not_finite += 1
+        self.not_finite = dict(sorted((self.not_finite | {index: name}).items())[:MAX_NAMED])
+
+
+class Collector:
+    """Runs a model over batches and keeps what the sections of a report need."""
+
+    def __init__(self, model: nn.Module, spec: Preprocessing, total: int | None, objects: bool) -> None:
+        self.model, self.spec, self.total, self.objects = model, spec, total, objects
+        self.found = find(model)
+        self.depth = len(self.found.blocks)
+        self.norms = watch(model, ("norms",))
+        self.collected = Collected(NormAccumulator(self.depth))
+
+    @torch.no_grad()
+    def add(self, batch: Batch) -> None:
+        """Run the model on one batch."""
+        queries = query_tokens(layout_of(self.found, (batch.images.shape[-2], batch.images.shape[-1])))
+        # Norms of all blocks, everything else of the last block: two sets of hooks, one forward pass.
+        last = watch(self.model, ("embedding", "tokens", "k", "v", "attention"), [-1], queries)
+        norms, recorded = run_hooked(self.model, batch.images, self.norms, last)
+        layout, by_layer = recorded.layout, norms.by_layer["norms"]
+        patch_norms = torch.stack([by_layer[layer][:, layout.patches] for layer in range(self.depth)])
+        self.collected.counts.add(patch_norms, batch.indices)
+        self.collected.queries[layout] = queries
+        self.collected.seen += len(batch.indices)
+        self._keep(batch, recorded, by_layer[self.depth - 1].float().cpu())
+
+    def _keep(self, batch: Batch, recorded: Any, norms: Tensor) -> None:
+        layout, embedding = recorded.layout, recorded.embedding
+        last = {name: recorded.by_layer[name][self.depth - 1] for name in ("tokens", "attention", "k", "v")}
+        finite = _finite(norms) & _finite(embedding)
+        for values in last.values():
+            finite &= _finite(values)
+        similarity = torch.full((len(norms), layout.num_patches), math.nan)
+        if finite.any() and layout.grid[1] * layout.grid[2] > 1:
+            rows = finite.to(embedding.device)
+            similarity[finite] = neighbor_similarity(embedding[rows], layout.grid).float().cpu()
+        foreground = self._foreground(batch, layout)
+        most = self._most_features(last, batch.images)
+        for row, (index, name) in enumerate(zip(batch.indices, map(str, batch.names), strict=True)):
+            label = _label(batch, row)
+            self.collected.labelled += label is not None
+            self.collected.add_name(index, name)
+            if not finite[row]:
+                self.collected.add_not_finite(index, name)
+                continue
+            slot = keep_slot(index, most, self.total)
+            if slot is None and keep_slot(index, PLACES, self.total) is None:
+                continue
+            self.collected.images[index] = KeptImage(
+                index,
+                name,
+                label,
+                layout,
+                norms[row, layout.patches].clone(),
+                similarity[row],
+                None if foreground is None else foreground[row],
+                None
+                if slot is None
+                else self._features(batch, row, layout, last, norms, self._has_objects(slot, most)),
+            )
+
+    def _features(
+        self, batch: Batch, row: int, layout: TokenLayout, last: dict[str, Tensor], norms: Tensor, objects: bool
+    ) -> Features:
+        kept = {
+            name: HalfTensor.pack(patch_features(last[letter][row : row + 1], layout)[0])
+            for name, letter in (OBJECT_FEATURES.items() if objects else ())
+        }
+        return Features(
+            HalfTensor.pack(last["tokens"][row]),
+            norms[row, : layout.num_special],
+            last["attention"][row].half().cpu(),
+            to_pixels(batch.images[row], self.spec),
+            kept,
+            None if batch.boxes is None else _boxes(batch.boxes[row]),
+        )
+
+    def _has_objects(self, slot: int, most: int) -> bool:
+        total = None if self.total is None else min(most, self.total)
+        return self.objects and keep_slot(slot, OBJECTS, total) is not None
+
+    def _most_features(self, last: dict[str, Tensor], images: Tensor) -> int:
+        """Return the number of images whose features are kept; the same on every rank."""
+        each = 2 * (last["tokens"][0].numel() + last["attention"][0].numel()) + images[0].numel()
+        objects = 2 * sum(last[letter][0].numel() for letter in OBJECT_FEATURES.values()) if self.objects else 0
+        if OBJECTS * (each + objects) > FEATURE_BYTES:
+            return max(1, FEATURE_BYTES // (each + objects))
+        return min(FEATURES, (FEATURE_BYTES - OBJECTS * objects) // each)
+
+    def _foreground(self, batch: Batch, layout: TokenLayout) -> Tensor | None:
+        if batch.masks is None:
+            return None
+        try:
+            return object_share(batch.masks.cpu(), layout.grid)
+        except VitrailError as error:
+            self.collected.notes.add(f"masks were not used: {error}")
+            return None
+
+
+def run_hooked(model: nn.Module, images: Tensor, *hooks: Any) -> list[Any]:
+    """Run a model on images; return what each set of hooks recorded."""
+    with ExitStack() as stack:
+        for one in hooks:
+            stack.enter_context(one.hooked())
+        stack.enter_context(evaluating(model))
+        model(to_model(model, images))
+    recorded = [one.take() for one in hooks]
+    if any(len(calls) != 1 for calls in recorded):
+        runs = max(len(calls) for calls in recorded)
+        raise BrokenPass(f"one call of the model ran its blocks {runs} times; inspect the trunk by itself")
+    return [calls[0] for calls in recorded]
+
+
+def keep_slot(index: int, most: int, total: int | None) -> int | None:
+    """Return which of at most ``most`` kept images this one is; None if it is not kept.
+
+    If the total is known and larger, kept images are evenly spread: class directories come one after the other.
+    """
+    if total is None or total <= most:
+        return index if index < most else None
+    slot = index * most // total
+    return slot if index == 0 or (index - 1) * most // total != slot else None
+
+
+def to_pixels(image: Tensor, spec: Preprocessing) -> Tensor:
+    """Undo the normalization of an image (C, H, W): integers from 0 to 255."""
+    channels = len(image)
+    mean, std = (
+        torch.tensor(values if channels == 3 else [sum(values) / 3] * channels).view(-1, 1, 1)
+        for values in (spec.mean, spec.std)
+    )
+    return ((image.detach().float().cpu() * std + mean) * 255).round().clamp(0, 255).nan_to_num().to(torch.uint8)
+
+
+def query_tokens(layout: TokenLayout) -> tuple[int, ...]:
+    """Return the tokens whose attention rows are kept: all special tokens, and some patches."""
+    step = max(1, layout.num_patches // PATCH_ROWS)
+    rows = range(step // 2, layout.num_patches, step)[:PATCH_ROWS]
+    return (*range(layout.num_special), *(layout.num_special + row for row in rows))
+
+
+def gather(collected: Collected, error: Exception | None) -> Collected | None:
+    """Join the results of all ranks on rank 0; return None on the others.
+
+    Sums are of integers or exact, and kept images go by index, so the result does not depend on the world size. A rank
+    that failed reports to the others first, so that all of them raise. A rank without readable images has not failed
+    if another rank has some.
+    """
+    rank, world = ranks()
+    if world == 1:
+        if error is not None:
+            raise error
+        return _completed(collected)
+    empty = isinstance(error, ImageError) and collected.seen == 0
+    states = gathered((None if error is None or empty else f"{type(error).__name__}: {error}", collected.seen))
+    if error is not None and not empty:
+        raise error
+    for other, (failure, _) in enumerate(states):
+        if failure is not None:
+            raise UnsupportedInput(f"rank {other} of {world} could not inspect its part of the data. {failure}")
+    if not any(seen for _, seen in states):
+        raise error or UnsupportedInput(NO_IMAGES)
+    parts: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(collected, parts)
+    if parts is None:
+        return None
+    for other_part in parts[1:]:
+        collected.join(other_part)
+    return _completed(collected)
+
+
+def _completed(collected: Collected) -> Collected:
+    if collected.seen == 0:
+        raise ImageError(NO_IMAGES) if collected.skipped else UnsupportedInput(NO_IMAGES)
+    collected.images = dict(sorted(collected.images.items()))
+    collected.skipped.sort()
+    return collected
+
+
+def _label(batch: Batch, row: int) -> int | None:
+    label = -1 if batch.labels is None else int(batch.labels[row])
+    return None if label < 0 else label
+
+
+def _boxes(boxes: Sequence[Any] | None) -> Tensor | None:
+    if boxes is None:
+        return None
+    return torch.tensor([[float(end) for end in box] for box in boxes], dtype=torch.float64).reshape(-1, 4)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.isfinite(x.detach()).flatten(1).all(1).cpu()

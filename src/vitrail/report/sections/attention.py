@@ -1,0 +1,284 @@
+"""Attention: role to role and to outliers in the last layer; maps of special tokens by layer, by head, and by rollout.
+
+Rollout needs the attention of every token in every layer. It is accumulated while the model runs, so that the attention
+of one layer and one image is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.adapters import find
+from vitrail.analysis.attention import Rollout, overlap, role_mass, spread, token_maps
+from vitrail.report.collect import run_hooked
+from vitrail.report.context import Context, spread_evenly
+from vitrail.report.page.blocks import Block, Columns, Details, Figure, Heading, Note, Strip, Svg, Table, Text
+from vitrail.report.page.charts import Bar, bars
+from vitrail.report.page.formatting import count, number, percent
+from vitrail.report.page.images import photo_panel, weight_panel
+from vitrail.report.report import Report, ShownImage
+from vitrail.report.sections.base import Section, Values, attempt
+from vitrail.runtime.checks import merged_trunk
+from vitrail.surgery.hooks import watch
+from vitrail.tokens import TokenLayout
+
+MAX_TOKENS = 9
+"""Special tokens whose attention is drawn."""
+
+CLOSER_IMAGES, CLOSER_LAYERS = 3, 6
+"""Images and layers that are drawn layer by layer; the first and the last layer are among them."""
+
+ROLLOUT_BYTES = 2**31
+"""Most memory that the attention of one layer may take for rollout."""
+
+STRIP_IMAGES, HEAD_IMAGES = 4, 1
+"""Images that are drawn token by token, and head by head: 12 heads of 5 tokens are 60 maps."""
+
+
+# ---------------------------------------------------------------- compute
+
+
+def compute(context: Context) -> Values:
+    """Compute attention by role in the last layer, its spread, the share of outliers, and maps."""
+    rows, layout = context.attention, context.layout
+    special = len([token for token in context.queries if token < layout.num_special])
+    values: Values = {
+        "pictures": len(rows),
+        "tokens": list(context.special_names),
+        "patch_rows": len(context.queries) - special,
+        "mass": role_mass(rows, layout, queries=context.queries).to_dict(),
+        "on_outliers": _on_outliers(context, special),
+    }
+    if not special:
+        return {**values, "note": "the model has no class or register token; this is the attention of some patches"}
+    maps = token_maps(rows[:, :, :special], layout)
+    values["spread"] = spread(maps).to_dict()
+    if special > 1:
+        values["overlap"] = overlap(maps).to_dict()
+    place = {image.index: row for row, image in enumerate(context.featured)}
+    for one in context.shown:
+        drawn = maps[place[one.index], :, :MAX_TOKENS].mean(0).flatten(-3, -2)
+        one.maps["attention"] = dict(zip(context.special_names, drawn, strict=False))
+    values["closer"] = attempt(lambda: _closer(context))
+    return values
+
+
+def _on_outliers(context: Context, special: int) -> Values | None:
+    """Return the share of attention that outliers get from each special token and from patches, and a fair share."""
+    outliers = context.outliers(context.featured)
+    has_some = outliers.any(1)
+    if not has_some.any():
+        return None
+    rows = context.attention[has_some][..., context.layout.patches].float()
+    mass = (rows * outliers[has_some][:, None, None].float()).sum(-1).mean(1).double()  # (B, Q)
+    shares = {name: float(mass[:, place].mean()) for place, name in enumerate(context.special_names)}
+    if mass.shape[1] > special:
+        shares["patch"] = float(mass[:, special:].mean())
+    fair = float(outliers[has_some].double().sum(1).mean()) / context.layout.num_tokens
+    return {"pictures": int(has_some.sum()), "mass": shares, "fair": fair}
+
+
+@dataclass(frozen=True, eq=False)
+class CloserMaps:
+    """Attention maps of S special tokens of one image; each sums to one.
+
+    Attributes:
+        layers: (S, h, w) for some layers, the mean over heads.
+        heads: (H, S, h, w) in the last layer.
+        rollout: (S, h, w) share of each input patch in a token after all layers; None if not computed.
+    """
+
+    layers: dict[int, Tensor]
+    heads: Tensor
+    rollout: Tensor | None
+
+
+def drawn_layers(depth: int, most: int = CLOSER_LAYERS) -> tuple[int, ...]:
+    """Return layers evenly spread from the first to the last.
+
+    >>> drawn_layers(12), drawn_layers(4)
+    ((0, 2, 4, 7, 9, 11), (0, 1, 2, 3))
+    """
+    if depth <= most:
+        return tuple(range(depth))
+    return tuple(round(place * (depth - 1) / (most - 1)) for place in range(most))
+
+
+def _closer(context: Context) -> Values:
+    """Compute maps layer by layer for a few of the shown images, in a second pass."""
+    layers = drawn_layers(len(find(context.model).blocks))
+    reason = _no_rollout(context)
+    found: dict[int, CloserMaps] = {}
+    for batch in context.second_pass(spread_evenly(context.chosen, CLOSER_IMAGES), 1).batches():
+        for index, image in zip(batch.indices, batch.images, strict=True):
+            found[index] = _closer_maps(context.model, image.unsqueeze(0), context.layout, layers, reason is None)
+    for one in context.shown:
+        if one.index in found:
+            one.maps["closer"] = found[one.index]
+    values = {"pictures": sorted(found), "layers": list(layers), "rollout": reason is None}
+    return values if reason is None else {**values, "note": reason}
+
+
+def _no_rollout(context: Context) -> str | None:
+    """Return why rollout cannot be computed; None if it can."""
+    if merged_trunk(context.model) is not None:
+        return "rollout follows single tokens, and those of this model are merged"
+    size = 4 * context.attention.shape[1] * context.layout.num_tokens**2
+    if size > ROLLOUT_BYTES:
+        return f"no rollout: the attention of one layer and one image would take {size / 2**30:.1f} GiB"
+    return None
+
+
+@torch.no_grad()
+def _closer_maps(
+    model: nn.Module, image: Tensor, layout: TokenLayout, layers: Sequence[int], with_rollout: bool
+) -> CloserMaps:
+    special, rollout = layout.num_special, Rollout()
+
+    def keep(rows: Tensor) -> Tensor:
+        if with_rollout:
+            rollout.add(rows)
+        return rows[:, :, :special].float().cpu()
+
+    queries = range(layout.num_tokens if with_rollout else special)
+    hooks = watch(model, ("attention",), None if with_rollout else list(layers), queries, keep)
+    (recorded,) = run_hooked(model, image, hooks)
+    rows = recorded.by_layer["attention"]
+
+    def maps(layer_rows: Tensor) -> Tensor:
+        return token_maps(layer_rows, layout)[0].flatten(-3, -2)
+
+    return CloserMaps(
+        {layer: maps(rows[layer]).mean(0) for layer in layers},
+        maps(rows[layers[-1]]),
+        maps(rollout.result[:, None, :special])[0].cpu() if with_rollout else None,
+    )
+
+
+# ---------------------------------------------------------------- render
+
+
+def render(report: Report) -> list[Block]:
+    """Show maps, then numbers."""
+    values = report.attention
+    return [
+        *_map_blocks([one for one in report.pictures if one.maps.get("attention")]),
+        *_closer_blocks(report.pictures, values),
+        *(_number_blocks(values) if "mass" in values else ()),
+    ]
+
+
+def _map_blocks(images: Sequence[ShownImage]) -> list[Block]:
+    """Draw a map of each special token: beside the image if there is one token, as strips if there are several."""
+    if not images:
+        return []
+    text = "Each map runs from zero (dark) to its own largest weight (bright); a uniform map is bright all over."
+    blocks: list[Block] = [Heading("Maps of the special tokens"), Text(text, "soft")]
+    rows: list[list[tuple[Svg, str]]] = []
+    for one in images:
+        panels = [
+            (weight_panel(one, weights, f"Attention of {name}, {one.name}"), name)
+            for name, weights in one.maps["attention"].items()
+        ]
+        rows.append([(photo_panel(one, one.title), one.name), *panels])
+    if any(len(panels) > 2 for panels in rows):
+        return [*blocks, *(Strip(panels) for panels in rows[:STRIP_IMAGES])]
+    figures = [Figure([photo, drawn], f"{name}: {token} token") for (photo, name), (drawn, token) in rows]
+    return [*blocks, Columns(figures, "images")]
+
+
+def _closer_blocks(images: Sequence[ShownImage], values: Values) -> list[Block]:
+    closer = values.get("closer")
+    if closer is None:
+        return []
+    blocks: list[Block] = [Heading("Layer by layer, and rollout"), Note(closer.get("note"))]
+    chosen = [one for one in images if "closer" in one.maps]
+    if not chosen:
+        return blocks
+    text = "The mean over heads in some layers, from the first to the last."
+    if closer["rollout"]:
+        text += (
+            " Rollout follows attention back through all layers, each with half of its weight on the token itself: it "
+            "shows which input patches a token is made of in the end."
+        )
+    names = list(values["tokens"])[:MAX_TOKENS]
+    heads = [_head_strip(one, place, name) for one in chosen[:HEAD_IMAGES] for place, name in enumerate(names)]
+    return [
+        *blocks,
+        Text(text + " Artifacts appear as single bright spots that stay in place."),
+        *(_layer_strip(one, place, name) for one in chosen for place, name in enumerate(names)),
+        Details("Each head of the last layer", heads),
+    ]
+
+
+def _layer_strip(one: ShownImage, place: int, name: str) -> Strip:
+    maps: CloserMaps = one.maps["closer"]
+    panels = [(photo_panel(one, one.title), "the image")]
+    for layer, weights in maps.layers.items():
+        label = f"Attention of {name} in layer {layer}, {one.name}"
+        panels.append((weight_panel(one, weights[place], label), f"layer {layer}"))
+    if maps.rollout is not None:
+        panels.append((weight_panel(one, maps.rollout[place], f"Rollout of {name}, {one.name}"), "rollout"))
+    return Strip(panels, f"{name} token, {one.title}")
+
+
+def _head_strip(one: ShownImage, place: int, name: str) -> Strip:
+    panels = [
+        (weight_panel(one, head[place], f"Attention of {name}, head {number}, {one.name}"), f"head {number}")
+        for number, head in enumerate(one.maps["closer"].heads)
+    ]
+    return Strip(panels, f"{name} token, {one.title}")
+
+
+def _number_blocks(values: Values) -> list[Block]:
+    mass = values["mass"]
+    rows = [[f"from {who}", *map(percent, row)] for who, row in zip(mass["queries"], mass["mass"], strict=True)]
+    rows.append(["uniform attention", *map(percent, mass["fair"])])
+    caption = f"Attention by role, {count(values['pictures'], 'image')} ({values['patch_rows']} patches of each image)"
+    head = ["", *(f"to {name}" for name in mass["keys"])]
+    blocks: list[Block] = [Heading("Between roles"), Table(head, rows, caption)]
+    if values.get("on_outliers"):
+        blocks.append(_outlier_bars(values["on_outliers"]))
+    if "spread" in values:
+        found = values["spread"]
+        rows = [
+            [name, number(patches), number(bits)]
+            for name, patches, bits in zip(values["tokens"], found["effective"], found["entropy"], strict=True)
+        ]
+        head = ["token", f"patches attended to (of {found['patches']})", "entropy, bits"]
+        blocks += [Heading("Spread"), Table(head, rows, "A uniform map over n patches counts as n")]
+    if "overlap" in values:
+        cosines = zip(values["tokens"], values["overlap"]["cosine"], strict=True)
+        rows = [[name, *map(number, row)] for name, row in cosines]
+        caption = "Similarity of maps (cosine): 1 is the same, 0 is nothing in common"
+        blocks += [Heading("Overlap between tokens"), Table(["", *values["tokens"]], rows, caption)]
+    return blocks
+
+
+def _outlier_bars(values: Values) -> Figure:
+    rows = [Bar(name, share, percent(share)) for name, share in values["mass"].items()]
+    label = "Share of attention on outliers: " + ", ".join(f"{row.name} {row.text}" for row in rows)
+    chart = bars(rows, label, (values["fair"], f"fair share {percent(values['fair'])}"))
+    caption = (
+        f"Share of each token's attention on outlier patches, in the {count(values['pictures'], 'image')} that have "
+        "some. The dashed line is the share of outliers among all tokens."
+    )
+    return Figure([chart], caption)
+
+
+SECTION = Section(
+    anchor="attention",
+    title="Attention",
+    link="Attention",
+    key="attention",
+    compute=compute,
+    render=render,
+    intro=(
+        "In each layer every token reads from all tokens, with weights that sum to one: its attention. Unless "
+        "stated otherwise this is the last layer, averaged over heads."
+    ),
+)

@@ -1,0 +1,58 @@
+"""The interface of a section: compute values, render blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vitrail.analysis.result import plain
+from vitrail.errors import VitrailError
+from vitrail.report.context import Context
+from vitrail.report.page.blocks import Block, Note, Text
+from vitrail.report.report import Report
+
+Values = dict[str, Any]
+
+TURNED_OFF = "turned off by an option"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section of a report.
+
+    Attributes:
+        anchor: id of the section on the page.
+        title: heading.
+        render: return the blocks of the page, from the values of a report; the introduction and the ``note`` of the
+            values come before them.
+        intro: introduction, for readers who do not know the method.
+        link: text in the navigation; empty for no link.
+        key: key of the values in the JSON; empty if the section has no values of its own.
+        compute: return the values, and add maps to ``context.shown``; None if there is nothing to compute.
+        option: argument of :func:`vitrail.inspect` that turns the section off.
+    """
+
+    anchor: str
+    title: str
+    render: Callable[[Report], list[Block]]
+    intro: str = ""
+    link: str = ""
+    key: str = ""
+    compute: Callable[[Context], Values] | None = None
+    option: str | None = None
+
+    def blocks(self, report: Report) -> list[Block]:
+        """Return the introduction, the note of the values if there is one, and what ``render`` returns."""
+        note = report.sections[self.key].get("note") if self.key else None
+        return [Text(self.intro), Note(note), *self.render(report)]
+
+
+def attempt(compute: Callable[[], Values]) -> Values:
+    """Compute values; an error becomes their ``note``, and other values are computed all the same."""
+    try:
+        return {str(key): plain(value) for key, value in compute().items()}
+    except VitrailError as error:
+        return {"note": str(error)}
+    except (ArithmeticError, ImportError, LookupError, MemoryError, RuntimeError, ValueError) as error:
+        return {"note": f"failed with {type(error).__name__}: {str(error).strip() or 'no message'}"}

@@ -1,0 +1,71 @@
+"""Principal components of patch tokens, drawn as colors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.analysis.features import Pca, fit_pca, pca_maps
+from vitrail.errors import VitrailError
+from vitrail.report.context import Context
+from vitrail.report.page.blocks import Block, Columns, Figure, Text
+from vitrail.report.page.formatting import count, percent
+from vitrail.report.page.images import map_panel, photo_panel, rgb_uri
+from vitrail.report.report import Report
+from vitrail.report.sections.base import Section, Values
+
+
+def compute(context: Context) -> Values:
+    """Fit the components without outliers, and map the shown images to colors."""
+    tokens = context.patch_tokens
+    components = min(3, tokens.shape[2])
+    pca = fit_pca(tokens, components=components, leave_out=context.outliers(context.featured))
+    maps = _color_maps(context, pca)
+    for one, colors in zip(context.shown, () if maps is None else maps, strict=False):
+        one.maps["pca"] = colors
+    return {"pictures": len(tokens), **pca.to_dict()}
+
+
+def _color_maps(context: Context, pca: Pca) -> Tensor | None:
+    """Return colors (B, h, w, 3) of the shown images, all on one scale."""
+    rows = [row for row, image in enumerate(context.featured) if image in context.chosen]
+    outliers = context.outliers(context.chosen)
+    try:
+        maps = pca_maps(context.patch_tokens[rows], context.layout.grid, basis=pca, leave_out=outliers).cpu()
+    except VitrailError:  # every patch is an outlier, so there is no scale
+        return None
+    colors = torch.full((*maps.shape[:-1], 3), 0.5)
+    colors[..., : maps.shape[-1]] = maps
+    return colors.flatten(1, 2)
+
+
+def render(report: Report) -> list[Block]:
+    """Show the colors beside the images."""
+    values = report.pca
+    if "explained" not in values:
+        return []
+    figures = []
+    for one in report.pictures:
+        if "pca" in one.maps:
+            label = f"Components of the patch tokens of {one.name}"
+            panels = [photo_panel(one, one.title), map_panel(one, rgb_uri(np.asarray(one.maps["pca"])), label)]
+            figures.append(Figure(panels, one.name))
+    shares = ", ".join(percent(share) for share in values["explained"])
+    left_out = f"; {count(values['left_out'], 'outlier')} left out" if values["left_out"] else ""
+    summary = f"These directions explain {shares} of the variance, over {count(values['pictures'], 'image')}{left_out}."
+    return [Text(summary, "soft"), Columns(figures, "images")]
+
+
+SECTION = Section(
+    anchor="components",
+    title="Principal components of patch tokens",
+    link="Components",
+    key="pca",
+    compute=compute,
+    render=render,
+    intro=(
+        "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches "
+        "of the same color are alike to the model; a good map follows objects. All images share one scale."
+    ),
+)

@@ -1,0 +1,103 @@
+"""Norms of patch tokens: maps of the shown images, the histogram, and layer by layer."""
+
+from __future__ import annotations
+
+from vitrail.report.page.blocks import Block, Columns, Details, Figure, Key, Note, Table, Text
+from vitrail.report.page.charts import Distribution, Line, histogram, over_layers
+from vitrail.report.page.formatting import count, number, percent
+from vitrail.report.page.images import NormColors, outlier_marks, photo_panel
+from vitrail.report.report import Report
+from vitrail.report.sections.base import Section
+
+
+def _render_images(report: Report) -> list[Block]:
+    images, norms = report.pictures, report.norms
+    if not images:
+        return [Note("No image can be shown: none has only finite values.")]
+    scale = NormColors(images)
+    figures = []
+    for one in images:
+        outliers = "" if norms["threshold"] is None else f": {count(len(one.outliers), 'outlier')}"
+        panels = [
+            photo_panel(one, one.title + outliers, outlier_marks(one, one.outliers)),
+            scale.panel(one, f"Norms of the patch tokens of {one.name}", one.norms, one.outliers),
+        ]
+        figures.append(Figure(panels, one.title + outliers))
+    if norms["threshold"] is None:
+        marks = "No token is far above the others, so none is marked."
+    else:
+        kind = "outliers" if norms["verdict"] == "artifacts" else "candidates"
+        marks = (
+            f"Pink squares are {kind}: tokens with a norm above {number(norms['threshold'])}. Some of the images are "
+            "those with the most of them, the others are spread over the data. "
+            f"{count(norms['pictures_with_outliers'], 'image')} of {norms['num_pictures']:,} have at least one."
+        )
+    text = "Left: the image as the model sees it. Right: the norm of each patch token after the last layer. "
+    return [Text(text + marks), scale.ramp(), Columns(figures, "images")]
+
+
+def _render_histogram(report: Report) -> list[Block]:
+    norms = report.norms
+    distribution = Distribution(norms["histogram"]["edges"], norms["histogram"]["counts"], norms["threshold"])
+    threshold = (
+        "" if norms["threshold"] is None else f" The dashed line is the threshold: {number(norms['threshold'])}."
+    )
+    label = f"Histogram of token norms, typical norm {number(norms['typical'])}.{threshold}"
+    caption = (
+        f"Norms of {count(norms['num_tokens'], 'patch token')} after the last layer, before the final norm. Both "
+        f"scales are logarithmic, so that small groups are visible.{threshold}"
+    )
+    text = f"Artifacts form a second peak, to the right of the large one and apart from it. Here: {norms['reason']}."
+    return [Text(text), Figure([histogram([distribution], label)], caption)]
+
+
+def _render_layers(report: Report) -> list[Block]:
+    norms, layers = report.norms, report.norms["per_layer"]
+    if norms["onset"] is None:
+        onset = "The last layer shows no clear artifacts, so there is no first layer with artifacts."
+    else:
+        onset = f"Every layer from layer {norms['onset']} on has artifacts."
+    head = ["layer", "verdict", "threshold", "above it", "median norm", "largest norm"]
+    rows = [
+        [
+            one["layer"],
+            one["verdict"],
+            number(one["threshold"]),
+            percent(None if one["threshold"] is None else one["outlier_share"]),
+            number(one["quantiles"]["50"]),
+            number(one["quantiles"]["max"]),
+        ]
+        for one in layers
+    ]
+    table = Table(head, rows, "Norms of patch tokens by layer")
+    return [
+        Text(f"{onset} Each layer is judged by itself; layers are counted from 0."),
+        Columns(_layer_charts(report)),
+        Details("All layers in numbers", [table]),
+    ]
+
+
+def _layer_charts(report: Report) -> list[Block]:
+    layers, onset = report.norms["per_layer"], report.norms["onset"]
+    numbers = [one["layer"] for one in layers]
+    quantiles = {key: [one["quantiles"][key] for one in layers] for key in ("5", "50", "95", "max")}
+    label = (
+        f"Norms by layer: median {number(quantiles['50'][0])} after the first layer, "
+        f"{number(quantiles['50'][-1])} after the last."
+    )
+    lines = [Line("s0", quantiles["50"]), Line("s1 thin", quantiles["max"])]
+    band = quantiles["5"], quantiles["95"]
+    chart = over_layers(numbers, lines, label, "norm", band=band, onset=onset)
+    keys = [Key("s0", "median"), Key("band", "5 to 95 % of the tokens"), Key("s1", "largest")]
+    charts: list[Block] = [Figure([chart], keys=keys)]
+    if any(one["verdict"] == "artifacts" for one in layers):
+        shares = [100 * one["outlier_share"] if one["verdict"] == "artifacts" else 0 for one in layers]
+        label = "Share of artifact tokens by layer, in percent."
+        chart = over_layers(numbers, [Line("s0", shares)], label, "tokens, %", onset=onset, log=False)
+        charts.append(Figure([chart], "Share of artifact tokens, in layers that have any."))
+    return charts
+
+
+IMAGES = Section("images", "Where high-norm tokens are", _render_images, link="Images")
+HISTOGRAM = Section("norms", "Distribution of norms", _render_histogram, link="Norms")
+LAYERS = Section("layers", "Norms by layer", _render_layers, link="Layers")

@@ -1,0 +1,66 @@
+"""Each register: norm, attention, and what a probe reads from it."""
+
+from __future__ import annotations
+
+from vitrail.analysis.attention import spread, token_maps
+from vitrail.report.context import Context
+from vitrail.report.page.blocks import Block, Table
+from vitrail.report.page.formatting import interval, number, percent
+from vitrail.report.report import Report
+from vitrail.report.sections.base import Section, Values
+
+
+def compute(context: Context) -> Values:
+    """Describe each register; class probes are those of the ``probes`` section."""
+    if not context.registers:
+        return {"tokens": [], "note": "the model has no register tokens"}
+    row = {token: row for row, token in enumerate(context.queries)}
+    rows = [row[token] for token in context.registers]
+    widths = spread(token_maps(context.attention[:, :, rows], context.layout))
+    probes = context.sections.get("probes", {}).get("classes", {}).get("kinds", {})
+    tokens = []
+    for place, token in enumerate(context.registers):
+        norms = context.special_norms[:, token].double()
+        name, mean = context.special_names[token], float(norms.mean())
+        tokens.append(
+            {
+                "name": name,
+                "position": token,
+                "norm": mean,
+                "norm_sd": float(norms.std()) if len(norms) > 1 else None,
+                "norm_ratio": mean / context.norms.typical,
+                "entropy": float(widths.entropy[place]),
+                "effective_patches": float(widths.effective[place]),
+                "class_probe": probes.get(name),
+            }
+        )
+    return {"tokens": tokens, "pictures": len(context.featured)}
+
+
+def render(report: Report) -> list[Block]:
+    """Show one row per register."""
+    rows = [
+        [
+            one["name"],
+            number(one["norm"]),
+            f"{number(one['norm_ratio'])} ×",
+            number(one["effective_patches"]),
+            interval((one["class_probe"] or {}).get("accuracy"), percent),
+        ]
+        for one in report.registers.get("tokens") or []
+    ]
+    head = ["token", "norm", "of a typical patch", "patches attended to", "class from it alone"]
+    return [
+        Table(head, rows, "Registers in the last layer"),
+    ]
+
+
+SECTION = Section(
+    anchor="registers",
+    title="Registers",
+    link="Registers",
+    key="registers",
+    compute=compute,
+    render=render,
+    intro=("Registers are extra tokens that a model can use as storage, so that it need not use patches."),
+)

@@ -1,0 +1,137 @@
+"""A report in sentences: the verdict, how sure it is, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vitrail.report.page.formatting import confidence, count, number, percent
+
+Values = Mapping[str, Any]
+
+BADGES = {"artifacts": "▲ artifact tokens found", "none": "✓ no artifact tokens", "uncertain": "? uncertain"}
+
+CLEAR_ANSWER = 50
+"""Images that give a clear answer in most cases."""
+
+
+def verdict_sentence(norms: Values) -> str:
+    """Return the answer in one sentence."""
+    if norms["verdict"] == "artifacts":
+        onset, depth = norms["onset"], len(norms["per_layer"])
+        since = "" if onset is None else f", from layer {onset} on (of {depth}, counted from 0)"
+        return (
+            f"This model has artifact tokens: {percent(norms['outlier_share'])} of its patch tokens have a norm above "
+            f"{number(norms['threshold'])}, typically {number(norms['ratio'])} times that of the others{since}."
+        )
+    if norms["verdict"] == "none":
+        return "No artifact tokens were found: no small group of patch tokens has norms far above those of the rest."
+    return f"There is no clear answer: {norms['reason']}."
+
+
+def confidence_sentence(norms: Values) -> str:
+    """Return how sure the verdict is, and what that means."""
+    value = confidence(norms["confidence"])
+    if norms["verdict"] == "artifacts":
+        return f"Confidence: {value}, the probability that a model without artifacts shows no such gap by chance."
+    if norms["verdict"] == "none":
+        return (
+            f"Confidence: {value}, the probability that typical artifacts (2 % of the tokens at five times the norm) "
+            "would have been found in these images."
+        )
+    return "Confidence: none. These images do not support either answer."
+
+
+def cure_sentence(cure: Values) -> str:
+    """Return in one sentence what test-time registers did."""
+    before, after, control = (cure[state].get("outlier_share") for state in ("before", "after", "control"))
+    effects = {
+        "gone": "Test-time registers work here",
+        "fewer": "Test-time registers help here, but not fully",
+        "none": "Test-time registers do not work here",
+        "unspecific": "Random neurons do about as well, so these neurons do not cause the artifacts",
+    }
+    control_text = "" if control is None else f", and {percent(control)} with as many random neurons"
+    return (
+        f"{effects[cure['effect']]}: {percent(before)} of the patch tokens are above the threshold without them, "
+        f"{percent(after)} with {count(cure['num_neurons'], 'neuron')} moved{control_text}."
+    )
+
+
+def comparison_sentence(a: Values, b: Values) -> str:
+    """Return in one sentence how the norms of two reports differ."""
+    if a["verdict"] == b["verdict"] == "artifacts":
+        left, right = a["outlier_share"], b["outlier_share"]
+        more = "as many" if left == right else "A has more" if left > right else "B has more"
+        return f"Both models have artifact tokens: {left:.2%} of A's patch tokens, {right:.2%} of B's; {more}."
+    if a["verdict"] == b["verdict"]:
+        return "Neither model has artifact tokens." if a["verdict"] == "none" else "Neither model gives a clear answer."
+    answers = {
+        "artifacts": "has artifact tokens",
+        "none": "has no artifact tokens",
+        "uncertain": "gives no clear answer",
+    }
+    return f"Model A {answers[a['verdict']]}; model B {answers[b['verdict']]}."
+
+
+def recommendations(norms: Values, registers: Values, cure: Values) -> list[str]:
+    """Return what to do next; code stands between backticks."""
+    advice: list[str] = []
+    if norms["num_not_finite"]:
+        advice.append(
+            f"{count(norms['num_not_finite'], 'token')} had a norm that is not finite. Check these images first, and "
+            "run the model in float32."
+        )
+    num_registers = len(registers.get("tokens") or [])
+    if norms["verdict"] == "artifacts":
+        return advice + _against_artifacts(norms["onset"], num_registers, cure)
+    if norms["verdict"] == "none":
+        advice.append("Nothing needs to be done about artifacts: use patch tokens as they are.")
+        if num_registers:
+            advice.append("The model has registers. Use `vitrail.ablate` to see whether they keep its patches clean.")
+        return advice
+    if norms["num_pictures"] < CLEAR_ANSWER:
+        advice.append(
+            f"Inspect more images: there were {count(norms['num_pictures'], 'image')}, and {CLEAR_ANSWER} or more give "
+            "a clear answer in most cases."
+        )
+    else:
+        advice.append("Check the histogram and the norm maps: is there a group of tokens far above the rest?")
+    return [*advice, "Use images like those the model was trained on, preprocessed as it expects them."]
+
+
+def _against_artifacts(onset: int | None, num_registers: int, cure: Values) -> list[str]:
+    advice = ["Use a model trained with registers if there is one (DINOv2 with registers, DINOv3)."]
+    if num_registers:
+        advice = [
+            f"The model has {count(num_registers, 'register')} and still has artifacts. Check the norm and the "
+            "attention of the registers to see whether it uses them. A model trained with more registers may help."
+        ]
+    advice.append(_cure_advice(cure))
+    if onset == 0:
+        advice.append(
+            "The outliers are present from the first layer on, where published models have none. They may be due to "
+            "the images and not to the model: check whether they lie on flat or very bright patches."
+        )
+    if onset:
+        advice.append(f"For dense tasks, try features from layer {onset - 1}, the last one before the artifacts.")
+    return [
+        *advice,
+        "For class predictions alone, nothing needs to be done. Do not read single bright spots of an attention map as "
+        "objects.",
+    ]
+
+
+def _cure_advice(cure: Values) -> str:
+    if "effect" not in cure:
+        return (
+            "Without training: `vitrail.test_time_registers(model, images)` moves the artifacts to an extra token and "
+            "can be undone. It was not tried here. Inspect the model again with it and compare both reports."
+        )
+    if cure["effect"] in ("gone", "fewer"):
+        return (
+            f"Without training: `vitrail.test_time_registers(model, images, neurons={cure['num_neurons']})` moves the "
+            "artifacts to an extra token and can be undone; it was tried on these images above. Measure your own task "
+            "with and without it."
+        )
+    return "No cure without training was found: test-time registers did not help on these images."

@@ -1,19 +1,16 @@
-"""A three-block toy ViT, and the adapter that a new library would need: one file and one dict entry."""
+"""A three-block toy ViT, and its adapter, registered from outside."""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import vitrail.adapters
-from vitrail.adapters.base import BlockAdapter, BlockCall, TrunkAdapter
-from vitrail.adapters.forward_pass import open_pass
-from vitrail.data.spec import Preprocessing
+import vitrail
+from vitrail.adapters import ADAPTERS, BlockAdapter, BlockNames, InputSpec, NamedBlock, TrunkAdapter, known_block
 from vitrail.tokens import Role, TokenLayout
 
 
@@ -51,82 +48,38 @@ class ToyViT(nn.Module):
         return self.head(x[:, 0] + x[:, 1:].mean(1))
 
 
-class ToyBlockAdapter(BlockAdapter):
-    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        return BlockCall()
-
-    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm1(x)
-
-    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (part.unflatten(-1, (block.heads, -1)).transpose(1, 2) for part in block.qkv(h).chunk(3, -1))
-        return q, k, v
-
-    def attention_dropout(self, block: Any) -> float:
-        return 0.0
-
-    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
-        return block.proj(attended)
-
-    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
-        return y
-
-    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm2(x)
-
-    def feed(self, block: Any, h: Tensor) -> Tensor:
-        return block.mlp(h)
-
-    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
-        return y
-
-    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.qkv, block.proj)
-
-    def feed_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.mlp,)
-
-    def head_shape(self, block: Any) -> tuple[int, int]:
-        return block.heads, block.proj.in_features // block.heads
-
-
-class ToyEntryPoint:
-    def forward(self: Any, images: Tensor) -> Tensor:
-        with open_pass(self, self._vitrail_adapter.layout(self, images.shape[-2:])):
-            return super().forward(images)  # type: ignore[misc]
+TOY_BLOCK = NamedBlock(
+    BlockNames(norm1="norm1", qkv="qkv", proj="proj", norm2="norm2", mlp="mlp", heads="heads", tokens="x")
+)
 
 
 class ToyAdapter(TrunkAdapter):
+    argument = "images"
+
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.blocks)
 
     def block_adapter(self, block: nn.Module) -> BlockAdapter:
-        return ToyBlockAdapter()
+        return known_block(block, {ToyBlock: TOY_BLOCK})
 
-    def layout(self, trunk: Any, size: tuple[int, int] | None = None) -> TokenLayout:
+    def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         height, width = size or (16, 16)
         return TokenLayout.of(Role.CLASS, grid=(1, height // 4, width // 4))
 
     def resizes(self, trunk: Any) -> bool:
         return True
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
-        return Preprocessing((16, 16), (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-
-    def entry_points(self) -> type:
-        return ToyEntryPoint
+    def input_spec(self, trunk: Any) -> InputSpec:
+        return InputSpec((16, 16), argument="images")
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
         return (trunk.patch,)
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> ToyViT:
-    """A toy model whose library is known to Vitrail for the length of a test."""
-    library = types.ModuleType("vitrail.adapters.toy")
-    library.trunks = lambda: {ToyViT: ToyAdapter()}  # type: ignore[attr-defined]
-    monkeypatch.setitem(vitrail.adapters.sys.modules, "toy", types.ModuleType("toy"))
-    monkeypatch.setitem(vitrail.adapters.sys.modules, "vitrail.adapters.toy", library)
-    monkeypatch.setitem(vitrail.adapters.ADAPTERS, "toy", "toy")
+def toy() -> Iterator[ToyViT]:
+    """A toy model whose adapter is registered for the length of a test, as a user registers one."""
+    vitrail.register_adapter(ToyViT, ToyAdapter())
     torch.manual_seed(0)
-    return ToyViT().double().eval()
+    yield ToyViT().double().eval()
+    del ADAPTERS[ToyViT]

@@ -13,7 +13,12 @@ PUBLIC = {
         "Ablation AddedTokens Assignment Context Count Merging Method Recording Reduction RegisterNeurons Report Role "
         "TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names "
         "compare count create_model errors find_register_neurons from_timm inspect list_models load_model merge record "
-        "register_method test_time_registers to_timm"
+        "register_adapter register_method test_time_registers to_timm"
+    ),
+    "vitrail.adapters": (
+        "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
+        "Position Rotary TrunkAdapter find head_outputs input_spec known_block load_model register_adapter size_options "
+        "supported"
     ),
     "vitrail.analysis": (
         "attention discovery downstream features norms probes redundancy result roles statistics survey"
@@ -28,7 +33,7 @@ PUBLIC = {
     ),
     "vitrail.drawing": "contact_sheet stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",
-    "vitrail.heads": "AttentionPool DenseHead Heads Output listen",
+    "vitrail.heads": "AttentionPool DenseHead Heads Output",
     "vitrail.merging": (
         "Assignment Context FEATURES METHODS MergeState Method ModelShape Prune Random Reduction Room Schedule "
         "Solution ToMe as_method match proportional_attention register_method"

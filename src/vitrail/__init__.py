@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from vitrail import errors
-from vitrail.adapters import load_model
+from vitrail.adapters import load_model, register_adapter
 from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, register_method
 from vitrail.surgery import (
     Ablation,
@@ -75,6 +75,7 @@ __all__ = [
     "load_model",
     "merge",
     "record",
+    "register_adapter",
     "register_method",
     "test_time_registers",
     "to_timm",

@@ -11,6 +11,7 @@ from torch import nn
 
 import vitrail
 from tests.surgery.models import ALL
+from vitrail.adapters import head_outputs
 from vitrail.analysis.roles import (
     Collapse,
     Thresholds,
@@ -23,7 +24,7 @@ from vitrail.analysis.roles import (
     token_parameters,
 )
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
-from vitrail.heads import Heads, listen
+from vitrail.heads import Heads
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 
@@ -315,7 +316,7 @@ def test_listening_to_heads_by_role():
     layout = TokenLayout(tuple(TokenSpan(spec.role, spec.count, spec.name) for spec in specs), GRID)
     model = nn.ModuleDict({"heads": Heads(specs, 4, 3)})
     x = torch.randn(2, layout.num_tokens, 4)
-    with listen(model) as found:
+    with head_outputs(model) as found:
         model["heads"](x, layout=layout)
         model["heads"](x, layout)
     assert list(found) == ["cls[0]", "cls[1]"]

@@ -169,7 +169,7 @@ def test_mistakes_are_answered_in_words(run: Path, pictures: Path, tmp_path: Pat
     vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "nameless")
     with pytest.raises(InvalidOption, match="does not know the names of its classes"):
         run_demo(tmp_path / "out", str(tmp_path / "nameless"), [pictures])
-    with pytest.raises(ModelLoadError, match="none holds no model; expected a folder of a run"):
+    with pytest.raises(ModelLoadError, match="none holds no model; expected a run directory"):
         run_demo(tmp_path / "out", str(tmp_path / "none"), [pictures])
     assert not (tmp_path / "out").exists()
 

@@ -158,7 +158,7 @@ def test_mistakes_are_answered_in_words(
 def test_evaluation_of_nothing_is_explained(photos: Path, tmp_path: Path) -> None:
     result = run("evaluate", tmp_path, photos)
     assert result.exit_code == 2
-    assert "holds no model; expected a folder of a run" in one_line(result.stderr)
+    assert "holds no model; expected a run directory" in one_line(result.stderr)
 
 
 def test_help_has_examples() -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.conftest import Interpreted
 from vitrail import kernels
 from vitrail.adapters.base import DenseBlock
-from vitrail.adapters.timm import TimmBlock
+from vitrail.adapters.timm import BLOCK
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import Assignment, Context, MergeState, Random, ToMe, match, proportional_attention
 from vitrail.runtime.dense_forward import dense_block, dense_forward, serves
@@ -142,7 +142,7 @@ def test_dense_path_leaves_wide_heads_to_the_reference(
     block = Block(2 * width, 2, qkv_bias=True).to(torch.bfloat16).eval()
     x = torch.empty(1, 17, 2 * width, dtype=torch.bfloat16)
     with torch.no_grad():
-        assert (dense_block(TimmBlock(), block, x, PLAN, MergeState((2,))) is not None) == served
+        assert (dense_block(BLOCK, block, x, PLAN, MergeState((2,))) is not None) == served
 
 
 def test_kernels_serve_floating_point_on_gpus(gpu: str) -> None:

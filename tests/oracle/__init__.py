@@ -15,14 +15,18 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     """Take a model apart and embed the pictures; `call` is what else its forward takes."""
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
+    from torchvision.models import VisionTransformer as TorchvisionTransformer
     from transformers import PreTrainedModel
 
     from tests.oracle.timm_models import describe_eva, describe_vit
+    from tests.oracle.torchvision_models import describe_torchvision
     from tests.oracle.transformers_models import describe_transformers
 
     if isinstance(model, Eva):
         return describe_eva(model, images)
     if isinstance(model, VisionTransformer):
         return describe_vit(model, images)
+    if isinstance(model, TorchvisionTransformer):
+        return describe_torchvision(model, images)
     assert isinstance(model, PreTrainedModel), type(model)
     return describe_transformers(model, images, **call)

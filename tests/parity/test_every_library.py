@@ -17,7 +17,7 @@ from tests.parity.checks import (
 from tests.surgery.models import ALL
 
 every_case = pytest.mark.parametrize("name", ALL)
-every_timm_case = pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("hf-")])
+every_timm_case = pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("timm-", "eva-"))])
 
 
 @every_case
@@ -25,7 +25,16 @@ def test_nothing_merged_is_the_model_itself(name: str) -> None:
     check_nothing_merged(ALL[name])
 
 
-THOROUGH = ("timm-class-odd", "timm-registers", "eva-eva02", "eva-dinov3", "eva-mixed-xy", "hf-deit", "hf-registers")
+THOROUGH = (
+    "timm-class-odd",
+    "timm-registers",
+    "eva-eva02",
+    "eva-dinov3",
+    "eva-mixed-xy",
+    "hf-deit",
+    "hf-registers",
+    "torchvision-vit",
+)
 """Models that always meet every setting."""
 
 DIFFERENT = ("steady", "per-layer", "unweighted-original", "beyond", "mask-per-picture-original")

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from tests.parity.models import Case, outputs_of
 from tests.parity.models_timm_eva import CASES as EVA
 from tests.parity.models_timm_vit import CASES as VIT
+from tests.parity.models_torchvision import CASES as TORCHVISION
 from tests.parity.models_transformers import CASES as TRANSFORMERS
 
 ALL: dict[str, Case] = {
     **{f"timm-{name}": case for name, case in VIT.items()},
     **{f"eva-{name}": case for name, case in EVA.items()},
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
+    **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
 }
 FEW = [
     "timm-registers",
@@ -23,6 +25,7 @@ FEW = [
     "eva-mixed-xy",
     "hf-deit-head",
     "hf-registers-head",
+    "torchvision-vit",
 ]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
-from tests.adapters.test_own import lively, pictures
+from tests.adapters.test_vitrail import lively, pictures
 from tests.parity.models import Case
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.errors import AlreadyApplied, InvalidOption, ModelLoadError, NotApplied, UnsupportedInput, UnsupportedModel

@@ -20,10 +20,24 @@ def counted(model: torch.nn.Module, images: torch.Tensor) -> int:
     return mode.get_total_flops() // 2 // len(images)
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "hf-deit-head", "hf-registers-head", "eva-dinov3"])
+@pytest.mark.parametrize(
+    "name", ["timm-registers", "hf-deit-head", "hf-registers-head", "eva-dinov3", "torchvision-vit"]
+)
 def test_flops_are_those_that_run(name: str) -> None:
     model, images = ALL[name].model(torch.float32), ALL[name].images(torch.float32)
     assert vitrail.count(model, images).flops == pytest.approx(counted(model, images), rel=0.03)
+
+
+def test_packed_parameters_count() -> None:
+    """``nn.MultiheadAttention`` has a parameter ``in_proj_weight`` and no projection modules."""
+    model = ALL["torchvision-vit"].model(torch.float32)
+    width, hidden, patches, tokens, depth = 32, 48, 16, 17, 3
+    by_part = vitrail.count(model).flops_by_part
+    assert by_part["projections"] == depth * tokens * (3 * width * width + width * width)
+    assert by_part["attention"] == depth * 2 * tokens * tokens * width
+    assert by_part["feed"] == depth * tokens * 2 * width * hidden
+    assert by_part["patches"] == patches * 3 * 8 * 8 * width
+    assert by_part["rest"] == 5 * width
 
 
 def test_flops_of_talking_heads_and_class_attention() -> None:

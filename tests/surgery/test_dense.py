@@ -13,7 +13,8 @@ from timm.models.vision_transformer import Block
 from torch import nn
 
 from vitrail import kernels
-from vitrail.adapters.timm import TimmBlock
+from vitrail.adapters import NamedBlock
+from vitrail.adapters.timm import BLOCK
 from vitrail.merging import MergeState, ToMe
 from vitrail.runtime import dense_forward as dense
 from vitrail.runtime.dense_forward import dense_block
@@ -30,13 +31,13 @@ PLAN = SimpleNamespace(order="paper", method=ToMe())
 
 
 def find(block: nn.Module) -> dense.DenseBlock | None:
-    return dense_block(TimmBlock(), block, torch.empty(1, 9, 32, dtype=torch.bfloat16), PLAN, MergeState((2,)))
+    return dense_block(BLOCK, block, torch.empty(1, 9, 32, dtype=torch.bfloat16), PLAN, MergeState((2,)))
 
 
 def test_known_block_is_not_looked_through_again(block: Block) -> None:
     first = find(block)
     assert first is not None
-    with mock.patch.object(TimmBlock, "dense", side_effect=AssertionError):
+    with mock.patch.object(NamedBlock, "dense", side_effect=AssertionError):
         assert find(block) is first
 
 

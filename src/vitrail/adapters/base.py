@@ -1,7 +1,8 @@
-"""What an adapter says about a library's models: where the parts are, and nothing of what is done with them.
+"""The interfaces between Vitrail and a model library: `Library`, `TrunkAdapter` and `BlockAdapter`.
 
-To support another library, write one file with a :class:`BlockAdapter` per kind of block and a
-:class:`TrunkAdapter` per kind of model, and add one entry to ``ADAPTERS``; see ``docs/adapters.md``.
+An adapter names the parts of a model and nothing else; what is done with them exists once, in ``vitrail.runtime``.
+Most blocks need no class of their own: describe them by a table, `vitrail.adapters.named_block.BlockNames`.
+See ``docs/adapters.md``.
 
 Shapes: B batch, H heads, N tokens, D channels, d channels of a head, L layers.
 """
@@ -9,23 +10,43 @@ Shapes: B batch, H heads, N tokens, D channels, d channels of a head, L layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from vitrail.data.spec import Preprocessing
-from vitrail.errors import UnsupportedModel
+from vitrail.adapters.forward_pass import ForwardEntry
+from vitrail.adapters.position import Position, Rotary
+from vitrail.data.spec import InputSpec
+from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
+
+__all__ = [
+    "BlockAdapter",
+    "BlockCall",
+    "DenseBlock",
+    "Library",
+    "ModelRequest",
+    "Position",
+    "Rotary",
+    "TrunkAdapter",
+    "at_work",
+    "forward_class",
+    "is_ordinary",
+    "is_plain",
+    "known_block",
+    "repeat_heads",
+]
 
 
 def forward_class(module: nn.Module) -> type:
-    """Give the class whose ``forward`` a module runs.
+    """Return the class whose ``forward`` a module runs.
 
-    Modules are recognised by it: wrappers such as FSDP put a class in front that leaves ``forward`` alone, while
-    one that changes it is another kind of module. Mixins of our own do not count.
+    Modules are recognized by it: wrappers such as FSDP put a class in front that leaves ``forward`` alone, while one
+    that changes it is another kind of module. Vitrail's own mixins do not count.
     """
     kinds = type(module).__mro__
     ours = {vars(kind)["_vitrail_swap"][0] for kind in kinds if "_vitrail_swap" in vars(kind)}
@@ -33,11 +54,11 @@ def forward_class(module: nn.Module) -> type:
 
 
 class BlockCall(NamedTuple):
-    """What a block was called with beside its tokens.
+    """Arguments of a block besides its tokens.
 
     Attributes:
-        mask: who reads whom.
-        causal: whether each token reads only those before it.
+        mask: which token attends to which.
+        causal: whether each token attends only to those before it.
         rope: table of the rotary position.
         among_special: whether the mask, (N, N), hides special tokens alone and treats all patches alike, so that its
             corner is the mask of fewer patches.
@@ -50,61 +71,20 @@ class BlockCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """Rotary position of a model as ``angle = coordinates · frequencies``.
-
-    Linear in the coordinates, so that a token between two patches has an angle, and a token at zero (any that
-    is not a patch) is not rotated.
-
-    Attributes:
-        positions: coordinates of the patches (P, axes); None where only the model's own table knows them
-            (augmented coordinates, dropped patches) and they are read back from it.
-        frequencies: (L or 1, H or 1, axes, d / 2); one entry serves all layers, or all heads.
-        interleaved: whether the two channels of a pair are neighbours, or half a head apart.
-    """
-
-    positions: Tensor | None
-    frequencies: Tensor
-    interleaved: bool
-
-    def table(self, layer: int, positions: Tensor) -> Tensor:
-        """Sines and cosines at any coordinates (B, N, axes), as one table (B, H or 1, N, 2·d)."""
-        frequencies = self.frequencies[min(layer, self.frequencies.shape[0] - 1)]
-        angle = positions.unsqueeze(1) @ frequencies.to(positions.dtype)
-        angle = angle.repeat_interleave(2, -1) if self.interleaved else torch.cat([angle, angle], -1)
-        return torch.cat([angle.sin(), angle.cos()], -1)
-
-    def read(self, table: Tensor) -> Tensor:
-        """Coordinates (P, axes) or (B, P, axes) from a table of (…, P, 2·d) whose axes have channels of their own.
-
-        The slowest channel of an axis never turns far enough to be ambiguous, so its angle is the coordinate.
-        """
-        frequencies = self.frequencies[0, 0]
-        work = torch.promote_types(table.dtype, torch.float32)
-        sine, cosine = table.to(work).chunk(2, -1)
-        pair = 2 if self.interleaved else 1
-        angle = torch.atan2(sine, cosine)
-        slowest = torch.where(frequencies == 0, torch.inf, frequencies.abs()).argmin(-1)
-        axes = [angle[..., pair * channel] / frequencies[axis, channel] for axis, channel in enumerate(slowest)]
-        positions = torch.stack(axes, -1)
-        return positions.squeeze(1) if positions.dim() == 4 else positions
-
-
-@dataclass(frozen=True)
 class DenseBlock:
     """A block that is nothing but its matrices: LayerNorm, attention, LayerNorm, linear, GELU, linear.
 
     Attributes:
-        qkv: one linear layer for queries, keys and values together, or three.
+        qkv: one projection to queries, keys and values together, or three.
         gammas: layer scale of attention and MLP, or None for either.
         scale: factor of the attention scores; None for 1/√d.
         gelu: ``"none"`` or ``"tanh"``, as in ``torch.nn.functional.gelu``.
-        drops: dropouts and the like that are at work: after attention, between the two linear layers, after both.
+        drops: active dropouts and drop paths: after attention, between the two linear layers, after both.
     """
 
     heads: int
     norm1: nn.LayerNorm
-    qkv: tuple[nn.Linear, ...]
+    qkv: tuple[Callable[[Tensor], Tensor], ...]
     proj: nn.Linear
     norm2: nn.LayerNorm
     fc1: nn.Linear
@@ -116,7 +96,7 @@ class DenseBlock:
 
 
 def at_work(*modules: nn.Module) -> tuple[nn.Module, ...]:
-    """Give those dropouts and the like that do something now, or that somebody hooked into."""
+    """Return those dropouts and drop paths that are active now, or hooked."""
     return tuple(part for part in modules if not _is_idle(part))
 
 
@@ -126,14 +106,19 @@ def _is_idle(part: nn.Module) -> bool:
     return not part.training or type(part) is nn.Identity or getattr(part, "p", getattr(part, "drop_prob", 1)) == 0
 
 
+def is_ordinary(module: nn.Module) -> bool:
+    """Whether all parameters of a module itself are plain tensors, not quantized or distributed ones."""
+    return all(type(value) in (nn.Parameter, Tensor) for value in module._parameters.values() if value is not None)
+
+
 def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Whether a module is just one of these classes, with ordinary weights and nobody hooked into it."""
-    ordinary = all(type(value) in (nn.Parameter, Tensor) for value in module._parameters.values() if value is not None)
-    return type(module) in kinds and ordinary and not module._forward_hooks and not module._forward_pre_hooks
+    """Whether a module is exactly one of these classes, with ordinary parameters and no hooks."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return type(module) in kinds and is_ordinary(module) and not hooked
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Give keys and values (B, heads, N, d) as many heads as queries have."""
+    """Repeat keys and values (B, heads, N, d) until they have as many heads as the queries."""
     if k.shape[1] == q.shape[1]:
         return k, v
     repeats = q.shape[1] // k.shape[1]
@@ -143,23 +128,24 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 class BlockAdapter(ABC):
     """The parts of one kind of block that attends, then feeds.
 
-    Adapters hold no state: each method takes the block and finds the part when it is called, so that a part
-    replaced later (LoRA, quantisation) is seen.
+    `NamedBlock` implements all of it over a table of names; subclass that where a block's behavior differs.
+    Adapters hold no state of a model: each method takes the block and looks its part up when it is called, so that a
+    part replaced later (LoRA, quantization) is seen.
     """
 
-    input_name = "x"
-    """What the block calls its tokens, where they are passed by name."""
+    input_name: str = "x"
+    """Name of the argument that takes the tokens."""
 
-    fused = True
-    """Whether attention is a softmax of the scores and nothing more, so that fused kernels serve."""
+    fused: bool = True
+    """Whether attention is a softmax of the scores and nothing more, so that fused kernels compute it."""
 
     @abstractmethod
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        """Read what the block was called with beside its tokens."""
+        """Read the arguments that the block was called with besides its tokens."""
 
     @abstractmethod
     def attend_norm(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Prepare tokens (B, N, D) for attention; the identity in post-norm blocks."""
+        """Normalize tokens (B, N, D) for attention; the identity in post-norm blocks."""
 
     @abstractmethod
     def qkv(self, block: nn.Module, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,28 +159,28 @@ class BlockAdapter(ABC):
         raise NotImplementedError
 
     def attention_scale(self, block: nn.Module) -> float | None:
-        """Factor of the attention scores; None where the library leaves it to the attention function, 1/√d."""
+        """Return the factor of the attention scores; None where the attention function's default, 1/√d, applies."""
         return None
 
     def weigh(self, block: nn.Module, scores: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Turn scores (B, H, Q, N), scaled, into weights; a key with bias b counts as exp b keys, with −inf as none."""
+        """Turn scaled scores (B, H, Q, N) into weights; a key with bias b counts as exp b keys, with −inf as none."""
         return (scores if bias is None else scores + bias).softmax(-1)
 
     @abstractmethod
     def attention_dropout(self, block: nn.Module) -> float:
-        """Dropout of the attention weights in the block's present mode."""
+        """Return the dropout rate of the attention weights in the block's present mode."""
 
     @abstractmethod
     def attend_output(self, block: nn.Module, attended: Tensor, h: Tensor) -> Tensor:
-        """Project the attended values (B, N, H·d); ``h`` is what attention was given."""
+        """Project the attended values (B, N, H·d); ``h`` is the input of attention."""
 
     @abstractmethod
     def attend_branch(self, block: nn.Module, y: Tensor) -> Tensor:
-        """Whatever happens to attention's output before it is added: layer scale, dropout, drop path, post-norm."""
+        """Apply what comes between attention's output and the sum: layer scale, dropout, drop path, post-norm."""
 
     @abstractmethod
     def feed_norm(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Prepare tokens (B, N, D) for the MLP; the identity in post-norm blocks."""
+        """Normalize tokens (B, N, D) for the MLP; the identity in post-norm blocks."""
 
     @abstractmethod
     def feed(self, block: nn.Module, h: Tensor) -> Tensor:
@@ -202,25 +188,25 @@ class BlockAdapter(ABC):
 
     @abstractmethod
     def feed_branch(self, block: nn.Module, y: Tensor) -> Tensor:
-        """Whatever happens to the MLP's output before it is added."""
+        """Apply what comes between the MLP's output and the sum."""
 
     def dense(self, block: nn.Module) -> DenseBlock | None:
-        """Give the block as its matrices; None where it is anything more, or somebody looks inside."""
+        """Return the block as its matrices; None where it is anything more, or has hooks inside."""
         return None
 
     @abstractmethod
     def attend_parts(self, block: nn.Module) -> Sequence[nn.Module]:
-        """Give the modules whose weights multiply every token while attending."""
+        """Return the modules whose weights multiply every token while attending."""
 
     @abstractmethod
     def feed_parts(self, block: nn.Module) -> Sequence[nn.Module]:
-        """Give the modules whose weights multiply every token while feeding."""
+        """Return the modules whose weights multiply every token while feeding."""
 
-    def shift_prefix(self, block: nn.Module, by: int) -> None:  # noqa: B027  (most blocks do not care)
-        """Tell a block that so many more, or fewer, tokens stand before the patches, where it treats those apart."""
+    def shift_prefix(self, block: nn.Module, by: int) -> None:  # noqa: B027  (most blocks treat all tokens alike)
+        """Add to the number of tokens before the patches, where the block keeps it."""
 
     def feed_last(self, block: nn.Module) -> nn.Module:
-        """Give the MLP's last linear layer: what it is given are the MLP's neurons."""
+        """Return the MLP's last linear layer, whose inputs are the MLP's neurons."""
         found: list[tuple[str, nn.Module]] = []
         for index, whole in enumerate(self.feed_parts(block)):
             for name, part in whole.named_modules(prefix=str(index)):
@@ -228,46 +214,66 @@ class BlockAdapter(ABC):
                 if hasattr(part, "in_features") and not inside:
                     found.append((name, part))
         if not found:
-            raise UnsupportedModel(f"the MLP of this {type(block).__name__} has no linear layer to be found")
+            raise UnsupportedModel(f"the MLP of this {type(block).__name__} has no linear layer")
         return found[-1][1]
 
     def pair_weights(self, block: nn.Module) -> int:
-        """Count the weights that meet every pair of tokens while attending, beside queries and keys."""
+        """Count the weights that multiply every pair of tokens while attending, besides queries and keys."""
         return 0
 
     @abstractmethod
     def head_shape(self, block: nn.Module) -> tuple[int, int]:
-        """Give the number of heads, and the channels of one."""
+        """Return the number of heads, and the channels of one."""
+
+
+def known_block(block: nn.Module, known: Mapping[type | str, BlockAdapter]) -> BlockAdapter:
+    """Return the adapter of a block by its class, or by the dotted name of its class.
+
+    Raises:
+        UnsupportedModel: the block is of another class, or a wrapper replaced its ``forward``.
+    """
+    kind = forward_class(block)
+    adapter = known.get(kind) or known.get(f"{kind.__module__}.{kind.__qualname__}")
+    if adapter is None:
+        names = [one.rpartition(".")[2] if isinstance(one, str) else one.__name__ for one in known]
+        raise UnsupportedModel(
+            f"blocks of class {type(block).__name__} are not supported: Vitrail merges between attention and MLP, and "
+            f"knows {', '.join(names)} here. If it is a wrapper, merge before wrapping"
+        )
+    return adapter
 
 
 class TrunkAdapter(ABC):
-    """One kind of model: its blocks in order, its tokens, and how a pass through it begins."""
+    """One kind of model: its blocks in order, its tokens, and how a forward pass begins."""
+
+    argument: str = "x"
+    """Name of the argument that takes the input."""
 
     @abstractmethod
     def blocks(self, trunk: nn.Module) -> Sequence[nn.Module]:
-        """Give the blocks in the order in which they run."""
+        """Return the blocks in the order in which they run."""
 
     @abstractmethod
     def block_adapter(self, block: nn.Module) -> BlockAdapter:
-        """Give the adapter of a block; raises ``UnsupportedModel`` for one that is not known."""
+        """Return the adapter of a block; raise ``UnsupportedModel`` for an unknown one."""
 
     @abstractmethod
     def layout(self, trunk: nn.Module, size: tuple[int, ...] | None = None) -> TokenLayout:
-        """Give the token layout before the first block, for inputs of a size in pixels or of the model's own."""
+        """Return the token layout before the first block, for inputs of a size in pixels or of the model's own."""
 
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
-        """Give the token layout as a block sees it, where tokens enter between blocks; −1 is the last block.
+        """Return the token layout inside a block, where tokens enter between blocks; −1 is the last block.
 
         Layers of a class-attention stage count on from the blocks.
         """
         return self.layout(trunk, size)
 
     def stage(self, trunk: nn.Module) -> Sequence[nn.Module]:
-        """Give the blocks of a class-attention stage after the others; each gives the tokens that gather (B, Q, D)."""
+        """Return the blocks of a class-attention stage after the others; each returns its query tokens (B, Q, D)."""
         return ()
 
     def stage_attention(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Give the attention (B, H, Q, N) of the tokens that gather, over them, other special ones, and patches."""
+        """Return the attention (B, H, Q, N) of a stage's query tokens over all special tokens, then patches."""
         raise NotImplementedError
 
     @abstractmethod
@@ -275,35 +281,199 @@ class TrunkAdapter(ABC):
         """Whether the model takes inputs of other sizes than its own."""
 
     @abstractmethod
-    def preprocessing(self, trunk: nn.Module) -> Preprocessing:
-        """What the model expects of a picture."""
+    def input_spec(self, trunk: nn.Module) -> InputSpec:
+        """Return the size and normalization that the model expects of its inputs."""
 
-    @abstractmethod
+    def preprocessing(self, trunk: nn.Module) -> InputSpec:
+        """Return `input_spec`, under its old name."""
+        return self.input_spec(trunk)
+
     def entry_points(self) -> type:
-        """Give the mixin whose methods wrap the model's own ways in, each opening a pass (``passes.py``).
+        """Return the mixin whose methods wrap the model's own entry points, each opening a forward pass.
 
-        While a trunk has the mixin, its attribute ``_vitrail_adapter`` is this adapter.
+        The default wraps ``forward``. While a trunk has the mixin, its attribute ``_vitrail_adapter`` is this adapter.
         """
+        return ForwardEntry
 
     @abstractmethod
     def patch_parts(self, trunk: nn.Module) -> Sequence[nn.Module]:
-        """Give the modules outside the blocks whose weights multiply every patch (embedding, attention pooling)."""
+        """Return the modules outside the blocks whose weights multiply every patch (embedding, attention pooling)."""
 
     def patch_embedding(self, trunk: nn.Module) -> nn.Module:
-        """Give the module that turns pictures (B, C, H, W) into patch tokens, before any position is added."""
+        """Return the module that turns images (B, C, H, W) into patch tokens, before any position is added."""
         return self.patch_parts(trunk)[0]
 
     def check(self, trunk: nn.Module) -> None:  # noqa: B027  (most trunks have nothing more to check)
-        """Raise ``UnsupportedModel`` where something beside the blocks cannot be handled."""
+        """Raise ``UnsupportedModel`` where something besides the blocks is not supported."""
 
-    def rotary(self, trunk: nn.Module, grid: tuple[int, int, int]) -> Rotary | None:
-        """Give the model's rotary position for a patch grid, where it has one."""
+    def position(self, trunk: nn.Module, grid: tuple[int, int, int]) -> Position | None:
+        """Return the position that acts inside attention, for a patch grid; None where the model has none."""
         return None
 
     def token_parameters(self, trunk: nn.Module) -> dict[tuple[Role, str], Tensor]:
-        """Give the learned values (1, count, D) of special tokens, by role and name as the layout has them."""
+        """Return the learned values (1, count, D) of special tokens, by role and name as in the layout."""
         return {}
 
     def num_classes(self, model: nn.Module, trunk: nn.Module) -> int:
-        """Say how many classes a model around this trunk, or the trunk itself, tells apart; 0 where it does not."""
+        """Return the number of classes of a model around this trunk, or of the trunk itself; 0 for none."""
         return 0
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A model to train: what `Library.build` is asked for.
+
+    Attributes:
+        classes: names of the classes by label column; the model has an output for each, column after column.
+        pretrained: whether to start from trained weights; None for the library's default.
+        image_size: size of the inputs in pixels; None for the model's own.
+        drop_path: stochastic depth rate; None for the model's own.
+        options: for the library's constructor.
+    """
+
+    classes: Mapping[str, tuple[str, ...]]
+    pretrained: bool | None = None
+    image_size: int | tuple[int, ...] | None = None
+    drop_path: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Return the name of each output."""
+        return tuple(name for column in self.classes.values() for name in column)
+
+
+class Library(ABC):
+    """All that Vitrail knows about one library: its trunks, and how its models are loaded, built and saved.
+
+    ``vitrail.adapters.registry.LIBRARIES`` holds one by the prefix of its model names.
+    """
+
+    prefix: str
+    """What names of its models begin with: ``PREFIX:NAME``."""
+
+    package: str
+    """Package that is imported wherever one of its models exists."""
+
+    extra: str | None = None
+    """Extra of Vitrail that installs it, where there is one."""
+
+    heads: Mapping[str, str] = {}
+    """Attribute names of the linear layers that predict the model's own classes, each with the role that it reads."""
+
+    modalities: tuple[str, ...] = ("image",)
+    """What its models take."""
+
+    @abstractmethod
+    def trunks(self) -> Mapping[str, TrunkAdapter]:
+        """Return the adapters by the dotted name of the trunk class; the library itself need not be imported."""
+
+    @abstractmethod
+    def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+        """Load a model by name, in eval mode.
+
+        Raises:
+            ModelLoadError: the name is unknown, or its weights cannot be read.
+        """
+
+    def declared_spec(self, model: nn.Module) -> InputSpec | None:
+        """Return the input specification that any model of the library declares, with a supported trunk or without."""
+        return None
+
+    def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
+        """Return the options with which `load` builds a model for inputs of another size."""
+        return {}
+
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
+        """Whether loading a model may ask the Hugging Face Hub."""
+        return False
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Silence progress bars inside, where the library prints them while it loads."""
+        return nullcontext()
+
+    directory: str = "PREFIX:DIRECTORY"
+    """How a directory with weights is named, for error messages."""
+
+    def is_missing_directory(self, name: str) -> bool:
+        """Whether a name can only be that of a directory, and there is no such directory."""
+        return False
+
+    def looks_like(self, name: str) -> bool:
+        """Whether a name without its prefix may be one of this library's models."""
+        return False
+
+    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
+        """Build a model to train, with heads for its classes; return it and its ``config.json``."""
+        raise ModelLoadError(f"models of {self.package} cannot be trained")
+
+    def rebuild(
+        self, model: nn.Module, folder: Path, config: Mapping[str, Any], request: ModelRequest, *, keep_heads: bool
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Build a saved model again with heads for other classes, and copy all weights that fit.
+
+        Args:
+            model: the saved model.
+            folder: the directory that it was read from.
+            config: what `describe` returned for it.
+            request: the model to build.
+            keep_heads: whether the classes are the same, so that the weights of the heads are copied, too.
+        """
+        name = str(config["architecture"]).removeprefix(f"{self.prefix}:")
+        options = {**config.get("options", {}), **request.options}
+        made, architecture = self.build(name, replace(request, pretrained=False, options=options))
+        copy_weights(made, model.state_dict())
+        if not keep_heads:
+            self.reset_heads(made)
+        return made, architecture
+
+    def reset_heads(self, model: nn.Module) -> None:  # noqa: B027  (only those that `build` makes)
+        """Initialize the heads of a model again."""
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of a saved model's ``config.json`` that training keeps and `save` is given."""
+        return dict(config)
+
+    def save(
+        self,
+        folder: Path,
+        model: nn.Module,
+        states: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+    ) -> None:
+        """Write a model with the weights ``states``, so that `restore` reads it back."""
+        from vitrail.models.saving import write_folder
+
+        write_folder(folder, dict(config), states, labels)
+
+    def restores(self, config: Mapping[str, Any]) -> bool:
+        """Whether a ``config.json`` describes a model of this library."""
+        return str(config.get("architecture", "")).startswith(f"{self.prefix}:")
+
+    def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+        """Load a saved model from its directory, in eval mode."""
+        from vitrail.adapters.saved import read_weights
+
+        name = str(config["architecture"]).removeprefix(f"{self.prefix}:")
+        model = self.load(name, False, **config.get("options", {}))
+        model.load_state_dict(read_weights(folder), strict=True)
+        return model.eval()
+
+    def missing(self, name: str) -> ModelLoadError:
+        """Return the error for a library that is not installed."""
+        command = f"pip install vitrail[{self.extra}]" if self.extra else f"pip install {self.package}"
+        return ModelLoadError(f"{self.prefix}:{name} needs {self.package}; install it with `{command}`")
+
+
+def copy_weights(model: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """Load those weights into a model that fit by name and shape.
+
+    Raises:
+        ModelLoadError: no weight fits.
+    """
+    own = model.state_dict()
+    fits = {name: value for name, value in states.items() if name in own and own[name].shape == value.shape}
+    if not fits:
+        raise ModelLoadError(f"no weight fits this {type(model).__name__} by name and shape")
+    model.load_state_dict(fits, strict=False)

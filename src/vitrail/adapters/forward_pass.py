@@ -1,8 +1,8 @@
-"""A pass: one forward run of a trunk, from the moment a picture enters it until tokens reach the first block.
+"""A forward pass of a trunk, from its entry point to its first block.
 
-A trunk's entry points open a pass in their thread; the first block reads it, and from there on everything
-travels with the tokens, as the attribute ``CARRIER`` of their tensor. So two threads, two models, or a model called
-from within itself never meet.
+A trunk's entry points open a pass in their thread; the first block reads it, and from there on the state travels with
+the tokens, as the attribute ``CARRIER`` of their tensor. So two threads, two models, or a model called from within
+itself share nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.base import Rotary
+from vitrail.adapters.position import Position, Rotary
 from vitrail.tokens import TokenLayout, TokenSpan
 
 CARRIER = "_vitrail_carried"
@@ -24,23 +24,28 @@ CARRIER = "_vitrail_carried"
 
 @dataclass(frozen=True)
 class Pass:
-    """What the way in knows and the blocks need.
+    """What the entry point knows and the blocks need.
 
     Attributes:
         trunk: the model that is running; None where blocks run by themselves.
         layout: its tokens for the present input.
-        rotary: its rotary position, where it has one.
-        expose: whether somebody looks at the tokens between blocks, who must be shown the full length.
-        gridded: whether they will be laid out as a grid.
-        unmasked: whether nobody asked for a mask, so that one which allows everything may be ignored.
+        position: position that acts inside attention, where the model has one.
+        expose: whether the caller sees the tokens between blocks, and so must get them at full length.
+        gridded: whether they are reshaped to the patch grid.
+        unmasked: whether the caller gave no mask, so that one which allows everything is ignored.
     """
 
     trunk: nn.Module | None
     layout: TokenLayout
-    rotary: Rotary | None = None
+    position: Position | None = None
     expose: bool = False
     gridded: bool = False
     unmasked: bool = False
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Return the position if it is rotary."""
+        return self.position if isinstance(self.position, Rotary) else None
 
 
 class _Local(threading.local):
@@ -53,9 +58,9 @@ class _Traced:
 
 
 class Place:
-    """Something that each thread has for itself, as the attribute ``current`` of what `here` gives.
+    """A value of each thread, as the attribute ``current`` of what `here` returns.
 
-    While the compiler follows a forward run it is elsewhere: it cannot look into thread-locals, and runs alone.
+    While the compiler traces, the value is kept elsewhere: tracing cannot read thread-locals, and runs alone.
     """
 
     def __init__(self) -> None:
@@ -63,7 +68,7 @@ class Place:
         self.traced = _Traced()
 
     def here(self) -> _Local | _Traced:
-        """Give where it is now."""
+        """Return where the value is kept now."""
         return self.traced if torch.compiler.is_compiling() else self.local
 
 
@@ -71,7 +76,7 @@ _pass = Place()
 
 
 def current_pass() -> Pass | None:
-    """Give the innermost pass that is open in this thread."""
+    """Return the innermost pass that is open in this thread."""
     found: Pass | None = _pass.here().current
     return found
 
@@ -80,7 +85,7 @@ def current_pass() -> Pass | None:
 def open_pass(
     trunk: nn.Module,
     layout: TokenLayout,
-    rotary: Rotary | None = None,
+    position: Position | None = None,
     expose: bool = False,
     gridded: bool = False,
     unmasked: bool = False,
@@ -88,7 +93,7 @@ def open_pass(
     """Mark the forward run inside as a pass of ``trunk``."""
     place = _pass.here()
     outer = place.current
-    place.current = Pass(trunk, layout, rotary, expose, gridded, unmasked)
+    place.current = Pass(trunk, layout, position, expose, gridded, unmasked)
     try:
         yield
     finally:
@@ -96,10 +101,21 @@ def open_pass(
 
 
 def hand_over(before: Tensor, after: Tensor, places: Sequence[int], special: tuple[TokenSpan, ...]) -> None:
-    """Have a tensor carry what another one does, after tokens were put in at these places of its special ones.
+    """Copy the state from one tensor to another that has more special tokens, entered at these places.
 
-    Between blocks a trunk replaces the tensor; where nothing travels with it, there is nothing to do.
+    Between blocks a trunk replaces the tensor; where no state travels with it, there is nothing to do.
     """
     carried = getattr(before, CARRIER, None)
     if carried is not None:
         setattr(after, CARRIER, carried.with_tokens(places, special))
+
+
+class ForwardEntry:
+    """Entry point of a trunk whose only one is ``forward``, with the input as its first argument."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        adapter = self._vitrail_adapter
+        x: Tensor = args[0] if args else kwargs[adapter.argument]
+        layout = adapter.layout(self, tuple(x.shape[2:]))
+        with open_pass(self, layout, adapter.position(self, layout.grid)):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]

@@ -1,31 +1,31 @@
-"""Models in folders: ours, those of libraries as training saves them, and those that come with the package."""
+"""Saved models: in a run directory, in a directory of their own, or embedded in the package."""
 
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.adapters.base import Library
 from vitrail.errors import ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, TOLD, WEIGHTS
 
 PREFIX = "vitrail:"
 
 PLACES = (".", "best", "last")
-"""Where in a folder a model is looked for: the folder of a run has its best and its last one."""
+"""Where in a directory a model is looked for: a run directory has its best and its last one."""
 
 EMBEDDED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
-"""Trained models that come with the package, ``vitrail:NAME``, and their folders."""
+"""Trained models that come with the package, ``vitrail:NAME``, and their directories."""
 
 
 def named(model: str | Path) -> Path:
-    """Give the folder that a name means, with the prefix of our models or without it.
+    """Return the directory that a name refers to, with or without the prefix ``vitrail:``.
 
-    The names of embedded models mean these, whatever folders there are; ``vitrail:local-dir:tiny`` is a folder.
+    The name of an embedded model always refers to it; ``vitrail:local-dir:tiny`` is a directory.
     """
     name = str(model).removeprefix(PREFIX)
     if name != str(model) and name in EMBEDDED:
@@ -34,12 +34,12 @@ def named(model: str | Path) -> Path:
 
 
 def is_saved(model: str | Path) -> bool:
-    """Say whether a name means a folder with a model, of a run or of its own."""
+    """Whether a name refers to a directory with a saved model, or to a run directory with one."""
     return any((named(model) / place / CONFIG).is_file() for place in PLACES)
 
 
 def model_folder(path: Path) -> Path:
-    """Find the model in a folder: the folder itself, or the best or last model of a run."""
+    """Return the directory of a model: the directory itself, or the best or last model of a run."""
     for place in PLACES:
         if (path / place / CONFIG).is_file():
             return path / place if place != "." else path
@@ -47,13 +47,13 @@ def model_folder(path: Path) -> Path:
         if folder == path:
             raise ModelLoadError(
                 f"{PREFIX}{name} is not part of this installation: {folder} has no {CONFIG}. Install a version of "
-                "Vitrail that comes with it, or name the folder of a run"
+                "Vitrail that includes it, or name a run directory"
             )
-    raise ModelLoadError(f"{path} holds no model; expected a folder of a run, or one with {CONFIG} and {WEIGHTS}")
+    raise ModelLoadError(f"{path} holds no model; expected a run directory, or one with {CONFIG} and {WEIGHTS}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read what a model folder says about its model."""
+    """Read the ``config.json`` of a saved model."""
     try:
         told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_labels(folder: Path) -> dict[str, Any]:
-    """Read what a model folder says about the model's classes and training; nothing where it says nothing."""
+    """Read the ``labels.json`` of a saved model: classes, preprocessing, training; empty where there is none."""
     try:
         values = json.loads((folder / LABELS).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,12 +75,12 @@ def read_labels(folder: Path) -> dict[str, Any]:
 
 
 def load_saved(path: str | Path) -> nn.Module:
-    """Load the model of a folder, or of a run's folder, in evaluation mode; it knows the names of its classes.
+    """Load the model of a directory or of a run directory, in eval mode, with the names of its classes.
 
-    Weights in half precision are a way to save space: the model itself is in float32.
+    Weights saved in half precision to save space are converted to float32.
     """
     folder = model_folder(Path(path).expanduser())
-    model = _load(folder)
+    model = saved_library(folder).restore(folder, read_config(folder))
     if any(value.dtype in (torch.float16, torch.bfloat16) for value in model.parameters()):
         model = model.float()
     setattr(model, TOLD, read_labels(folder))
@@ -88,10 +88,10 @@ def load_saved(path: str | Path) -> nn.Module:
 
 
 def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Give the names of the classes that a trained model answers with, by the column of labels that it learnt.
+    """Return the class names of a trained model, by label column.
 
-    They are known of models that training saved and `load_model` or ``load_trained`` loaded, of their copies and of
-    what is wrapped around them; of any other model nothing is known, and the dict is empty.
+    They are known for models that training saved and `load_model` or ``load_trained`` loaded, for copies of them and
+    for modules that contain one. For any other model the dict is empty.
 
     Example:
         >>> model = vitrail.load_model("vitrail:runs/student")  # doctest: +SKIP
@@ -102,23 +102,16 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {question: tuple(classes) for question, classes in told.get("classes", {}).items()}
 
 
-def _load(folder: Path) -> nn.Module:
-    from vitrail.models import ViT
+def saved_library(folder: Path) -> Library:
+    """Return the library of a saved model, as its ``config.json`` tells."""
+    from vitrail.adapters.registry import LIBRARIES, library
 
-    told = read_config(folder)
-    architecture = str(told.get("architecture", ""))
-    if architecture.startswith("timm:"):
-        timm = import_module("vitrail.adapters.timm")
-        model: nn.Module = timm.load(architecture.removeprefix("timm:"), False, **told.get("options", {}))
-        model.load_state_dict(_weights(folder), strict=True)
-        return model.eval()
-    if "model_type" in told:
-        loaded: nn.Module = import_module("vitrail.adapters.transformers").load(str(folder))
-        return loaded
-    return ViT.from_pretrained(folder)
+    config = read_config(folder)
+    return next((one for one in map(library, LIBRARIES) if one.restores(config)), library("vitrail"))
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of a saved model."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

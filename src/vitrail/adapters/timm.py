@@ -2,175 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import (
-    BlockAdapter,
-    BlockCall,
-    DenseBlock,
-    Rotary,
-    TrunkAdapter,
-    at_work,
-    forward_class,
-    is_plain,
-)
+from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, forward_class, known_block
 from vitrail.adapters.forward_pass import open_pass
-from vitrail.adapters.pre_norm import PreNormBlock
-from vitrail.adapters.timm_rotary import ROTARY
-from vitrail.data.spec import Preprocessing
-from vitrail.errors import ModelLoadError, UnsupportedModel
+from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.position import Position, Rotary, axial_frequencies
+from vitrail.data.spec import InputSpec
+from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
+_VIT = BlockNames(
+    norm1="norm1",
+    qkv="attn.qkv",
+    proj="attn.proj",
+    norm2="norm2",
+    mlp="mlp",
+    heads="attn.num_heads",
+    head_dim="attn.head_dim",
+    attention="attn",
+    q_norm="attn.q_norm",
+    k_norm="attn.k_norm",
+    inner_norm="attn.norm",
+    gate="attn.gate",
+    proj_drop="attn.proj_drop",
+    after_attend=("ls1", "drop_path1"),
+    after_feed=("ls2", "drop_path2"),
+    attention_dropout="attn.attn_drop",
+    arguments=(("attn_mask", "mask"), ("is_causal", "causal")),
+    dense=MlpNames(("Mlp",), act="mlp.act", norm="mlp.norm", drops=("mlp.drop1", "mlp.drop2")),
+)
+_VIT_POST_NORM = replace(_VIT, post_norm=True, after_attend=("drop_path1",), after_feed=("drop_path2",))
+_EVA = replace(
+    _VIT,
+    after_attend=("gamma_1", "drop_path1"),
+    after_feed=("gamma_2", "drop_path2"),
+    rotate_half="attn.rotate_half",
+    prefix="attn.num_prefix_tokens",
+    arguments=(("rope", "rope"), ("attn_mask", "mask"), ("is_causal", "causal")),
+    dense=None,
+)
+_EVA_POST_NORM = replace(_EVA, post_norm=True, after_attend=("drop_path1",), after_feed=("drop_path2",))
 
-def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-    """Create a timm model by name."""
-    try:
-        import timm
-    except ImportError as error:
-        raise ModelLoadError(f"timm:{name} needs timm; install it with `pip install vitrail[timm]`") from error
-    if not timm.is_model(name.split(".")[0]) and not name.startswith(("hf-hub:", "hf_hub:", "local-dir:")):
-        raise ModelLoadError(f"timm has no model named {name!r}; `timm.list_models('*vit*')` lists those it has")
-    try:
-        return timm.create_model(name, pretrained=pretrained, **options).eval()
-    except Exception as error:
-        hint = (
-            " Check the network, name a folder with its weights (timm:local-dir:FOLDER), or go on with random weights "
-            "(pretrained=False) where they do not matter."
-            if pretrained
-            else ""
-        )
-        raise ModelLoadError(f"timm could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
 
+class EvaNamedBlock(NamedBlock):
+    """A block of ``Eva``, whose projections may be packed or apart, with biases kept beside them."""
 
-class TimmBlock(PreNormBlock):
-    """``Block``: pre-norm, with ``LayerScale`` modules."""
-
-    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        names = ("attn_mask", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return BlockCall(given.get("attn_mask"), bool(given.get("is_causal", False)))
-
-    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
+    def project(self, block: Any, h: Tensor) -> Tensor | Sequence[Tensor]:
         attention = block.attn
-        y = attention.norm(attended)
-        if attention.gate is not None:
-            y = y * attention.gate(h).sigmoid()
-        return attention.proj_drop(attention.proj(y))
-
-    def dense(self, block: Any) -> DenseBlock | None:
-        from timm.layers import LayerNorm, LayerScale, Mlp
-
-        attention, mlp = block.attn, block.mlp
-        norms = (block.norm1, block.norm2)
-        linears = (attention.qkv, attention.proj, mlp.fc1, mlp.fc2) if type(mlp) is Mlp else ()
-        plain = (
-            linears
-            and all(is_plain(norm, nn.LayerNorm, LayerNorm) and norm.bias is not None for norm in norms)
-            and all(is_plain(linear, nn.Linear) and linear.bias is not None for linear in linears)
-            and all(
-                is_plain(part, nn.Identity) for part in (attention.q_norm, attention.k_norm, attention.norm, mlp.norm)
-            )
-            and all(is_plain(scale, nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
-            and all(is_plain(whole, type(whole)) for whole in (attention, mlp))
-            and attention.gate is None
-            and is_plain(mlp.act, nn.GELU)
-            and not at_work(attention.attn_drop)
-        )
-        if not plain:
-            return None
-        gammas = tuple(getattr(scale, "gamma", None) for scale in (block.ls1, block.ls2))
-        after_mlp = at_work(mlp.drop2, block.drop_path2)
-        drops = (at_work(attention.proj_drop, block.drop_path1), at_work(mlp.drop1), after_mlp)
-        return DenseBlock(
-            attention.num_heads, norms[0], (attention.qkv,), attention.proj, norms[1], mlp.fc1, mlp.fc2,
-            gammas, None, mlp.act.approximate, drops,  # type: ignore[arg-type]
-        )  # fmt: skip
-
-
-class TimmPostNormBlock(TimmBlock):
-    """``ResPostBlock``: the norms act on each branch's output."""
-
-    def dense(self, block: Any) -> DenseBlock | None:
-        return None
-
-    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
-        return x
-
-    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path1(block.norm1(y))
-
-    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
-        return x
-
-    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path2(block.norm2(y))
-
-
-class TimmEvaBlock(TimmBlock):
-    """``EvaBlock``: pre-norm, layer scale as plain parameters, rotary position in attention."""
-
-    def dense(self, block: Any) -> DenseBlock | None:
-        return None
-
-    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        names = ("rope", "attn_mask", "is_causal")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        return BlockCall(given.get("attn_mask"), bool(given.get("is_causal", False)), given.get("rope"))
-
-    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = block.attn
-        batch, length, _ = h.shape
         if attention.qkv is None:
-            parts: tuple[Tensor, ...] = (attention.q_proj(h), attention.k_proj(h), attention.v_proj(h))
-        else:
-            parts = _packed_qkv(attention, h).chunk(3, -1)
-        q, k, v = (part.reshape(batch, length, -1, attention.head_dim).transpose(1, 2) for part in parts)
-        return attention.q_norm(q), attention.k_norm(k), v
-
-    def rotate(self, block: Any, x: Tensor, table: Tensor) -> Tensor:
-        from timm.layers import apply_rot_embed_cat
-
-        front = x.shape[2] - table.shape[-2]
-        half = block.attn.rotate_half
-        return torch.cat([x[:, :, :front], apply_rot_embed_cat(x[:, :, front:], table, half=half)], dim=2)
-
-    def shift_prefix(self, block: Any, by: int) -> None:
-        block.attn.num_prefix_tokens += by
-
-    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path1(y if block.gamma_1 is None else block.gamma_1 * y)
-
-    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path2(y if block.gamma_2 is None else block.gamma_2 * y)
+            return attention.q_proj(h), attention.k_proj(h), attention.v_proj(h)
+        if getattr(attention, "q_bias", None) is None:
+            return attention.qkv(h)
+        bias = torch.cat((attention.q_bias, attention.k_bias, attention.v_bias))
+        if attention.qkv_bias_separate:
+            return attention.qkv(h) + bias
+        return F.linear(h, attention.qkv.weight, bias)
 
 
-class TimmEvaPostNormBlock(TimmEvaBlock):
-    """``EvaBlockPostNorm``: the norms act on each branch's output."""
+BLOCK = NamedBlock(_VIT)
+"""The adapter of timm's ordinary ``Block``."""
 
-    attend_norm = TimmPostNormBlock.attend_norm
-    attend_branch = TimmPostNormBlock.attend_branch
-    feed_norm = TimmPostNormBlock.feed_norm
-    feed_branch = TimmPostNormBlock.feed_branch
-
-
-def _packed_qkv(attention: Any, h: Tensor) -> Tensor:
-    """Project as the library does: ``EvaAttention`` keeps query and value biases apart and has none for keys."""
-    if getattr(attention, "q_bias", None) is None:
-        return attention.qkv(h)
-    bias = torch.cat((attention.q_bias, attention.k_bias, attention.v_bias))
-    if attention.qkv_bias_separate:
-        return attention.qkv(h) + bias
-    return F.linear(h, attention.qkv.weight, bias)
+_VIT_BLOCKS: dict[type | str, BlockAdapter] = {
+    "timm.models.vision_transformer.Block": BLOCK,
+    "timm.models.vision_transformer.ResPostBlock": NamedBlock(_VIT_POST_NORM),
+}
+_EVA_BLOCKS: dict[type | str, BlockAdapter] = {
+    "timm.models.eva.EvaBlock": EvaNamedBlock(_EVA),
+    "timm.models.eva.EvaBlockPostNorm": EvaNamedBlock(_EVA_POST_NORM),
+}
 
 
 class TimmEntryPoints:
-    """Ways into a timm trunk; each opens a pass with the layout of the input at hand."""
+    """Entry points of a timm trunk; each opens a pass with the layout of its input."""
 
     _vitrail_adapter: TrunkAdapter
 
@@ -188,21 +102,27 @@ class TimmEntryPoints:
     ) -> AbstractContextManager[None]:
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, (x.shape[-2], x.shape[-1]))
-        return open_pass(self, layout, adapter.rotary(self, layout.grid), expose, gridded)
+        return open_pass(self, layout, adapter.position(self, layout.grid), expose, gridded)
 
 
 class TimmVisionTransformer(TrunkAdapter):
     """``VisionTransformer`` and its subclasses."""
 
+    block_classes: Mapping[type | str, BlockAdapter] = _VIT_BLOCKS
+    attention_classes: tuple[str, ...] = ("Attention",)
+
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.blocks)
 
-    def block_adapter(self, block: nn.Module) -> BlockAdapter:
-        from timm.layers import Attention
-        from timm.models.vision_transformer import Block, ResPostBlock
-
-        known: dict[type, BlockAdapter] = {Block: TimmBlock(), ResPostBlock: TimmPostNormBlock()}
-        return _known_block(block, known, (Attention,))
+    def block_adapter(self, block: Any) -> BlockAdapter:
+        adapter = known_block(block, self.block_classes)
+        attention = forward_class(block.attn)
+        if attention.__name__ not in self.attention_classes or not attention.__module__.startswith("timm."):
+            raise UnsupportedModel(
+                f"attention of class {type(block.attn).__name__} is not supported in {type(block).__name__}; "
+                f"supported are {', '.join(self.attention_classes)}"
+            )
+        return adapter
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         special: list[tuple[Role, int]] = [(Role.CLASS, int(trunk.cls_token is not None))]
@@ -215,11 +135,11 @@ class TimmVisionTransformer(TrunkAdapter):
     def resizes(self, trunk: Any) -> bool:
         return trunk.dynamic_img_size
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
+    def input_spec(self, trunk: Any) -> InputSpec:
         given = getattr(trunk, "pretrained_cfg", None) or {}
         size = trunk.patch_embed.img_size or given.get("input_size", (3, 224, 224))[-2:]
         half = (0.5, 0.5, 0.5)
-        return Preprocessing(tuple(size), tuple(given.get("mean", half)), tuple(given.get("std", half)))
+        return InputSpec(tuple(size), tuple(given.get("mean", half)), tuple(given.get("std", half)))
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}
@@ -240,12 +160,8 @@ class TimmVisionTransformer(TrunkAdapter):
 class TimmEva(TimmVisionTransformer):
     """``Eva``: the same outside, rotary position inside."""
 
-    def block_adapter(self, block: nn.Module) -> BlockAdapter:
-        from timm.layers import AttentionRope
-        from timm.models.eva import EvaAttention, EvaBlock, EvaBlockPostNorm
-
-        known: dict[type, BlockAdapter] = {EvaBlock: TimmEvaBlock(), EvaBlockPostNorm: TimmEvaPostNormBlock()}
-        return _known_block(block, known, (EvaAttention, AttentionRope))
+    block_classes = _EVA_BLOCKS
+    attention_classes = ("EvaAttention", "AttentionRope")
 
     def check(self, trunk: Any) -> None:
         if trunk.rope is not None and type(trunk.rope).__name__ not in ROTARY:
@@ -254,31 +170,166 @@ class TimmEva(TimmVisionTransformer):
                 f"supported are {', '.join(ROTARY)}"
             )
 
-    def rotary(self, trunk: Any, grid: tuple[int, int, int]) -> Rotary | None:
+    def position(self, trunk: Any, grid: tuple[int, int, int]) -> Position | None:
         if trunk.rope is None:
             return None
         dropped = trunk.training and trunk.patch_drop is not None
         return ROTARY[type(trunk.rope).__name__](trunk.rope, grid[1:], dropped)
 
 
-def _known_block(block: Any, known: dict[type, BlockAdapter], attentions: tuple[type, ...]) -> BlockAdapter:
-    adapter = known.get(forward_class(block))
-    if adapter is None:
-        raise UnsupportedModel(
-            f"blocks of class {type(block).__name__} are not supported: Vitrail merges between attention and MLP, "
-            f"and knows {', '.join(kind.__name__ for kind in known)} of timm. If it is a wrapper, merge before wrapping"
+def _work_dtype(*buffers: Tensor | None) -> torch.dtype:
+    dtype = next(buffer.dtype for buffer in buffers if buffer is not None)
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rotary_cat(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
+    """Read ``RotaryEmbeddingCat``: coordinates in patches or in −1 … 1, as EVA02 and PE use them."""
+    reference = rope.pos_embed if rope.bands is None else rope.bands
+    device, dtype = reference.device, _work_dtype(reference)
+    bands = (_bands_cat(rope, device) if rope.bands is None else rope.bands).to(dtype)
+    swap = rope.grid_indexing == "xy"
+    shape = grid[::-1] if swap else grid
+    if rope.in_pixels:
+        axes = [torch.linspace(-1.0, 1.0, steps, device=device, dtype=dtype) for steps in shape]
+    else:
+        axes = [torch.arange(steps, device=device).to(dtype) + rope.grid_offset for steps in shape]
+    if rope.ref_feat_shape is not None:
+        wanted = rope.ref_feat_shape[::-1] if swap else rope.ref_feat_shape
+        axes = [axis / steps * target for axis, steps, target in zip(axes, shape, wanted, strict=True)]
+    positions = torch.stack(torch.meshgrid(axes, indexing=rope.grid_indexing), -1).flatten(0, 1)
+    return Rotary(None if dropped else positions, axial_frequencies(bands), not getattr(rope, "rotate_half", False))
+
+
+def _bands_cat(rope: Any, device: torch.device) -> Tensor:
+    """Compute the frequencies on their device: a copy from the CPU cannot be recorded in a CUDA graph."""
+    from timm.layers.pos_embed_sincos import freq_bands, pixel_freq_bands
+
+    number = rope.dim // 4
+    if rope.in_pixels:
+        return pixel_freq_bands(number, float(rope.max_res), linear_bands=rope.linear_bands, device=device)
+    return freq_bands(number, temperature=rope.temperature, step=1, device=device)
+
+
+def _rotary_dinov3(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
+    """Read ``RotaryEmbeddingDinoV3``: coordinates in −1 … 1, augmented in training."""
+    from timm.layers.pos_embed_sincos import make_coords_dinov3
+
+    dtype = _work_dtype(rope.periods)
+    frequencies = axial_frequencies(2 * torch.pi / rope.periods.to(dtype))
+    if dropped or (rope.training and rope.aug_active):
+        return Rotary(None, frequencies, not rope.rotate_half)
+    positions = make_coords_dinov3(
+        *grid,
+        normalize_coords=rope.normalize_coords,
+        grid_indexing=rope.grid_indexing,
+        grid_offset=rope.grid_offset,
+        device=rope.periods.device,
+        dtype=dtype,
+    )
+    return Rotary(positions, frequencies, not rope.rotate_half)
+
+
+def _rotary_mixed(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
+    """Read ``RotaryEmbeddingMixed``: learned directions, different in every layer and head."""
+    from timm.layers.pos_embed_sincos import get_mixed_grid
+
+    if dropped:
+        raise UnsupportedInput(
+            "this model drops patches in training and has mixed rotary position, which does not tell where a patch "
+            "came from; train it with patch_drop_rate=0, or merge in eval mode only"
         )
-    if forward_class(block.attn) not in attentions:
-        raise UnsupportedModel(
-            f"attention of class {type(block.attn).__name__} is not supported in {type(block).__name__}; "
-            f"supported are {', '.join(kind.__name__ for kind in attentions)}"
-        )
-    return adapter
+    dtype = _work_dtype(rope.freqs)
+    axes = get_mixed_grid(list(grid), rope.grid_indexing, device=rope.freqs.device, dtype=dtype)
+    return Rotary(torch.stack(axes, -1), rope.freqs.to(dtype).permute(1, 2, 0, 3), True)
 
 
-def trunks() -> dict[type, TrunkAdapter]:
-    """Give timm's supported model classes."""
-    from timm.models.eva import Eva
-    from timm.models.vision_transformer import VisionTransformer
+ROTARY = {
+    "RotaryEmbeddingCat": _rotary_cat,
+    "RotaryEmbeddingDinoV3": _rotary_dinov3,
+    "RotaryEmbeddingMixed": _rotary_mixed,
+}
+"""Readers of timm's rotary modules, by class name: (module, grid, whether patches are dropped)."""
 
-    return {VisionTransformer: TimmVisionTransformer(), Eva: TimmEva()}
+_REMOTE = ("hf-hub:", "hf_hub:")
+_LOCAL = "local-dir:"
+
+
+class Timm(Library):
+    """Models of timm, by the names that ``timm.create_model`` takes."""
+
+    prefix = package = extra = "timm"
+    directory = "timm:local-dir:DIRECTORY"
+    heads = {"head": "class", "head_dist": "distillation"}  # noqa: RUF012
+
+    def trunks(self) -> Mapping[str, TrunkAdapter]:
+        return {
+            "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
+            "timm.models.eva.Eva": TimmEva(),
+        }
+
+    def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+        try:
+            import timm
+        except ImportError as error:
+            raise self.missing(name) from error
+        if not timm.is_model(name.split(".")[0]) and not name.startswith((*_REMOTE, _LOCAL)):
+            raise ModelLoadError(f"timm has no model named {name!r}; `timm.list_models('*vit*')` lists those it has")
+        try:
+            return timm.create_model(name, pretrained=pretrained, **options).eval()
+        except Exception as error:
+            hint = (
+                " Check the network, name a directory with its weights (timm:local-dir:DIRECTORY), or use random "
+                "weights (pretrained=False) where they do not matter."
+                if pretrained
+                else ""
+            )
+            raise ModelLoadError(f"timm could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
+
+    def declared_spec(self, model: nn.Module) -> InputSpec | None:
+        declared: Any = getattr(model, "pretrained_cfg", None) or {}
+        if not declared.get("mean") or not declared.get("std") or len(declared["mean"]) != 3:
+            return None
+        height, width = declared.get("input_size", (3, 224, 224))[-2:]
+        return InputSpec((height, width), tuple(declared["mean"]), tuple(declared["std"]))
+
+    def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
+        return {"img_size": size}
+
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
+        return not name.startswith(_LOCAL) if pretrained else name.startswith(_REMOTE)
+
+    def looks_like(self, name: str) -> bool:
+        return re.fullmatch(r"[\w.-]+", name) is not None
+
+    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
+        """Build a model to train; input size and drop path are given only to models that take them."""
+        options = {"num_classes": len(request.outputs), **request.options}
+        if request.drop_path:
+            options["drop_path_rate"] = request.drop_path
+        if request.image_size is not None:
+            options["img_size"] = request.image_size
+        optional = {"drop_path_rate", "img_size"} & options.keys()
+        refused = optional - self._accepted(name, optional) if optional else set()
+        options = {option: value for option, value in options.items() if option not in refused}
+        model = self.load(name, bool(request.pretrained), **options)
+        config = {"architecture": f"timm:{name}", "options": options}
+        return model, config if request.image_size is None else {**config, "image_size": request.image_size}
+
+    def reset_heads(self, model: Any) -> None:
+        model.reset_classifier(model.num_classes)
+
+    def _accepted(self, name: str, options: set[str]) -> set[str]:
+        """Return those options that the constructor of a model's class takes; the model is built without memory."""
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kinds = type(self.load(name, pretrained=False)).__mro__
+        accepted: set[str] = set()
+        for kind in kinds:
+            parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+            accepted |= options & parameters.keys()
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+                break
+        return accepted
+
+
+LIBRARY = Timm()

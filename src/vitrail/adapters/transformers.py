@@ -2,169 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, TrunkAdapter, at_work, forward_class, is_plain
+from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, known_block
 from vitrail.adapters.forward_pass import open_pass
-from vitrail.data.spec import MEAN, STD, Preprocessing
-from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
+from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.data.spec import MEAN, STD, InputSpec
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
 from vitrail.tokens import Role, TokenLayout
 
-
-def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-    """Load a model from a folder or the Hub, with its classification head where it has one."""
-    try:
-        from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
-    except ImportError as error:
-        raise ModelLoadError(
-            f"hf:{name} needs transformers; install it with `pip install vitrail[transformers]`"
-        ) from error
-    try:
-        config = AutoConfig.from_pretrained(name)
-        classifies = any("ForImageClassification" in kind for kind in config.architectures or ())
-        auto = AutoModelForImageClassification if classifies else AutoModel
-        model = auto.from_pretrained(name, **options) if pretrained else auto.from_config(config, **options)
-    except Exception as error:
-        raise ModelLoadError(
-            f"transformers could not load {name!r}: {str(error).rstrip('.')}. Give a folder written by "
-            "save_pretrained, or a name on the Hub that can be reached."
-        ) from error
-    return model.eval()
-
-
-class TransformersBlock(BlockAdapter):
-    """A layer whose attention holds ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` (ViT, DeiT)."""
-
-    input_name = "hidden_states"
-
-    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        return BlockCall(args[0] if args else kwargs.get("attention_mask"))
-
-    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.layernorm_before(x)
-
-    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = block.attention
-        return _heads(attention.head_dim, attention.q_proj(h), attention.k_proj(h), attention.v_proj(h))
-
-    def attention_scale(self, block: Any) -> float:
-        return block.attention.scaling
-
-    def attention_dropout(self, block: Any) -> float:
-        return block.attention.attention_dropout if block.attention.training else 0.0
-
-    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
-        return block.attention.o_proj(attended)
-
-    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.dropout(y)
-
-    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.layernorm_after(x)
-
-    def feed(self, block: Any, h: Tensor) -> Tensor:
-        return block.mlp(h)
-
-    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.dropout(y)
-
-    def norms(self, block: Any) -> tuple[Any, Any]:
-        """Give the norms of attention and MLP."""
-        return block.layernorm_before, block.layernorm_after
-
-    def gammas(self, block: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Give the layer scale of attention and MLP."""
-        return None, None
-
-    def dense(self, block: Any) -> DenseBlock | None:
-        attention = block.attention
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-        norms, heads, proj = self.norms(block), attention.num_attention_heads, attention.o_proj
-        mlp = block.mlp
-        linears = (*qkv, proj, *((mlp.fc1, mlp.fc2) if hasattr(mlp, "fc1") else (mlp,)))
-        plain = (
-            all(is_plain(linear, nn.Linear) and linear.bias is not None for linear in linears)
-            and all(is_plain(norm, nn.LayerNorm) for norm in norms)
-            and is_plain(mlp, type(mlp))
-            and type(getattr(mlp, "activation_fn", None)).__name__ == "GELUActivation"
-            and self.attention_dropout(block) == 0
-        )
-        if not plain:
-            return None
-        scale = self.attention_scale(block)
-        drop = at_work(block.drop_path if hasattr(block, "drop_path") else block.dropout)
-        return DenseBlock(
-            heads, norms[0], qkv, proj, norms[1], mlp.fc1, mlp.fc2,
-            self.gammas(block), scale, "none", (drop, (), drop),
-        )  # fmt: skip
-
-    def attend_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.attention,)
-
-    def feed_parts(self, block: Any) -> Sequence[nn.Module]:
-        return (block.mlp,)
-
-    def head_shape(self, block: Any) -> tuple[int, int]:
-        return block.attention.num_attention_heads, block.attention.head_dim
-
-
-class Dinov2Block(TransformersBlock):
-    """A DINOv2 layer: other names for the norms, layer scale and drop path."""
-
-    def norms(self, block: Any) -> tuple[Any, Any]:
-        return block.norm1, block.norm2
-
-    def gammas(self, block: Any) -> tuple[Tensor | None, Tensor | None]:
-        return block.layer_scale1.lambda1, block.layer_scale2.lambda1
-
-    def attend_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm1(x)
-
-    def attend_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path(block.layer_scale1(y))
-
-    def feed_norm(self, block: Any, x: Tensor) -> Tensor:
-        return block.norm2(x)
-
-    def feed_branch(self, block: Any, y: Tensor) -> Tensor:
-        return block.drop_path(block.layer_scale2(y))
-
-
-class NestedDinov2Block(Dinov2Block):
-    """A DINOv2 layer of transformers before 5.18, whose attention is two modules deep."""
-
-    def dense(self, block: Any) -> DenseBlock | None:
-        return None
-
-    def qkv(self, block: Any, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        attention = block.attention.attention
-        return _heads(attention.attention_head_size, attention.query(h), attention.key(h), attention.value(h))
-
-    def attention_scale(self, block: Any) -> float:
-        return block.attention.attention.scaling
-
-    def attention_dropout(self, block: Any) -> float:
-        attention = block.attention.attention
-        return attention.dropout_prob if attention.training else 0.0
-
-    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
-        return block.attention.output(attended, h)
-
-    def head_shape(self, block: Any) -> tuple[int, int]:
-        attention = block.attention.attention
-        return attention.num_attention_heads, attention.attention_head_size
-
-
-def _heads(width: int, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part in parts)
-    return q, k, v
+_VIT = BlockNames(
+    norm1="layernorm_before",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    proj="attention.o_proj",
+    norm2="layernorm_after",
+    mlp="mlp",
+    heads="attention.num_attention_heads",
+    head_dim="attention.head_dim",
+    attention="attention",
+    after_attend=("dropout",),
+    after_feed=("dropout",),
+    scale="attention.scaling",
+    attention_dropout="attention.attention_dropout",
+    tokens="hidden_states",
+    arguments=(("attention_mask", "mask"),),
+    dense=MlpNames(("ViTMLP", "DeiTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP"), act="mlp.activation_fn"),
+)
+_DINOV2 = replace(
+    _VIT,
+    norm1="norm1",
+    norm2="norm2",
+    after_attend=("layer_scale1", "drop_path"),
+    after_feed=("layer_scale2", "drop_path"),
+)
+_DINOV2_NESTED = replace(  # transformers before 5.18: attention is two modules deep
+    _DINOV2,
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    proj="attention.output.dense",
+    proj_drop="attention.output.dropout",
+    heads="attention.attention.num_attention_heads",
+    head_dim="attention.attention.attention_head_size",
+    scale="attention.attention.scaling",
+    attention_dropout="attention.attention.dropout_prob",
+    dense=None,
+)
+_MODELS = "transformers.models"
+_BLOCKS: dict[type | str, BlockAdapter] = {
+    f"{_MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(_VIT),
+    f"{_MODELS}.deit.modeling_deit.DeiTLayer": NamedBlock(_VIT),
+    f"{_MODELS}.dinov2.modeling_dinov2.Dinov2Layer": NamedBlock(_DINOV2),
+    f"{_MODELS}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer": NamedBlock(_DINOV2),
+}
 
 
 class TransformersEntryPoint:
-    """The way into a transformers trunk; opens a pass with the layout of the input at hand."""
+    """Entry point of a transformers trunk; opens a pass with the layout of its input."""
 
     _vitrail_adapter: TransformersTrunk
 
@@ -172,8 +74,8 @@ class TransformersEntryPoint:
         config = self.config
         if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
             raise UnsupportedInput(
-                "attention maps of a merged model are not square and are not kept; remove the merging, or the tokens "
-                "that were added, use vitrail.record, or call the model without output_attentions"
+                "output_attentions: attention maps of a merged model are not square and are not returned; use "
+                "vitrail.record, remove the merging or the added tokens, or call the model without output_attentions"
             )
         if pixel_values is None:
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
@@ -189,40 +91,55 @@ class TransformersEntryPoint:
 
 
 class TransformersTrunk(TrunkAdapter):
-    """A model without its head; ``exposes`` says that it always looks at the tokens between blocks."""
+    """A model without its head.
 
+    Attributes:
+        exposes: whether the model always reads the tokens between blocks.
+        interpolates: whether it takes inputs of other sizes without being asked to interpolate its positions.
+        mean: mean of each channel, for models without a ``preprocessor_config.json``.
+        std: the same for the standard deviation.
+    """
+
+    argument = "pixel_values"
     exposes = False
+    interpolates = False
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.layers)
 
-    def block_adapter(self, block: nn.Module) -> BlockAdapter:
-        kind = forward_class(block)
-        adapter = _BLOCKS.get(kind.__name__)
-        if adapter is None or not kind.__module__.startswith("transformers."):
-            raise UnsupportedModel(
-                f"layers of class {type(block).__name__} are not supported; of transformers, Vitrail knows "
-                f"{', '.join(_BLOCKS)}. If this is a wrapper, merge before wrapping"
-            )
-        nested = isinstance(adapter, Dinov2Block) and not hasattr(block.attention, "q_proj")
-        return NestedDinov2Block() if nested else adapter
+    def block_adapter(self, block: Any) -> BlockAdapter:
+        adapter = known_block(block, _BLOCKS)
+        nested = not hasattr(block.attention, "q_proj") and hasattr(block.attention, "attention")
+        return NamedBlock(_DINOV2_NESTED) if nested else adapter
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         patch = trunk.embeddings.patch_embeddings.patch_size
-        height, width = self.preprocessing(trunk).size if size is None else size
+        height, width = self.input_spec(trunk).size if size is None else size
         return TokenLayout.of(*self.special(trunk), grid=(1, height // patch[0], width // patch[1]))
 
     def special(self, trunk: Any) -> tuple[tuple[Role, int], ...]:
-        """Give the special tokens in their order."""
+        """Return the special tokens in their order."""
         return ((Role.CLASS, 1),)
 
     def resizes(self, trunk: Any) -> bool:
         return True
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
-        size = trunk.config.image_size
-        half = (0.5, 0.5, 0.5)
-        return Preprocessing((size, size) if isinstance(size, int) else tuple(size), half, half)
+    def input_spec(self, trunk: Any) -> InputSpec:
+        """Return the size and normalization that the model was saved with, in its ``preprocessor_config.json``."""
+        own = trunk.config.image_size
+        plain = InputSpec(
+            (own, own) if isinstance(own, int) else tuple(own), self.mean, self.std, argument=self.argument
+        )
+        stored = _preprocessor_config(str(getattr(trunk, "name_or_path", None) or ""))
+        mean, std = stored.get("image_mean") or self.mean, stored.get("image_std") or self.std
+        if not stored.get("do_normalize", True):
+            mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        try:
+            return replace(plain, size=(self.interpolates and _stored_size(stored)) or plain.size, mean=mean, std=std)
+        except (InvalidOption, TypeError, ValueError):  # not a file of images
+            return plain
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
@@ -247,16 +164,16 @@ class DeiTTrunk(TransformersTrunk):
 
 
 class Dinov2Trunk(TransformersTrunk):
-    """DINOv2: layers inside an encoder, ImageNet's mean and deviation, maybe registers."""
+    """DINOv2: layers inside an encoder, ImageNet's statistics, maybe registers."""
+
+    interpolates = True
+    mean, std = MEAN, STD
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.encoder.layer)
 
     def special(self, trunk: Any) -> tuple[tuple[Role, int], ...]:
         return ((Role.CLASS, 1), (Role.REGISTER, getattr(trunk.config, "num_register_tokens", 0)))
-
-    def preprocessing(self, trunk: Any) -> Preprocessing:
-        return Preprocessing(super().preprocessing(trunk).size, MEAN, STD)
 
 
 class Dinov2BackboneTrunk(Dinov2Trunk):
@@ -265,23 +182,168 @@ class Dinov2BackboneTrunk(Dinov2Trunk):
     exposes = True
 
 
-_BLOCKS: dict[str, BlockAdapter] = {
-    "ViTLayer": TransformersBlock(),
-    "DeiTLayer": TransformersBlock(),
-    "Dinov2Layer": Dinov2Block(),
-    "Dinov2WithRegistersLayer": Dinov2Block(),
-}
+def _preprocessor_config(name: str) -> dict[str, Any]:
+    """Read the ``preprocessor_config.json`` of a directory or of a cached Hub repository; empty where there is none."""
+    path: Path | str | None = Path(name) / _PREPROCESSOR if name and Path(name).is_dir() else None
+    if path is None and re.fullmatch(_REPOSITORY, name):
+        try:
+            from huggingface_hub import try_to_load_from_cache
+        except ImportError:
+            return {}
+        found = try_to_load_from_cache(name, _PREPROCESSOR)
+        path = found if isinstance(found, str) else None
+    try:
+        stored = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
 
 
-def trunks() -> dict[type, TrunkAdapter]:
-    """Give the supported model classes of transformers."""
-    import transformers as library
+def _stored_size(stored: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the size of what an image processor makes: the crop where it crops, what it resizes to otherwise."""
+    size = stored.get("crop_size" if stored.get("do_center_crop") else "size")
+    if isinstance(size, int):
+        return size, size
+    if not isinstance(size, dict):
+        return None
+    edge = size.get("shortest_edge")
+    height, width = size.get("height", edge), size.get("width", edge)
+    return None if height is None or width is None else (int(height), int(width))
 
-    return {
-        library.ViTModel: TransformersTrunk(),
-        library.DeiTModel: DeiTTrunk(),
-        library.Dinov2Model: Dinov2Trunk(),
-        library.Dinov2WithRegistersModel: Dinov2Trunk(),
-        library.Dinov2Backbone: Dinov2BackboneTrunk(),
-        library.Dinov2WithRegistersBackbone: Dinov2BackboneTrunk(),
-    }
+
+_PREPROCESSOR = "preprocessor_config.json"
+_REPOSITORY = r"[\w.-]+(/[\w.-]+)?"
+
+
+class Transformers(Library):
+    """Models of transformers, by a directory that ``save_pretrained`` wrote or a repository of the Hub."""
+
+    prefix, package, extra = "hf", "transformers", "transformers"
+    directory = "hf:DIRECTORY, written by save_pretrained"
+    heads = {"cls_classifier": "class", "distillation_classifier": "distillation"}  # noqa: RUF012
+
+    def trunks(self) -> Mapping[str, TrunkAdapter]:
+        dinov2, registers = "dinov2.modeling_dinov2", "dinov2_with_registers.modeling_dinov2_with_registers"
+        return {
+            f"{_MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
+            f"{_MODELS}.deit.modeling_deit.DeiTModel": DeiTTrunk(),
+            f"{_MODELS}.{dinov2}.Dinov2Model": Dinov2Trunk(),
+            f"{_MODELS}.{registers}.Dinov2WithRegistersModel": Dinov2Trunk(),
+            f"{_MODELS}.{dinov2}.Dinov2Backbone": Dinov2BackboneTrunk(),
+            f"{_MODELS}.{registers}.Dinov2WithRegistersBackbone": Dinov2BackboneTrunk(),
+        }
+
+    def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+        """Load a model from a directory or the Hub, with its classification head where it has one."""
+        try:
+            from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+        except ImportError as error:
+            raise self.missing(name) from error
+        try:
+            config = AutoConfig.from_pretrained(name)
+            classifies = any("ForImageClassification" in kind for kind in config.architectures or ())
+            auto = AutoModelForImageClassification if classifies else AutoModel
+            model = auto.from_pretrained(name, **options) if pretrained else auto.from_config(config, **options)
+        except Exception as error:
+            raise ModelLoadError(
+                f"transformers could not load {name!r}: {str(error).rstrip('.')}. Name a directory written by "
+                "save_pretrained, or a repository of the Hub that can be reached."
+            ) from error
+        if pretrained and not Path(name).is_dir():
+            _fetch_preprocessor_config(name)
+        return model.eval()
+
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
+        return not Path(name).is_dir()
+
+    def is_missing_directory(self, name: str) -> bool:
+        # a repository of the Hub has at most an owner and a name
+        return (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1) and not Path(name).is_dir()
+
+    def looks_like(self, name: str) -> bool:
+        return Path(name).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Silence progress bars where stderr is no terminal: in a file each step would be a line."""
+        try:
+            log: Any = import_module("transformers.utils.logging")
+        except ImportError:
+            log = None
+        if log is None or sys.stderr.isatty() or not log.is_progress_bar_enabled():
+            yield
+            return
+        log.disable_progress_bar()
+        try:
+            yield
+        finally:
+            log.enable_progress_bar()
+
+    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
+        """Build a classifier to train, with trained weights unless ``request.pretrained`` is False."""
+        try:
+            from transformers import AutoConfig, AutoModelForImageClassification
+        except ImportError as error:
+            raise self.missing(name) from error
+        options = {
+            "id2label": dict(enumerate(request.outputs)),
+            "label2id": {label: number for number, label in enumerate(request.outputs)},
+            **request.options,
+        }
+        if request.image_size is not None:
+            options["image_size"] = request.image_size
+        if "in_chans" in options:
+            options["num_channels"] = options.pop("in_chans")
+        try:
+            config = AutoConfig.from_pretrained(name, **options)
+            if request.pretrained is False:
+                model = AutoModelForImageClassification.from_config(config)
+            else:
+                model = AutoModelForImageClassification.from_pretrained(
+                    name, config=config, ignore_mismatched_sizes=True
+                )
+        except Exception as error:
+            raise ModelLoadError(f"transformers could not build {name!r}: {str(error).rstrip('.')}") from error
+        return model, {"architecture": "hf"}
+
+    def rebuild(
+        self, model: nn.Module, folder: Path, config: Mapping[str, Any], request: ModelRequest, *, keep_heads: bool
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        return self.build(str(folder), request)
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"architecture": "hf"}
+
+    def save(
+        self,
+        folder: Path,
+        model: Any,
+        states: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+    ) -> None:
+        from vitrail.models.saving import LABELS, labels_text, write_whole
+
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
+        model.save_pretrained(folder, state_dict=kept)
+        write_whole(folder / LABELS, labels_text(labels).encode())
+
+    def restores(self, config: Mapping[str, Any]) -> bool:
+        return "model_type" in config
+
+    def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+        return self.load(str(folder))
+
+
+def _fetch_preprocessor_config(repository: str) -> None:
+    """Download a repository's ``preprocessor_config.json`` into the cache, where it has one."""
+    try:
+        from huggingface_hub import hf_hub_download
+
+        hf_hub_download(repository, _PREPROCESSOR)
+    except Exception:  # optional: `input_spec` then takes the family's usual normalization
+        return
+
+
+LIBRARY = Transformers()

@@ -1,4 +1,4 @@
-"""Models of our own: ViT, DeiT and CaiT, with tokens of any roles.
+"""Vitrail's own models: ViT, DeiT and CaiT, with tokens of any roles.
 
 Blocks are those in which patches attend; the class-attention stage, where patches no longer change, comes after them
 and sees every patch again.
@@ -6,94 +6,56 @@ and sees every patch again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import (
-    BlockAdapter,
-    BlockCall,
-    DenseBlock,
-    Rotary,
-    TrunkAdapter,
-    at_work,
-    forward_class,
-    is_plain,
-)
+from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, copy_weights, known_block
 from vitrail.adapters.forward_pass import hand_over, open_pass
-from vitrail.adapters.pre_norm import PreNormBlock
+from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.position import Position, Rotary
 from vitrail.adapters.saved import EMBEDDED, PREFIX, load_saved, named
-from vitrail.data.spec import MEAN, STD, Preprocessing
-from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
+from vitrail.data.spec import MEAN, STD, InputSpec
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
 from vitrail.models import ViT, create_model
-from vitrail.models.layers import Block, LayerScale, Mlp, TalkingHeadsAttention
-from vitrail.models.position import coordinates, rotary_frequencies, rotate
+from vitrail.models.layers import Block, TalkingHeadsAttention
+from vitrail.models.position import coordinates, resample, rotary_frequencies
+from vitrail.models.saving import write_folder
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
-
-def load(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-    """Create a model by name, or read one that comes with us, one that was saved to a folder, or that of a run."""
-    folder = named(f"{PREFIX}{name}")
-    if folder.is_dir() or name in EMBEDDED:
-        return load_saved(folder)
-    if "/" in name or name.startswith("."):
-        raise ModelLoadError(f"there is no folder {name!r}; expected that of a run, or of a model that was saved")
-    if pretrained:
-        raise ModelLoadError(
-            f"there are no trained weights for {name!r}; expected {', '.join(PREFIX + one for one in EMBEDDED)}, or a "
-            "folder that a model was saved to. Or go on with random weights (pretrained=False)"
-        )
-    try:
-        return create_model(name, **options).eval()
-    except InvalidOption as error:
-        raise ModelLoadError(str(error)) from error
-
-
-class OwnBlock(PreNormBlock):
-    """``Block``: pre-norm, with layer scale, and fused attention."""
-
-    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        given = {**dict(zip(("rope", "mask"), args, strict=False)), **kwargs}
-        return BlockCall(mask=given.get("mask"), rope=given.get("rope"), among_special=True)
-
-    def rotate(self, block: Any, x: Tensor, table: Tensor) -> Tensor:
-        return rotate(x, table)
-
-    def attend_output(self, block: Any, attended: Tensor, h: Tensor) -> Tensor:
-        return block.attn.proj_drop(block.attn.proj(attended))
-
-    def dense(self, block: Any) -> DenseBlock | None:
-        attention, mlp = block.attn, block.mlp
-        linears = (attention.qkv, attention.proj, mlp.fc1, mlp.fc2)
-        plain = (
-            is_plain(mlp, Mlp)
-            and all(is_plain(norm, nn.LayerNorm) for norm in (block.norm1, block.norm2))
-            and all(is_plain(linear, nn.Linear) and linear.bias is not None for linear in linears)
-            and all(is_plain(norm, nn.Identity) for norm in (attention.q_norm, attention.k_norm))
-            and all(is_plain(scale, nn.Identity, LayerScale) for scale in (block.ls1, block.ls2))
-            and is_plain(attention, type(attention))
-            and not at_work(attention.attn_drop)
-        )
-        if not plain:
-            return None
-        gamma1, gamma2 = (getattr(scale, "gamma", None) for scale in (block.ls1, block.ls2))
-        after = at_work(attention.proj_drop, block.drop_path1)
-        return DenseBlock(
-            attention.num_heads, block.norm1, (attention.qkv,), attention.proj, block.norm2, mlp.fc1, mlp.fc2,
-            (gamma1, gamma2), None, "none", (after, at_work(mlp.drop1), at_work(mlp.drop2, block.drop_path2)),
-        )  # fmt: skip
+_BLOCK = BlockNames(
+    norm1="norm1",
+    qkv="attn.qkv",
+    proj="attn.proj",
+    norm2="norm2",
+    mlp="mlp",
+    heads="attn.num_heads",
+    head_dim="attn.head_dim",
+    attention="attn",
+    q_norm="attn.q_norm",
+    k_norm="attn.k_norm",
+    proj_drop="attn.proj_drop",
+    after_attend=("ls1", "drop_path1"),
+    after_feed=("ls2", "drop_path2"),
+    attention_dropout="attn.attn_drop",
+    arguments=(("rope", "rope"), ("mask", "mask")),
+    among_special=True,
+    dense=MlpNames(("Mlp",), drops=("mlp.drop1", "mlp.drop2")),
+)
 
 
-class TalkingHeadsBlock(OwnBlock):
+class TalkingHeadsBlock(NamedBlock):
     """A block whose heads mix their scores before the softmax and their weights after it."""
 
     fused = False
 
     def weigh(self, block: Any, scores: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A key that counts s times is what s equal keys are together, also for the bias of the second map."""
+        """Turn scores into weights; a key of size s equals s copies of it, also for the bias of the second map."""
         attention = block.attn
         mixed = attention.proj_l(scores.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         weights = super().weigh(block, mixed, bias)
@@ -102,9 +64,6 @@ class TalkingHeadsBlock(OwnBlock):
             floor = floor * bias.exp().to(weights.dtype)
         return F.linear(weights.permute(0, 2, 3, 1), attention.proj_w.weight).permute(0, 3, 1, 2) + floor
 
-    def dense(self, block: Any) -> DenseBlock | None:
-        return None
-
     def attend_parts(self, block: Any) -> Sequence[nn.Module]:
         return (block.attn.qkv, block.attn.proj)
 
@@ -112,15 +71,19 @@ class TalkingHeadsBlock(OwnBlock):
         return block.attn.proj_l.weight.numel() + block.attn.proj_w.weight.numel()
 
 
-class OwnEntryPoint:
-    """The way into a model of ours; opens a pass with the layout of the input at hand."""
+_PLAIN = NamedBlock(_BLOCK)
+_TALKING_HEADS = TalkingHeadsBlock(replace(_BLOCK, dense=None))
 
-    _vitrail_adapter: OwnTrunk
+
+class VitrailEntryPoint:
+    """Entry point of a model of ours; opens a pass with the layout of its input."""
+
+    _vitrail_adapter: VitrailTrunk
 
     def forward_features(self: Any, x: Tensor) -> Tensor:
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, tuple(x.shape[2:]))
-        with open_pass(self, layout, adapter.rotary(self, layout.grid)):
+        with open_pass(self, layout, adapter.position(self, layout.grid)):
             return super().forward_features(x)  # type: ignore[misc]
 
     def _enter(self: Any, x: Tensor, entered: Sequence[TokenSpec], here: Sequence[TokenSpec], special: Any) -> Tensor:
@@ -132,16 +95,15 @@ class OwnEntryPoint:
         return woven
 
 
-class OwnTrunk(TrunkAdapter):
+class VitrailTrunk(TrunkAdapter):
     """``ViT``."""
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.blocks)
 
     def block_adapter(self, block: Any) -> BlockAdapter:
-        if forward_class(block) is not Block:
-            raise UnsupportedModel(f"blocks of class {type(block).__name__} are not those of our models")
-        return TalkingHeadsBlock() if isinstance(block.attn, TalkingHeadsAttention) else OwnBlock()
+        adapter = _TALKING_HEADS if isinstance(getattr(block, "attn", None), TalkingHeadsAttention) else _PLAIN
+        return known_block(block, {Block: adapter})
 
     def layout(self, trunk: Any, size: Any = None) -> TokenLayout:
         return trunk.layout(size, layer=0)
@@ -158,12 +120,12 @@ class OwnTrunk(TrunkAdapter):
     def resizes(self, trunk: Any) -> bool:
         return True
 
-    def preprocessing(self, trunk: Any) -> Preprocessing:
+    def input_spec(self, trunk: Any) -> InputSpec:
         size = trunk.config.image_size
-        return Preprocessing((size, size) if isinstance(size, int) else tuple(size)[-2:], MEAN, STD)
+        return InputSpec((size, size) if isinstance(size, int) else tuple(size)[-2:], MEAN, STD)
 
     def entry_points(self) -> type:
-        return OwnEntryPoint
+        return VitrailEntryPoint
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
         gathering = [part for block in trunk.blocks_token_only for part in (block.attn.k, block.attn.v)]
@@ -175,13 +137,13 @@ class OwnTrunk(TrunkAdapter):
     def num_classes(self, model: nn.Module, trunk: Any) -> int:
         return trunk.config.num_classes
 
-    def rotary(self, trunk: Any, grid: tuple[int, int, int]) -> Rotary | None:
+    def position(self, trunk: Any, grid: tuple[int, int, int]) -> Position | None:
         config = trunk.config
         if config.position != "rotary":
             return None
         if trunk.training and config.patch_drop:
             raise UnsupportedInput(
-                "this model leaves patches out in training and has rotary position: where a patch came from is then "
+                "this model drops patches in training and has rotary position, and where a patch came from is then "
                 "not known; train it with patch_drop=0, or merge in eval mode only"
             )
         weight = trunk.patch_embed.proj.weight
@@ -190,6 +152,87 @@ class OwnTrunk(TrunkAdapter):
         return Rotary(coordinates(grid, axes, weight.device, dtype), frequencies[None, None], False)
 
 
-def trunks() -> dict[type, TrunkAdapter]:
-    """Give our model classes."""
-    return {ViT: OwnTrunk()}
+class Vitrail(Library):
+    """Vitrail's own models: embedded ones, run directories, and architectures by name."""
+
+    prefix = "vitrail"
+    package = "vitrail.models"
+    directory = "vitrail:DIRECTORY"
+    modalities = ("image", "video", "audio")
+
+    def trunks(self) -> Mapping[str, TrunkAdapter]:
+        return {"vitrail.models.vit.ViT": VitrailTrunk()}
+
+    def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+        """Load an embedded model, a saved one or that of a run directory, or create one with random weights."""
+        folder = named(f"{PREFIX}{name}")
+        if folder.is_dir() or name in EMBEDDED:
+            return load_saved(folder)
+        if "/" in name or name.startswith("."):
+            raise ModelLoadError(f"there is no directory {name!r}; expected a run directory or a saved model")
+        if pretrained:
+            raise ModelLoadError(
+                f"there are no trained weights for {name!r}; expected {', '.join(PREFIX + one for one in EMBEDDED)}, "
+                "or a directory that a model was saved to. Use random weights with pretrained=False"
+            )
+        try:
+            return create_model(name, **options).eval()
+        except InvalidOption as error:
+            raise ModelLoadError(str(error)) from error
+
+    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
+        raise ModelLoadError(f"there is no directory {name!r} to start training from; expected a run directory")
+
+    def rebuild(
+        self, model: Any, folder: Path, config: Mapping[str, Any], request: ModelRequest, *, keep_heads: bool
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        classes, own = request.classes, model.config
+        changes = dict(request.options)
+        if request.drop_path is not None:
+            changes.setdefault("drop_path", request.drop_path)
+        if request.image_size is not None:
+            changes["image_size"] = request.image_size
+        if changes.get("in_chans", own.in_chans) != own.in_chans:
+            raise InvalidOption(f"in_chans={changes['in_chans']}: the model in {folder} has {own.in_chans} channels")
+        tasks = [spec.name for spec in own.tokens if spec.role is Role.TASK]
+        changes["num_classes"] = sum(len(names) for column, names in classes.items() if column not in tasks)
+        changes["tokens"] = tuple(
+            replace(spec, classes=len(classes[spec.name])) if spec.name in tasks and spec.name in classes else spec
+            for spec in own.tokens
+        )
+        made = ViT(replace(own, **changes))
+        states = model.state_dict()
+        copy_weights(made, {k: v for k, v in states.items() if keep_heads or not k.startswith("heads.")})
+        if model.pos_embed is not None and made.pos_embed is not None:
+            _copy_positions(model, made)
+        return made, {}
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def save(
+        self,
+        folder: Path,
+        model: Any,
+        states: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+    ) -> None:
+        write_folder(folder, model.config.to_dict(), states, labels)
+
+    def restores(self, config: Mapping[str, Any]) -> bool:
+        return "width" in config  # of a ViTConfig
+
+    def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+        return ViT.from_pretrained(folder)
+
+
+@torch.no_grad()
+def _copy_positions(old: Any, new: Any) -> None:
+    """Copy learned positions to another grid, resampled as the model does for inputs of another size."""
+    front = old._num_positioned
+    patches = resample(old.pos_embed[:, front:], old.config.grid, new.config.grid)
+    new.pos_embed.copy_(torch.cat([old.pos_embed[:, :front], patches], 1))
+
+
+LIBRARY = Vitrail()

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._checks import as_tuple
-from vitrail.adapters import Found, find
+from vitrail.adapters import Found, find, head_outputs
 from vitrail.errors import UnsupportedInput
-from vitrail.heads import listen
 from vitrail.runtime.checks import extended_trunk
 from vitrail.runtime.layout import all_entered, layout_of
 from vitrail.runtime.side_tokens import receiving
@@ -132,7 +131,7 @@ def record_roles(
     tokens: dict[int, list[Tensor]] = {}
     rows: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
     layouts: list[TokenLayout] = []
-    with listen(model) as heard, receiving() as beside, stage.hooked(wanted):
+    with head_outputs(model) as heard, receiving() as beside, stage.hooked(wanted):
         for seen in stream(model, images, what, batch_size=batch_size, call=call):
             layouts.append(seen.layout)
             special = {layer: x[:, : seen.layout.num_special].cpu() for layer, x in seen.tokens.items()}

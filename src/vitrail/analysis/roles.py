@@ -239,8 +239,8 @@ def measure_roles(
 ) -> Roles:
     """Run any supported model on images and measure how far its special tokens differ.
 
-    Heads are compared if several predict the same classes (see :func:`vitrail.heads.listen`), including those of
-    added tokens. Tokens are compared in the layers that have all of them; layers of a class-attention stage are
+    Heads are compared if several predict the same classes (see :func:`vitrail.adapters.head_outputs`), including those
+    of added tokens. Tokens are compared in the layers that have all of them; layers of a class-attention stage are
     numbered after the blocks.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters import find, load_model
+from vitrail.adapters import find, load_model, size_options
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.sliced import slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
@@ -109,11 +109,8 @@ def try_out(base: Base, config: BenchConfig, batch: Tensor) -> None:
 
 
 def _load(config: BenchConfig) -> nn.Module:
-    options: dict[str, Any] = {}
-    if config.size is not None and config.model.startswith("timm:"):
-        options["img_size"] = config.size
     torch.manual_seed(0)
-    return load_model(config.model, pretrained=config.pretrained, **options)
+    return load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
 
 
 def _check_room(config: BenchConfig, values: int, place: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail._distributed import Crew
+from vitrail.adapters.registry import split_name
 from vitrail.cli import console, options
 from vitrail.cli.inspect import (
     Images,
@@ -100,4 +101,4 @@ def load_or_inspect(names: tuple[str, str], settings: Settings, crew: Crew) -> t
 
 def is_report(name: str) -> bool:
     """Return whether a name is that of a file, not of a model."""
-    return Path(name).suffix.lower() in (".json", ".html", ".htm") and not name.startswith(("timm:", "hf:", "vitrail:"))
+    return Path(name).suffix.lower() in (".json", ".html", ".htm") and split_name(name)[0] is None

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 import vitrail
-from vitrail.adapters import ADAPTERS
+from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import PREFIX, named
 from vitrail.analysis.attention import token_maps
 from vitrail.cli import console
@@ -75,11 +75,11 @@ def _load(name: str) -> Loaded:
     """Load a trained model; others are refused before anything is fetched for them."""
     from vitrail.training.run_directory import model_of
 
-    library, colon, _ = name.partition(":")
-    if colon and library in ADAPTERS and not name.startswith(PREFIX):
+    library, _ = split_name(name)
+    if library is not None and not name.startswith(PREFIX):
         raise InvalidOption(
             f"{name}: the demo shows models that vitrail train saved, as these know the names of their classes. Give "
-            f"the folder of a run; for models of {ADAPTERS[library]} there are vitrail merge and vitrail inspect."
+            f"the folder of a run; for models of {library.package} there are vitrail merge and vitrail inspect."
         )
     model_of(named(name))  # says what is wrong with a folder that has no model
     with console.err.status(f"Loading {name}"):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
-import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +18,8 @@ import torch
 from torch import nn
 
 import vitrail
-from vitrail.adapters import Found, find
+from vitrail.adapters import LIBRARIES, Found, find, size_options
+from vitrail.adapters.registry import library, split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
 from vitrail.data import Preprocessing
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
@@ -62,11 +61,12 @@ def load(
     ``shown``: whether pictures are shown to it; without, it is enough that it takes tensors of their shape.
     """
     place = _device(device)
-    options: dict[str, Any] = {} if size is None or not name.startswith("timm:") else {"img_size": size}
+    options = size_options(name, size)
     torch.manual_seed(seed)
-    unreachable = _unreachable_hub() if _asks_the_hub(name, random) else None
+    origin, rest = split_name(name)
+    unreachable = _unreachable_hub() if origin and origin.uses_hub(rest, not random) else None
     try:
-        with _quiet_hub(offline=unreachable is not None), _quiet_bars(name):
+        with _quiet_hub(offline=unreachable is not None), origin.quiet() if origin else nullcontext():
             model = vitrail.load_model(name, pretrained=not random, **options)
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
@@ -121,56 +121,45 @@ def _questions(model: nn.Module) -> tuple[Question, ...]:
 
 
 def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:
-    """Say why a model could not be loaded and what to do, in the words of the command line."""
-    library, colon, rest = name.partition(":")
+    """Return why a model could not be loaded and what to do, in terms of the command line."""
+    origin, rest = split_name(name)
     cause = error.__cause__
-    if not colon:
-        guess = _guess(name)
+    if origin is None:
+        guess = None if ":" in name else _guess(name)
         return f"{str(error).rstrip('.')}. Did you mean {guess}?" if guess else str(error)
+    if origin.is_missing_directory(rest):
+        return f"{name}: there is no directory {rest}. Name one ({origin.directory}), or a model on the Hub."
     if cause is None or isinstance(cause, ImportError):
         return str(error)
-    if library == "hf" and _is_path(rest) and not Path(rest).is_dir():
-        return f"{name}: there is no folder {rest}. Name one written by save_pretrained, or a model on the Hub."
     why = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
     obstacle = _obstacle(name, options)
-    if obstacle is not None and "img_size" in options:  # is it the size?
+    if obstacle is not None and options:  # is it the size?
         other = _obstacle(name)
         if other is None:
-            height, width = options["img_size"]
-            return f"{name} cannot be built for pictures of {height} × {width} pixels ({why}). Leave --size out."
+            return f"{name} cannot be built for inputs of another size ({why}). Leave --size out."
         obstacle = other
     if isinstance(obstacle, UnsupportedModel):  # weights would not help
         return f"{name}: {obstacle}"
-    anew = obstacle is None
     network = isinstance(cause, OSError) and not Path(rest).is_dir()
-    if random and not (network and unreachable):
-        return str(error)
     if network and unreachable:
-        what = "its trained weights are" if anew else "it is"
-        why = f"{name}: {what} not on this machine, and {unreachable} cannot be reached."
-    elif anew:
-        why = f"{name}: its trained weights could not be loaded ({why})."
-    elif library == "timm":
-        return f"{name} could not be built: {why}."
-    else:
+        what = "it is" if obstacle else "its trained weights are"
+        why = f"{name}: {what} not on this machine, and {unreachable} cannot be reached. Check the network, or"
+        step = f"name a directory, like {origin.directory}" if obstacle else "add --random-weights"
+        return f"{why} {step}."
+    if random:
         return str(error)
-    if anew:
-        steps = "Check the network, or add" if network else "Add"
-        return f"{why} {steps} --random-weights to go on without trained ones."
-    return f"{why} Check the network, or name a folder written by save_pretrained, like hf:FOLDER."
-
-
-def _is_path(name: str) -> bool:
-    """Whether a name can only be a folder's: on the Hub there are owners and models, and nothing else."""
-    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if obstacle is None:
+        step = "Check the network, or add" if network else "Add"
+        return f"{name}: its trained weights could not be loaded ({why}). {step} --random-weights to use random ones."
+    return f"{name} could not be loaded: {why}. Name a directory instead, like {origin.directory}."
 
 
 def _guess(name: str) -> str | None:
-    """Guess the full name of a model whose library was left out."""
-    if re.fullmatch(r"[\w.-]+", name) and _obstacle(f"timm:{name}") is None:
-        return f"timm:{name}"
-    if _obstacle(f"hf:{name}") is None if Path(name).is_dir() else re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return f"hf:{name}"
+    """Return the full name of a model whose prefix was left out, where one fits."""
+    likely = [one for one in map(library, LIBRARIES) if one.looks_like(name)]
+    for one in likely:
+        if one.uses_hub(name, pretrained=False) or _obstacle(f"{one.prefix}:{name}") is None:
+            return f"{one.prefix}:{name}"
     return None
 
 
@@ -183,14 +172,6 @@ def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError 
         except VitrailError as error:
             return error
     return None
-
-
-def _asks_the_hub(name: str, random: bool) -> bool:
-    """Whether loading a model may fetch something; timm's models are built without asking."""
-    library, _, rest = name.partition(":")
-    if library == "timm":
-        return rest.startswith(("hf-hub:", "hf_hub:")) if random else not rest.startswith("local-dir:")
-    return library == "hf" and not Path(rest).is_dir()
 
 
 def _unreachable_hub(seconds: float = 3.0) -> str | None:
@@ -230,23 +211,6 @@ def _quiet_hub(offline: bool) -> Iterator[None]:
     finally:
         settings.HF_HUB_OFFLINE = before[0]
         log.set_verbosity(before[1])
-
-
-@contextmanager
-def _quiet_bars(name: str) -> Iterator[None]:
-    """Keep transformers from drawing how far it is where nobody watches: in a file each step would be a line."""
-    try:
-        log: Any = import_module("transformers.utils.logging") if name.startswith("hf:") else None
-    except ImportError:
-        log = None
-    if log is None or sys.stderr.isatty() or not log.is_progress_bar_enabled():
-        yield
-        return
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.enable_progress_bar()
 
 
 def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:

@@ -1,4 +1,4 @@
-"""What a model costs, as a function of how many tokens each layer merges."""
+"""Cost model: multiply-adds of a model as a function of how many tokens each layer merges."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class BlockCost:
     """Multiply-adds of one block.
 
     Attributes:
-        attend: weights that meet every token before the merge.
-        feed: weights that meet every token after it.
-        pair: weights that meet every pair of tokens: the channels of all heads, twice, and what heads talk with.
+        attend: weights that multiply every token before the merge.
+        feed: weights that multiply every token after it.
+        pair: multiply-adds for every pair of tokens: the channels of all heads, twice, and talking heads.
         feature: channels by which tokens are compared.
     """
 
@@ -38,9 +38,9 @@ class CostModel:
     softmax are left out, as there.
 
     Attributes:
-        per_patch: weights outside of blocks that meet every patch.
-        fixed: those that are met once.
-        late: how many tokens have entered in each block since the first one.
+        per_patch: weights outside of blocks that multiply every patch.
+        fixed: weights outside of blocks that are applied once.
+        late: number of tokens that entered after the first block, for each block.
     """
 
     per_patch: int
@@ -50,13 +50,13 @@ class CostModel:
 
     @classmethod
     def of(cls, model: nn.Module, found: Found) -> CostModel:
-        """Count the weights of a model by where tokens meet them."""
+        """Count the weights of a model by how often they are applied."""
         patch_parts = found.adapter.patch_parts(found.trunk)
         counted = {id(part) for root in (*patch_parts, *found.blocks) for part in root.modules()}
         rest = [part for part in model.modules() if id(part) not in counted]
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)),
-            fixed=_weights(rest),
+            fixed=_rest(rest),
             blocks=tuple(map(_block_cost, found.block_adapters, found.blocks)),
             late=late_tokens(found),
         )
@@ -70,10 +70,9 @@ class CostModel:
         read: bool = False,
         method: Method | None = None,
     ) -> dict[str, int]:
-        """Return the cost of one input by part, for these merges of each layer.
+        """Return the cost of one input by part, for the number of merges in each layer.
 
-        With ``beside``, this many added tokens run beside the others in each layer; the others read them (``read``) or
-        do not.
+        ``beside`` is the number of side tokens in each layer; with ``read``, the others attend to them.
         """
         method = ToMe() if method is None else method
         kept = special + patches
@@ -101,35 +100,41 @@ class CostModel:
         read: bool = False,
         method: Method | None = None,
     ) -> Callable[[Sequence[int]], int]:
-        """Return the cost of one input as a function of the merges of each layer."""
+        """Return the cost of one input as a function of the number of merges in each layer."""
         return lambda per_layer: sum(self.parts(special, patches, per_layer, beside, read, method).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:
-    """Say how many tokens have entered in each block since the first one."""
+    """Return the number of tokens that entered after the first block, for each block."""
     layouts = [found.adapter.layout_in(found.trunk, layer) for layer in range(len(found.blocks))]
     return tuple(layout.num_special - layouts[0].num_special for layout in layouts)
 
 
 def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:
     heads, channels = parts.head_shape(block)
-    attend, feed = (
-        _weights(part for root in roots for part in root.modules())
-        for roots in (parts.attend_parts(block), parts.feed_parts(block))
-    )
+    attend, feed = (sum(map(_weights, roots)) for roots in (parts.attend_parts(block), parts.feed_parts(block)))
     return BlockCost(attend, feed, 2 * heads * channels + parts.pair_weights(block), channels)
 
 
 def _per_patch(root: nn.Module) -> int:
-    """Count how many weights a patch meets; what comes before a stride is met at each of the places that it skips."""
+    """Count the weights that multiply a patch; a layer before a stride runs at each of the places that it skips."""
     times, total = 1, 0
     for part in reversed(list(root.modules())):
-        total += times * _weights([part])
+        total += times * _weights(part, recurse=False)
         times *= prod(part.stride) if isinstance(part, nn.Conv2d | nn.Conv3d) else 1
     return total
 
 
-def _weights(parts: Iterable[nn.Module]) -> int:
-    """Count the weights of matrices and kernels among modules."""
-    weights = [getattr(part, "weight", None) for part in parts]
-    return sum(weight.numel() for weight in weights if isinstance(weight, nn.Parameter) and weight.dim() > 1)
+def _weights(module: nn.Module, recurse: bool = True) -> int:
+    """Count the entries of a module's matrices and kernels: parameters of two or more axes, whatever their names."""
+    return sum(weight.numel() for weight in module.parameters(recurse) if weight.dim() > 1)
+
+
+def _rest(parts: Iterable[nn.Module]) -> int:
+    """Count the matrices outside of blocks: parameters called a weight, not tokens or positions."""
+    return sum(
+        weight.numel()
+        for part in parts
+        for name, weight in part.named_parameters(recurse=False)
+        if name.endswith("weight") and weight.dim() > 1
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from vitrail.adapters.registry import split_name
 from vitrail.data.augment.arrays import REACH, ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.augment.normalize import Expects, Normalising
@@ -48,7 +49,8 @@ def _check_sizes(config: Config, own: Form) -> None:
     channels = config.options.get("in_chans", own.channels)
     if channels != own.channels:
         raise InvalidOption(f"in_chans={channels}: the data is {_said(own)}. Leave it out.")
-    if axes == 3 and not config.own and config.model.partition(":")[0] in ("timm", "hf"):
+    library = None if config.own else split_name(config.model)[0]
+    if axes == 3 and library is not None and "video" not in library.modalities:
         raise InvalidOption(f"model={config.model!r} is for pictures, and the data is {_said(own)}. Use one of ours.")
     numbers = len(patch) if isinstance(patch, tuple) else 2
     if config.own and numbers != axes:

@@ -1,4 +1,4 @@
-"""Models to train: by name, from a library, or from a folder, with heads for the classes at hand."""
+"""Models to train: by name, from a library, or from a directory, with heads for the given classes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vitrail.adapters import load_model
+from vitrail.adapters import ModelRequest, load_model
+from vitrail.adapters.registry import library_of, split_name
 from vitrail.adapters.saved import named
 from vitrail.data.augment.normalize import Expects, Normalising
 from vitrail.data.spec import MEAN, STD, Preprocessing
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
-from vitrail.models.position import resample
 from vitrail.models.registry import model_config
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training.config.config import Config
@@ -31,7 +30,7 @@ Size = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Built:
-    """A model to train, what its folder's config says about it, and what it expects of a picture or an array."""
+    """A model to train, the ``config.json`` of a library's model, and the input specification."""
 
     model: nn.Module
     architecture: dict[str, Any]
@@ -39,7 +38,7 @@ class Built:
 
 
 def build(config: Config, classes: Classes) -> Built:
-    """Build the model of a resolved config, with heads for these classes; for the data's own size, where it has one."""
+    """Build the model of a resolved config with heads for these classes, for the data's own size where it has one."""
     own = own_form(config.data)
     if own is None:
         return _build(config, classes)
@@ -49,18 +48,27 @@ def build(config: Config, classes: Classes) -> Built:
 
 def _build(config: Config, classes: Classes) -> Built:
     if config.own:
-        model: nn.Module = ViT(own_config(config, classes))
-        return Built(model, {}, _expected(model, config.image_size))
-    if config.model.startswith("timm:"):
-        return build_timm(config.model, _timm_options(config, classes), bool(config.pretrained), config.image_size)
-    if config.model.startswith("hf:"):
-        return _build_hf(config, classes)
-    model, labels = load_trained(config.model)
-    return _go_on(config, model, labels, classes)
+        return _built((ViT(own_config(config, classes)), {}), config.image_size)
+    request = ModelRequest(
+        {column: tuple(names) for column, names in classes.items()},
+        config.pretrained,
+        config.image_size,
+        config.drop_path,
+        config.options,
+    )
+    library, name = split_name(config.model)
+    if library is not None and not named(config.model).is_dir():
+        return _built(library.build(name, request), config.image_size)
+    return _go_on(config, request)
+
+
+def _built(made: tuple[nn.Module, dict[str, Any]], size: Size) -> Built:
+    model, architecture = made
+    return Built(model, architecture, _expected(model, size))
 
 
 def own_config(config: Config, classes: Classes) -> Any:
-    """Say what a model of ours is made of: the tokens that were asked for, heads for the classes."""
+    """Return the configuration of one of our models: the requested tokens, and heads for the classes."""
     base = MODELS[config.model]
     counts = {name: len(names) for name, names in classes.items()}
     tasks = {name: counts[name] for name in config.tasks}
@@ -91,125 +99,25 @@ def own_config(config: Config, classes: Classes) -> Any:
 
 
 def _gathering(spec: TokenSpec) -> TokenSpec:
-    """Let a token that answers enter where class attention begins; registers are among the patches from the start."""
+    """Let a token with a head enter where class attention begins; registers are among the patches from the start."""
     if spec.role is Role.REGISTER or spec.enters == -1:
         return spec
     return replace(spec, enters=-1, position=False)
 
 
-def _timm_options(config: Config, classes: Classes) -> dict[str, Any]:
-    options = {"num_classes": _outputs(classes), **config.options}
-    if config.drop_path:
-        options["drop_path_rate"] = config.drop_path
-    if config.image_size is not None:
-        options["img_size"] = config.image_size
-    return options
-
-
-def build_timm(name: str, options: dict[str, Any], pretrained: bool, size: Size) -> Built:
-    """Build a model of timm's; a size and drop path are options only of the models that have them."""
-    options = dict(options)
-    while True:
-        try:
-            model = load_model(name, pretrained=pretrained, **options)
-            break
-        except ModelLoadError as error:
-            refused = next(
-                (one for one in ("img_size", "drop_path_rate") if one in options and one in str(error)), None
-            )
-            if refused is None:
-                raise
-            del options[refused]
-    told = {"architecture": name, "options": options, **({} if size is None else {"image_size": size})}
-    return Built(model, told, _expected(model, size))
-
-
-def _build_hf(config: Config, classes: Classes) -> Built:
-    """Build a classifier of transformers'; a repository's or folder's weights unless it is said otherwise."""
-    try:
-        from transformers import AutoConfig, AutoModelForImageClassification
-    except ImportError as error:
-        raise ModelLoadError(
-            f"{config.model} needs transformers; install it with `pip install vitrail[transformers]`"
-        ) from error
-    names = [name for column in classes.values() for name in column]
-    named = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
-    options = {**named, **config.options, **({} if config.image_size is None else {"image_size": config.image_size})}
-    if "in_chans" in options:
-        options["num_channels"] = options.pop("in_chans")
-    source = config.model.removeprefix("hf:")
-    try:
-        told = AutoConfig.from_pretrained(source, **options)
-        if config.pretrained is False:
-            model = AutoModelForImageClassification.from_config(told)
-        else:
-            model = AutoModelForImageClassification.from_pretrained(source, config=told, ignore_mismatched_sizes=True)
-    except Exception as error:
-        raise ModelLoadError(f"transformers could not build {source!r}: {str(error).rstrip('.')}") from error
-    return Built(model, {"architecture": "hf"}, _expected(model, config.image_size))
-
-
-def _go_on(config: Config, model: nn.Module, labels: Labels, classes: Classes) -> Built:
-    """Begin from a trained model: the same with heads for the new classes, which are kept where they are the same."""
-    if isinstance(labels.preprocessing, Normalising) and own_form(config.data) is None:
-        raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not pictures")
-    same = {name: tuple(names) for name, names in classes.items()} == labels.classes
-    options = {name: value for name, value in {"drop_path": config.drop_path}.items() if value is not None}
-    if isinstance(model, ViT):
-        changes = {**options, **config.options}
-        if config.image_size is not None:
-            changes["image_size"] = config.image_size
-        if changes.get("in_chans", model.config.in_chans) != model.config.in_chans:
-            raise InvalidOption(f"in_chans={changes['in_chans']}: {config.model} has {model.config.in_chans} channels")
-        tasks = [spec.name for spec in model.config.tokens if spec.role is Role.TASK]
-        changes["num_classes"] = sum(len(names) for name, names in classes.items() if name not in tasks)
-        changes["tokens"] = tuple(
-            replace(spec, classes=len(classes[spec.name])) if spec.name in tasks and spec.name in classes else spec
-            for spec in model.config.tokens
-        )
-        fresh = ViT(replace(model.config, **changes))
-        _take_over(fresh, model.state_dict(), heads=same, prefix="heads.")
-        if model.pos_embed is not None and fresh.pos_embed is not None:
-            _take_positions(model, fresh)
-        return Built(fresh, {}, _expected(fresh, config.image_size))
-    told = labels.architecture
-    if not str(told.get("architecture", "")).startswith("timm:"):
-        return _build_hf(replace(config, model=f"hf:{labels.folder}"), classes)
-    expects = labels.preprocessing if isinstance(labels.preprocessing, Preprocessing) else None
-    size = config.image_size or (expects.size[0] if expects else None)
-    settings = {**told.get("options", {}), **_timm_options(config, classes)}
-    built = build_timm(told["architecture"], settings, False, size)
-    _take_over(built.model, model.state_dict(), heads=same, prefix="")
-    if expects is not None and isinstance(built.preprocessing, Preprocessing):
+def _go_on(config: Config, request: ModelRequest) -> Built:
+    """Start from a trained model: the same with heads for the new classes, kept where the classes are the same."""
+    model, labels = load_trained(config.model)
+    expects = labels.preprocessing
+    if isinstance(expects, Normalising) and own_form(config.data) is None:
+        raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
+    library = library_of(labels.architecture)
+    same = request.classes == labels.classes
+    made = library.rebuild(model, labels.folder, labels.architecture, request, keep_heads=same)
+    built = _built(made, config.image_size or (expects.size[0] if isinstance(expects, Preprocessing) else None))
+    if isinstance(expects, Preprocessing) and isinstance(built.preprocessing, Preprocessing):
         return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
     return built
-
-
-def _take_over(model: nn.Module, states: Mapping[str, Tensor], *, heads: bool, prefix: str) -> None:
-    """Load what fits by name and shape; heads only where they are for the same classes."""
-    own = model.state_dict()
-    fits = {name: value for name, value in states.items() if name in own and own[name].shape == value.shape}
-    if not heads and prefix:
-        fits = {name: value for name, value in fits.items() if not name.startswith(prefix)}
-    if not fits:
-        raise ModelLoadError(f"none of the weights fits this {type(model).__name__}")
-    model.load_state_dict(fits, strict=False)
-    if not heads and not prefix and hasattr(model, "reset_classifier"):
-        model.reset_classifier(model.num_classes)  # type: ignore[operator]
-
-
-@torch.no_grad()
-def _take_positions(old: ViT, new: ViT) -> None:
-    """Bring learned positions to another grid, as the model itself does for inputs of another size."""
-    assert old.pos_embed is not None
-    assert new.pos_embed is not None
-    front = old._num_positioned
-    patches = resample(old.pos_embed[:, front:], old.config.grid, new.config.grid)
-    new.pos_embed.copy_(torch.cat([old.pos_embed[:, :front], patches], 1))
-
-
-def _outputs(classes: Classes) -> int:
-    return sum(map(len, classes.values()))
 
 
 def _expected(model: nn.Module, size: Size) -> Preprocessing:
@@ -219,11 +127,13 @@ def _expected(model: nn.Module, size: Size) -> Preprocessing:
 
 
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:
-    """Load a model to learn from: a folder of a run or a model, ``timm:NAME``, ``hf:REPO``."""
+    """Load a teacher: a run directory, a saved model, or a model of a library by name."""
     if named(name).is_dir():
         return load_trained(name)
     if ":" not in name:
-        raise ModelLoadError(f"teacher={name!r}: there is no such folder; expected that of a run, timm:NAME or hf:REPO")
+        raise ModelLoadError(
+            f"teacher={name!r}: there is no such directory; expected a run directory, or a name like timm:NAME"
+        )
     try:
         model = load_model(name)
     except ModelLoadError as error:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._atomic_files import held
-from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels
+from vitrail.adapters.registry import library_of
+from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels, saved_library
 from vitrail.analysis.roles import Disagreement
 from vitrail.data.augment.normalize import Expects, read_expects
 from vitrail.errors import ModelLoadError, TrainingError
-from vitrail.models import ViT
-from vitrail.models.saving import CONFIG, LABELS, labels_text, write_folder, write_whole
+from vitrail.models.saving import CONFIG, write_whole
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
 from vitrail.training.objective.teacher import expected_by
@@ -139,14 +139,7 @@ def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], la
     """Write a model folder; ``states`` are the weights, which need not be those that the model has now."""
     expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
     values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
-    if labels.architecture.get("architecture") == "hf":
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
-        model.save_pretrained(folder, state_dict=kept)  # type: ignore[operator]
-        write_text(folder / LABELS, labels_text(values))
-    else:
-        config = model.config.to_dict() if isinstance(model, ViT) else dict(labels.architecture)
-        write_folder(folder, config, states, values)
+    library_of(labels.architecture).save(folder, model, states, labels.architecture, values)
 
 
 def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
@@ -155,11 +148,7 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     Of a run the best model is taken where there was an evaluation, and else the last; name ``RUN/last`` for that one.
     """
     folder = model_of(named(path))
-    model, told = load_saved(folder), read_config(folder)
-    if "model_type" in told:
-        told = {"architecture": "hf"}
-    elif isinstance(model, ViT):
-        told = {}
+    model, told = load_saved(folder), saved_library(folder).describe(read_config(folder))
     values = read_labels(folder)
     expects = values.get("preprocessing")
     preprocessing = read_expects(expects) if expects else expected_by(model)

@@ -8,6 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import named
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
@@ -179,9 +180,8 @@ def _check_rounded(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     name = config.model
-    library, colon, _ = name.partition(":")
     folder = named(name).is_dir() or name.startswith("local-dir:")
-    if not config.own and not folder and not (colon and library in ("timm", "hf")):
+    if not config.own and not folder and split_name(name)[0] is None:
         known = sorted(MODELS)
         raise InvalidOption(
             f"model={name!r}; expected a folder of a run or of a model, timm:NAME, hf:REPO, or one of "

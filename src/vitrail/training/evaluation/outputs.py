@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters import find
+from vitrail.adapters import find, head_outputs
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
-from vitrail.heads import Output, listen
+from vitrail.heads import Output
 from vitrail.models import ViT
 from vitrail.tokens import Role
 
@@ -77,7 +77,7 @@ def width_of(model: nn.Module) -> int:
 def _ask(model: nn.Module, images: Tensor) -> Output:
     if getattr(model, "head_dist", None) is None or model.training:
         return _normal(model, model(images))
-    with listen(model) as heard:  # in evaluation timm's distilled models give the mean of their heads alone
+    with head_outputs(model) as heard:  # in evaluation timm's distilled models give the mean of their heads alone
         said = model(images)
     by_role = {name: parts[-1].to(said.device) for name, parts in heard.items()}
     return _output(said, by_role if len(by_role) == 2 else {})

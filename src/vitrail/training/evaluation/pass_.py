@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.adapters import head_outputs
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
-from vitrail.heads import listen
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.recording import evaluating
@@ -68,7 +68,7 @@ def evaluate(
     with ExitStack() as stack:
         settings = stack.enter_context(merged_as(model, merge))
         stack.enter_context(evaluating(model))
-        with listen(model) as heard:
+        with head_outputs(model) as heard:
             for images, labels in batches(data, batch, prepare, weight.device):
                 images = images if dtype is not None else images.to(weight.dtype)
                 with torch.no_grad(), autocast(weight.device, dtype):

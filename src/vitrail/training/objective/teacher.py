@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters import preprocessing
+from vitrail.adapters.registry import declared_spec
 from vitrail.data.spec import Preprocessing
 from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.training.evaluation.outputs import answer, answer_with_map, width_of
@@ -90,15 +90,8 @@ class Teacher:
 
 
 def expected_by(model: nn.Module) -> Preprocessing | None:
-    """Give what a model expects of a picture, where its library tells; None where nobody does."""
-    try:
-        return preprocessing(model)
-    except UnsupportedModel:
-        told = getattr(model, "pretrained_cfg", None)
-    if not told or not told.get("mean") or not told.get("std") or len(told["mean"]) != 3:
-        return None
-    height, width = told.get("input_size", (3, 224, 224))[-2:]
-    return Preprocessing((height, width), tuple(told["mean"]), tuple(told["std"]))
+    """Return a model's preprocessing as its library declares it; None if unknown."""
+    return declared_spec(model)
 
 
 def _renormalise(given: Preprocessing, expects: Preprocessing, device: torch.device) -> tuple[Tensor | None, Tensor]:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.surgery.models import distance
-from vitrail.adapters import find
-from vitrail.adapters.vitrail import TalkingHeadsBlock
+from vitrail.adapters import Rotary, find
 from vitrail.errors import ModelLoadError
 from vitrail.models import ViT, ViTConfig, create_model, from_timm
 from vitrail.tokens import Role, TokenSpec
@@ -97,8 +96,8 @@ def test_every_mix_merges_and_records(mix: str, position: str) -> None:
 def test_rotary_position_of_merged_tokens_is_their_mean() -> None:
     """Where two equal patches merge that stand at one place, nothing else changes."""
     model = lively(ViT(replace(TINY, position="rotary")))
-    rotary = find(model).adapter.rotary(model, (1, 4, 4))
-    assert rotary is not None
+    rotary = find(model).adapter.position(model, (1, 4, 4))
+    assert isinstance(rotary, Rotary)
     assert rotary.positions is not None
     table = rotary.table(0, rotary.positions.unsqueeze(0))[0, 0]
     from vitrail.models.position import rotary_table
@@ -108,7 +107,7 @@ def test_rotary_position_of_merged_tokens_is_their_mean() -> None:
 
 def test_talking_heads_count_a_merged_key_as_its_copies() -> None:
     model = lively(create_model("cait_xxs24", image_size=32, patch_size=8, width=32, heads=4, depth=2, num_classes=4))
-    block, parts = model.blocks[0], TalkingHeadsBlock()
+    block, parts = model.blocks[0], find(model).block_adapters[0]
     scores = torch.randn(1, 4, 6, 5, dtype=torch.float64)
     size = torch.tensor([[1, 3, 1, 2, 1]])
     copies = size[0].repeat_interleave(size[0]).numel()

@@ -1,4 +1,4 @@
-"""Frequencies of timm's rotary positions: the numbers are timm's, and no tensor comes from the CPU."""
+"""timm: frequencies of rotary positions, and options that models take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitrail.adapters.timm_rotary import ROTARY
+from vitrail.adapters import ModelRequest
+from vitrail.adapters.registry import library
+from vitrail.adapters.timm import ROTARY
+from vitrail.errors import ModelLoadError
 
 KINDS = {
     "patches": {"in_pixels": False},
@@ -55,3 +58,27 @@ def test_nothing_is_copied_from_the_cpu(kind: str) -> None:
     with Devices() as devices:
         ROTARY["RotaryEmbeddingCat"](rope, (3, 5), False)
     assert devices.seen == {"meta"}
+
+
+TAKES = {
+    "vit_tiny_patch16_224": {"img_size", "drop_path_rate"},
+    "deit_tiny_distilled_patch16_224": {"img_size", "drop_path_rate"},  # through **kwargs
+    "resnet10t": {"drop_path_rate"},
+    "vgg11": set(),
+}
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_training_gives_a_model_the_options_that_its_constructor_takes(name: str) -> None:
+    request = ModelRequest({"label": ("a", "b")}, pretrained=False, image_size=64, drop_path=0.1)
+    with torch.device("meta"):
+        model, config = library("timm").build(name, request)
+    assert config["options"].keys() - {"num_classes"} == TAKES[name]
+    assert config["architecture"] == f"timm:{name}"
+    assert model.num_classes == 2
+
+
+def test_an_option_that_the_user_gives_is_never_dropped() -> None:
+    request = ModelRequest({"label": ("a",)}, pretrained=False, options={"no_such_option": 1})
+    with torch.device("meta"), pytest.raises(ModelLoadError, match="no_such_option"):
+        library("timm").build("resnet10t", request)

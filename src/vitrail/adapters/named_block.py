@@ -1,0 +1,319 @@
+"""Blocks described by a table of names: one class implements every method over it.
+
+Most libraries' blocks differ in names alone. `BlockNames` holds dotted paths from a block to its parts and a few
+choices; `NamedBlock` attends, feeds, finds the dense form and reports what costs are counted from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, at_work, is_ordinary, is_plain
+from vitrail.adapters.position import rotate
+
+
+@dataclass(frozen=True)
+class MlpNames:
+    """Paths inside an MLP of two linear layers with a GELU between them, for the fused (dense) path.
+
+    Attributes:
+        classes: names of the MLP classes that compute exactly this, in the library's own modules.
+        fc1: first linear layer, a path from the block like all that follow.
+        fc2: second linear layer.
+        act: activation module; None where the MLP calls the exact GELU as a function.
+        norm: norm between the two layers, which must be the identity.
+        drops: dropouts after the activation, and after the second layer.
+    """
+
+    classes: tuple[str, ...]
+    fc1: str = "mlp.fc1"
+    fc2: str = "mlp.fc2"
+    act: str | None = None
+    norm: str | None = None
+    drops: tuple[str | None, str | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """Where the parts of a block are: dotted paths from the block, and a few choices.
+
+    A part that is None in a block, such as a gate that is switched off, is skipped.
+
+    Attributes:
+        norm1: norm of the attention half.
+        qkv: one packed projection, or those of queries, keys and values. A parameter called ``…_weight`` is applied
+            as a linear layer, with the ``…_bias`` beside it (``nn.MultiheadAttention``).
+        proj: output projection of attention.
+        norm2: norm of the MLP half.
+        mlp: the MLP, one module.
+        heads: number of heads.
+        head_dim: channels of a head; None for the projection's inputs divided by the heads.
+        attention: attention module, whose mode decides about dropout; None where its parts belong to the block itself.
+        q_norm: norm of the queries of each head.
+        k_norm: norm of the keys of each head.
+        inner_norm: norm of the concatenated heads, before the projection.
+        gate: linear layer whose sigmoid scales the concatenated heads.
+        proj_drop: dropout after the projection.
+        after_attend: modules applied, or parameters multiplied, in order, before attention's output is added: layer
+            scale, dropout, drop path.
+        after_feed: the same for the MLP's output.
+        post_norm: whether the norms act on the output of each half instead of its input.
+        scale: factor of the attention scores; None for 1/√d.
+        attention_dropout: dropout of the attention weights, a module or a rate.
+        rotate_half: whether rotary pairs are half a head apart (else neighbors): a choice, or where the block keeps it.
+        prefix: where the block counts the tokens before the patches, if it treats them differently.
+        tokens: name of the block's first argument.
+        arguments: names of its other arguments in order, each with its meaning: mask, causal or rope.
+        among_special: whether masks hide special tokens alone and treat all patches alike.
+        dense: the MLP in detail, for the fused path; None where the block is never dense.
+    """
+
+    norm1: str
+    qkv: str | tuple[str, str, str]
+    proj: str
+    norm2: str
+    mlp: str
+    heads: str
+    head_dim: str | None = None
+    attention: str | None = None
+    q_norm: str | None = None
+    k_norm: str | None = None
+    inner_norm: str | None = None
+    gate: str | None = None
+    proj_drop: str | None = None
+    after_attend: tuple[str, ...] = ()
+    after_feed: tuple[str, ...] = ()
+    post_norm: bool = False
+    scale: str | None = None
+    attention_dropout: str | None = None
+    rotate_half: str | bool = True
+    prefix: str | None = None
+    tokens: str = "x"
+    arguments: tuple[tuple[str, str], ...] = ()
+    among_special: bool = False
+    dense: MlpNames | None = None
+
+
+class NamedBlock(BlockAdapter):
+    """A block described by its `BlockNames`."""
+
+    def __init__(self, names: BlockNames) -> None:
+        self.names = names
+        self.input_name = names.tokens
+
+    def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        given = {**dict(zip((name for name, _ in self.names.arguments), args, strict=False)), **kwargs}
+        found = {meaning: given[name] for name, meaning in self.names.arguments if name in given}
+        causal = bool(found.get("causal", False))
+        return BlockCall(found.get("mask"), causal, found.get("rope"), self.names.among_special)
+
+    def attend_norm(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x if self.names.post_norm else find_part(block, self.names.norm1)(x)
+
+    def qkv(self, block: nn.Module, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        names, (batch, length, _) = self.names, h.shape
+        width = self.head_shape(block)[1] if names.head_dim is None else find_part(block, names.head_dim)
+        projected = self.project(block, h)
+        if isinstance(projected, Tensor):
+            q, k, v = projected.reshape(batch, length, 3, -1, width).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = (part.reshape(batch, length, -1, width).transpose(1, 2) for part in projected)
+        return _apply(block, names.q_norm, q), _apply(block, names.k_norm, k), v
+
+    def project(self, block: nn.Module, h: Tensor) -> Tensor | Sequence[Tensor]:
+        """Project tokens (B, N, D) to queries, keys and values: packed (B, N, 3·H·d), or three of (B, N, H·d)."""
+        paths = self.names.qkv
+        if isinstance(paths, str):
+            return linear_at(block, paths)(h)
+        return [linear_at(block, path)(h) for path in paths]
+
+    def rotate(self, block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
+        half = self.names.rotate_half
+        return rotate(x, table, interleaved=not (find_part(block, half) if isinstance(half, str) else half))
+
+    def attention_scale(self, block: nn.Module) -> float | None:
+        return None if self.names.scale is None else find_part(block, self.names.scale)
+
+    def attention_dropout(self, block: nn.Module) -> float:
+        if self.names.attention_dropout is None or not self._attention(block).training:
+            return 0.0
+        dropout = find_part(block, self.names.attention_dropout)
+        rate: float = getattr(dropout, "p", dropout)
+        return rate
+
+    def attend_output(self, block: nn.Module, attended: Tensor, h: Tensor) -> Tensor:
+        names = self.names
+        y = _apply(block, names.inner_norm, attended)
+        gate = None if names.gate is None else find_part(block, names.gate)
+        if gate is not None:
+            y = y * gate(h).sigmoid()
+        return _apply(block, names.proj_drop, find_part(block, names.proj)(y))
+
+    def attend_branch(self, block: nn.Module, y: Tensor) -> Tensor:
+        return self._branch(block, self.names.norm1, self.names.after_attend, y)
+
+    def feed_norm(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x if self.names.post_norm else find_part(block, self.names.norm2)(x)
+
+    def feed(self, block: nn.Module, h: Tensor) -> Tensor:
+        return find_part(block, self.names.mlp)(h)
+
+    def feed_branch(self, block: nn.Module, y: Tensor) -> Tensor:
+        return self._branch(block, self.names.norm2, self.names.after_feed, y)
+
+    def attend_parts(self, block: nn.Module) -> Sequence[nn.Module]:
+        names = self.names
+        if names.attention is not None:
+            return (find_part(block, names.attention),)
+        paths = (*((names.qkv,) if isinstance(names.qkv, str) else names.qkv), names.gate, names.proj)
+        found = (find_part(block, path) for path in paths if path is not None)
+        return [part for part in found if part is not None]
+
+    def feed_parts(self, block: nn.Module) -> Sequence[nn.Module]:
+        return (find_part(block, self.names.mlp),)
+
+    def head_shape(self, block: nn.Module) -> tuple[int, int]:
+        heads = find_part(block, self.names.heads)
+        if self.names.head_dim is not None:
+            return heads, find_part(block, self.names.head_dim)
+        return heads, find_part(block, self.names.proj).in_features // heads
+
+    def shift_prefix(self, block: nn.Module, by: int) -> None:
+        if self.names.prefix is not None:
+            owner, _, name = self.names.prefix.rpartition(".")
+            part = find_part(block, owner) if owner else block
+            setattr(part, name, getattr(part, name) + by)
+
+    def dense(self, block: nn.Module) -> DenseBlock | None:
+        names, mlp = self.names, self.names.dense
+        if mlp is None or names.post_norm or not self._is_dense(block, mlp):
+            return None
+        gammas = _gamma(block, names.after_attend), _gamma(block, names.after_feed)
+        if any(gamma is _UNKNOWN for gamma in gammas):
+            return None
+        after_attend = _drops(block, names.proj_drop, *names.after_attend)
+        after_feed = _drops(block, mlp.drops[1], *names.after_feed)
+        paths = (names.qkv,) if isinstance(names.qkv, str) else names.qkv
+        find = partial(find_part, block)
+        return DenseBlock(
+            heads=self.head_shape(block)[0],
+            norm1=find(names.norm1),
+            qkv=tuple(linear_at(block, path) for path in paths),
+            proj=find(names.proj),
+            norm2=find(names.norm2),
+            fc1=find(mlp.fc1),
+            fc2=find(mlp.fc2),
+            gammas=gammas,
+            scale=self.attention_scale(block),
+            gelu="none" if mlp.act is None else getattr(find(mlp.act), "approximate", "none"),
+            drops=(after_attend, _drops(block, mlp.drops[0]), after_feed),
+        )
+
+    def _is_dense(self, block: nn.Module, mlp: MlpNames) -> bool:
+        """Whether a block is nothing but the matrices of a `DenseBlock`, with no hook on any of its parts."""
+        names, find = self.names, partial(find_part, block)
+        feed = find(names.mlp)
+        if type(feed).__name__ not in mlp.classes or not _is_own(block, feed) or not is_plain(feed, type(feed)):
+            return False
+        activation = None if mlp.act is None else find(mlp.act)
+        norms = [find(path) for path in (names.norm1, names.norm2)]
+        absent = [find(path) for path in (names.q_norm, names.k_norm, names.inner_norm, mlp.norm) if path is not None]
+        qkv = (names.qkv,) if isinstance(names.qkv, str) else names.qkv
+        linears = [find(path) for path in (*qkv, names.proj, mlp.fc1, mlp.fc2)]
+        return (
+            all(isinstance(norm, nn.LayerNorm) and is_plain(norm, type(norm)) for norm in norms)
+            and all(_is_own(block, norm) and norm.bias is not None for norm in norms)
+            and all(_is_plain_linear(block, linear) for linear in linears)
+            and all(is_plain(part, nn.Identity) for part in absent if part is not None)
+            and all(is_ordinary(part) for part in self.attend_parts(block))
+            and (names.gate is None or find(names.gate) is None)
+            and (activation is None or _is_gelu(activation))
+            and self.attention_dropout(block) == 0
+        )
+
+    def _attention(self, block: nn.Module) -> nn.Module:
+        return block if self.names.attention is None else find_part(block, self.names.attention)
+
+    def _branch(self, block: nn.Module, norm: str, paths: tuple[str, ...], y: Tensor) -> Tensor:
+        if self.names.post_norm:
+            y = find_part(block, norm)(y)
+        for path in paths:
+            y = _apply(block, path, y)
+        return y
+
+
+def find_part(block: nn.Module, path: str) -> Any:
+    """Return what a dotted path leads to. It is looked up at each call: LoRA or quantization may replace a part."""
+    return attrgetter(path)(block)
+
+
+def linear_at(block: nn.Module, path: str) -> Callable[[Tensor], Tensor]:
+    """Return the projection at a path: a module, or a function that applies a parameter called ``…_weight``."""
+    if not path.endswith("_weight"):
+        projection: nn.Module = find_part(block, path)
+        return projection
+    owner, _, name = path.rpartition(".")
+    return partial(_apply_weight, find_part(block, owner) if owner else block, name)
+
+
+def _apply_weight(owner: nn.Module, name: str, h: Tensor) -> Tensor:
+    bias = getattr(owner, name.removesuffix("weight") + "bias")
+    return F.linear(h, getattr(owner, name), bias)
+
+
+def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
+    """Apply the module at a path, or multiply by the parameter there; do nothing where there is none."""
+    part = None if path is None else find_part(block, path)
+    if part is None:
+        return y
+    return part(y) if callable(part) else part * y
+
+
+_UNKNOWN = nn.Identity()
+"""Stands for a layer scale that is not a plain factor per channel."""
+
+
+def _gamma(block: nn.Module, paths: tuple[str, ...]) -> Any:
+    """Return the layer scale among the parts of a branch: None where there is none."""
+    found: list[Any] = []
+    for path in paths:
+        part = find_part(block, path)
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif part is not None and any(True for _ in part.parameters()):
+            scales = list(part.parameters())
+            own = len(scales) == 1 and _is_own(block, part) and is_plain(part, type(part))
+            found.append(scales[0] if own else _UNKNOWN)
+    return None if not found else found[0] if len(found) == 1 else _UNKNOWN
+
+
+def _drops(block: nn.Module, *paths: str | None) -> tuple[nn.Module, ...]:
+    """Return the active parts without parameters among those at these paths."""
+    found = [find_part(block, path) for path in paths if path is not None]
+    return at_work(
+        *(part for part in found if isinstance(part, nn.Module) and not any(True for _ in part.parameters()))
+    )
+
+
+def _is_own(block: nn.Module, part: nn.Module) -> bool:
+    """Whether a part's class is one of torch's, or of the library that the block comes from."""
+    libraries = {kind.__module__.partition(".")[0] for kind in type(block).__mro__}
+    return type(part).__module__.partition(".")[0] in {"torch", *libraries}
+
+
+def _is_plain_linear(block: nn.Module, linear: Any) -> bool:
+    if isinstance(linear, Tensor):  # a parameter, checked with the attention module that holds it
+        return True
+    plain = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return is_plain(linear, *plain) and linear.bias is not None
+
+
+def _is_gelu(activation: nn.Module) -> bool:
+    return is_plain(activation, nn.GELU) or type(activation).__name__ == "GELUActivation"

@@ -1,0 +1,44 @@
+"""Logits of each head of a model, recorded while the model runs unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitrail.adapters.registry import head_names
+from vitrail.heads.by_role import Heads
+
+
+@contextmanager
+def head_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Record the logits of every head for the model's own classes, by name, one tensor per batch, on the CPU.
+
+    Class tokens that share a head are separate entries. Heads of tasks, heads that regress and removed heads are left
+    out.
+    """
+    found: dict[str, list[Tensor]] = {}
+    handles = []
+
+    def by_role(heads: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        assert isinstance(heads, Heads)
+        for name, value in heads.answers(*args, **kwargs).items():
+            found.setdefault(name, []).append(value.detach().cpu())
+
+    def linear(name: str) -> Callable[..., None]:
+        return lambda _, __, output: found.setdefault(name, []).append(output.detach().cpu())
+
+    roles, parts = head_names(), dict(model.named_modules())
+    for path, part in parts.items():
+        inside, _, name = path.rpartition(".")
+        if isinstance(part, Heads):
+            handles.append(part.register_forward_hook(by_role, with_kwargs=True))
+        elif name in roles and hasattr(part, "out_features") and not isinstance(parts[inside], Heads):
+            handles.append(part.register_forward_hook(linear(roles[name])))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

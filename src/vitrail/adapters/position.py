@@ -1,0 +1,101 @@
+"""Position inside attention: rotary position, and the interface for any other kind.
+
+A merged token stands between its patches, so positions are coordinates, never indices: the runtime averages the
+coordinates of merged patches and asks the `Position` object for what attention needs at them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Position(ABC):
+    """Position of a model that acts inside attention, at any coordinates.
+
+    A kind of position overrides what it needs: rotary position `table`, a relative bias `bias`.
+
+    Attributes:
+        positions: coordinates of the patches (P, axes), or None where only the model's own table has them.
+    """
+
+    positions: Tensor | None
+
+    def table(self, layer: int, positions: Tensor) -> Tensor | None:
+        """Return the rotation table (B, H or 1, N, 2·d) of a layer at coordinates (B, N, axes); None for no rotation.
+
+        ``BlockAdapter.rotate`` applies it to queries and keys.
+        """
+        return None
+
+    def bias(self, layer: int, positions: Tensor) -> Tensor | None:
+        """Return the bias (B or 1, H, N, N) added to a layer's scaled scores; None for no bias."""
+        return None
+
+    @abstractmethod
+    def read(self, table: Tensor) -> Tensor:
+        """Return the coordinates (P, axes) or (B, P, axes) behind what the model passed to its block."""
+
+
+@dataclass(frozen=True)
+class Rotary(Position):
+    """Rotary position as ``angle = coordinates · frequencies``.
+
+    It is linear in the coordinates: a token between two patches has an angle, and a token at zero (any special
+    token) is not rotated.
+
+    Attributes:
+        positions: coordinates of the patches (P, axes); None where only the model's own table has them
+            (augmented coordinates, dropped patches), and `read` recovers them.
+        frequencies: (L or 1, H or 1, axes, d / 2); one entry serves all layers, or all heads.
+        interleaved: whether the two channels of a pair are neighbors, or half a head apart.
+    """
+
+    positions: Tensor | None
+    frequencies: Tensor
+    interleaved: bool
+
+    def table(self, layer: int, positions: Tensor) -> Tensor:
+        """Return sines and cosines at any coordinates (B, N, axes), as one table (B, H or 1, N, 2·d)."""
+        frequencies = self.frequencies[min(layer, self.frequencies.shape[0] - 1)]
+        angle = positions.unsqueeze(1) @ frequencies.to(positions.dtype)
+        angle = angle.repeat_interleave(2, -1) if self.interleaved else torch.cat([angle, angle], -1)
+        return torch.cat([angle.sin(), angle.cos()], -1)
+
+    def read(self, table: Tensor) -> Tensor:
+        """Return coordinates (P, axes) or (B, P, axes) from a table (…, P, 2·d) whose axes have their own channels.
+
+        The slowest channel of an axis never turns far enough to be ambiguous, so its angle is the coordinate.
+        """
+        frequencies = self.frequencies[0, 0]
+        work = torch.promote_types(table.dtype, torch.float32)
+        sine, cosine = table.to(work).chunk(2, -1)
+        pair = 2 if self.interleaved else 1
+        angle = torch.atan2(sine, cosine)
+        slowest = torch.where(frequencies == 0, torch.inf, frequencies.abs()).argmin(-1)
+        axes = [angle[..., pair * channel] / frequencies[axis, channel] for axis, channel in enumerate(slowest)]
+        positions = torch.stack(axes, -1)
+        return positions.squeeze(1) if positions.dim() == 4 else positions
+
+
+def axial_frequencies(bands: Tensor) -> Tensor:
+    """Return frequencies (1, 1, 2, d / 2) of two axes with one half of the channels each, from bands (d / 4,)."""
+    zero = torch.zeros_like(bands)
+    return torch.stack([torch.cat([bands, zero]), torch.cat([zero, bands])])[None, None]
+
+
+def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the last tokens of queries or keys (B, H, N, d), as many as the table (…, P, 2·d) has."""
+    sine, cosine = table.chunk(2, -1)
+    front = x.shape[-2] - table.shape[-2]
+    patches = x[..., front:, :]
+    if interleaved:
+        turned = torch.stack([-patches[..., 1::2], patches[..., ::2]], -1).reshape(patches.shape)
+    else:
+        left, right = patches.chunk(2, -1)
+        turned = torch.cat([-right, left], -1)
+    rotated = patches * cosine + turned * sine
+    return torch.cat([x[..., :front, :], rotated.to(x.dtype)], -2)

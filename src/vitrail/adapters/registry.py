@@ -1,0 +1,187 @@
+"""The registry of model libraries and adapters: finding a supported trunk in a model, and loading models by name.
+
+Libraries are found, never imported early: a model of a library exists only where that library is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitrail.adapters.base import BlockAdapter, Library, TrunkAdapter
+from vitrail.data.spec import InputSpec
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
+
+LIBRARIES: dict[str, str | Library] = {
+    "timm": "vitrail.adapters.timm",
+    "hf": "vitrail.adapters.transformers",
+    "torchvision": "vitrail.adapters.torchvision",
+    "vitrail": "vitrail.adapters.vitrail",
+}
+"""Libraries by the prefix of their models' names: a `Library`, or the module whose ``LIBRARY`` is one."""
+
+ADAPTERS: dict[type | str, TrunkAdapter] = {}
+"""Adapters by trunk class, or by its dotted name. A library's own are added once the library is imported."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A supported trunk inside a user's model."""
+
+    trunk: nn.Module
+    adapter: TrunkAdapter
+    blocks: tuple[nn.Module, ...]
+    block_adapters: tuple[BlockAdapter, ...]
+
+
+def register_adapter(trunk_class: type | str, adapter: TrunkAdapter) -> None:
+    """Register the adapter of a model class, so that everything Vitrail does works on its models.
+
+    Args:
+        trunk_class: the class, or its dotted name (``"package.module.Class"``), which imports nothing. Subclasses are
+            included. An adapter registered before for the same class is replaced.
+        adapter: describes the class; see ``docs/adapters.md``.
+
+    Example:
+        >>> vitrail.register_adapter("mylib.models.MyViT", MyAdapter())  # doctest: +SKIP
+    """
+    dotted = isinstance(trunk_class, str) and all(part.isidentifier() for part in trunk_class.split("."))
+    if not (isinstance(trunk_class, type) or (dotted and "." in str(trunk_class))):
+        raise InvalidOption(f"trunk_class={trunk_class!r}; expected a class, or its dotted name 'package.module.Class'")
+    if not isinstance(adapter, TrunkAdapter):
+        raise InvalidOption(f"adapter={adapter!r}; expected an instance of vitrail.adapters.TrunkAdapter")
+    ADAPTERS[trunk_class] = adapter
+
+
+def library(prefix: str) -> Library:
+    """Return the library of a prefix; importing its adapter does not import the library itself."""
+    entry = LIBRARIES[prefix]
+    if isinstance(entry, str):
+        found: Library = import_module(entry).LIBRARY
+        return found
+    return entry
+
+
+def split_name(name: str) -> tuple[Library | None, str]:
+    """Split ``PREFIX:NAME`` into its library and the rest; the library is None where there is no known prefix."""
+    prefix, colon, rest = name.partition(":")
+    return (library(prefix), rest) if colon and prefix in LIBRARIES else (None, name)
+
+
+def library_of(config: Mapping[str, Any]) -> Library:
+    """Return the library of a trained model by the ``architecture`` in its ``config.json``; ours where it has none."""
+    prefix = str(config.get("architecture", "")).partition(":")[0]
+    return library(prefix if prefix in LIBRARIES else "vitrail")
+
+
+def find(model: nn.Module) -> Found:
+    """Find the one supported trunk in a model: the model itself, or a part of it."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a model, a torch.nn.Module; got {type(model).__name__}")
+    _register_imported()
+    known = {kind: adapter for key, adapter in ADAPTERS.items() if (kind := _class(key)) is not None}
+    trunks = [
+        (name, part, adapter)
+        for name, part in model.named_modules()
+        if (adapter := next((known[kind] for kind in type(part).__mro__ if kind in known), None)) is not None
+    ]
+    if not trunks:
+        raise UnsupportedModel(
+            f"{type(model).__name__} is not a supported model and contains none; supported are "
+            f"{', '.join(supported())}. vitrail.register_adapter adds others"
+        )
+    if len(trunks) > 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} contains {len(trunks)} supported models ({', '.join(one[0] for one in trunks)}); "
+            "pass one of them"
+        )
+    _, trunk, adapter = trunks[0]
+    adapter.check(trunk)
+    try:
+        blocks = tuple(adapter.blocks(trunk))
+    except AttributeError:
+        blocks = ()
+    if not blocks:
+        raise UnsupportedModel(f"this {type(trunk).__name__} has no blocks, so there is nothing to merge in")
+    return Found(trunk, adapter, blocks, tuple(adapter.block_adapter(block) for block in blocks))
+
+
+def supported() -> list[str]:
+    """Return the names of the supported model classes."""
+    of_libraries = {
+        name: f"{one.package.partition('.')[0]} {name.rpartition('.')[2]}"
+        for one in map(library, LIBRARIES)
+        for name in one.trunks()
+    }
+    others = [key if isinstance(key, str) else key.__name__ for key in ADAPTERS if key not in of_libraries]
+    return [*of_libraries.values(), *others]
+
+
+def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+    """Load a model by name, in eval mode.
+
+    Args:
+        name: ``timm:NAME``, ``hf:REPO-OR-DIRECTORY``, ``torchvision:NAME``, ``vitrail:NAME-OR-DIRECTORY``, or the
+            directory of a run or of a saved model.
+        pretrained: whether to load trained weights; without, they are random.
+        options: for the library's own constructor.
+    """
+    found, rest = split_name(name) if isinstance(name, str) else (None, "")
+    if found is None and rest and Path(rest).is_dir():
+        found, rest = library("vitrail"), f"local-dir:{rest}"
+    if found is None or not rest:
+        known = ", ".join(f"{prefix}:NAME" for prefix in LIBRARIES)
+        raise ModelLoadError(f"a model is named {known}; got {name!r}")
+    return found.load(rest, pretrained, **options)
+
+
+def size_options(name: str, size: tuple[int, ...] | None) -> dict[str, Any]:
+    """Return the options with which `load_model` builds a model for inputs of a size; none where it needs none."""
+    found, _ = split_name(name)
+    return {} if found is None or size is None else found.size_options(size)
+
+
+def input_spec(model: nn.Module) -> InputSpec:
+    """Return the size and normalization that a supported model expects of its inputs."""
+    found = find(model)
+    return found.adapter.input_spec(found.trunk)
+
+
+def declared_spec(model: nn.Module) -> InputSpec | None:
+    """Return the input specification of any model, supported or not, as its library declares it; None if unknown."""
+    try:
+        return input_spec(model)
+    except UnsupportedModel:
+        declared = (one.declared_spec(model) for one in _imported())
+        return next((spec for spec in declared if spec is not None), None)
+
+
+def head_names() -> dict[str, str]:
+    """Return the attribute names of the linear heads of all imported libraries, each with the role that it reads."""
+    return {name: role for one in _imported() for name, role in one.heads.items()}
+
+
+def _imported() -> list[Library]:
+    """Return the libraries whose package is imported; others cannot have made a model."""
+    return [one for one in map(library, LIBRARIES) if one.package in sys.modules]
+
+
+def _register_imported() -> None:
+    for one in _imported():
+        for name, adapter in one.trunks().items():
+            ADAPTERS.setdefault(name, adapter)
+
+
+def _class(key: type | str) -> type | None:
+    """Return a class by its dotted name, if its module is imported."""
+    if isinstance(key, type):
+        return key
+    module, _, name = key.rpartition(".")
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None

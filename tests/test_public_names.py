@@ -17,8 +17,8 @@ PUBLIC = {
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
-        "Position Rotary TrunkAdapter find head_outputs input_spec known_block load_model register_adapter size_options "
-        "supported"
+        "Position Rotary TrunkAdapter find head_outputs input_spec known_block load_model register_adapter "
+        "size_options supported"
     ),
     "vitrail.analysis": (
         "attention discovery downstream features norms probes redundancy result roles statistics survey"
@@ -68,7 +68,7 @@ def packages() -> list[str]:
 
 def get(module: ModuleType, name: str) -> object:
     """Return a public name, which may be a module that is not loaded yet."""
-    return getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
+    return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{module.__name__}.{name}")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -86,7 +86,7 @@ def real_features(parquet: Path | None, number: int = 200) -> tuple[str, dict[st
     import timm
     from PIL import Image
 
-    from vitrail.data import Preprocessing, read_image, samples, to_tensor
+    from vitrail.data import InputSpec, read_image, samples, to_tensor
 
     if parquet is None:
         whole = [read_image(path) for path in samples().values()]
@@ -108,7 +108,7 @@ def real_features(parquet: Path | None, number: int = 200) -> tuple[str, dict[st
     layers: list[list[torch.Tensor]] = []
     with torch.no_grad():
         for start in range(0, len(images), 20):
-            batch = to_tensor(images[start : start + 20], Preprocessing((224, 224)))
+            batch = to_tensor(images[start : start + 20], InputSpec((224, 224)))
             tokens = model.forward_intermediates(batch, norm=False, output_fmt="NLC", intermediates_only=True)
             layers.append([layer.norm(dim=-1) for layer in tokens])
     found: dict[str, Draw] = {}

@@ -28,7 +28,7 @@ PUBLIC = {
     ),
     "vitrail.cli": "app main",
     "vitrail.data": (
-        "Batch Collection MAX_PIXELS Preprocessing Sample as_rgb check_image find_images open_collection read_image "
+        "Arrays Batch Dataset InputSpec MAX_PIXELS Sample Source as_rgb check_image find_images open_dataset read_image "
         "samples to_tensor"
     ),
     "vitrail.drawing": "contact_sheet stained_glass",
@@ -47,9 +47,7 @@ PUBLIC = {
         "count find_register_neurons merge record test_time_registers"
     ),
     "vitrail.tokens": "Role TokenLayout TokenSpan TokenSpec check_specs span_names token_names",
-    "vitrail.training": (
-        "Arrays Config Evaluation Event Examples Labels PRESETS Run evaluate load_trained open_examples read_log train"
-    ),
+    "vitrail.training": "Arrays Config Evaluation Event Labels PRESETS Run evaluate load_trained read_log train",
 }
 
 SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"compare", "inspect"}}

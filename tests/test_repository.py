@@ -46,7 +46,7 @@ before = set(sys.modules)
 import vitrail
 added = sorted(set(sys.modules) - before)
 found = {"added": added, "loaded": loaded(), "cuda": torch.cuda.is_initialized()}
-from vitrail.data import Preprocessing
+from vitrail.data import InputSpec
 found["with preprocessing"] = loaded()
 sys.argv, said = ["vitrail", "--help"], io.StringIO()
 try:
@@ -136,7 +136,7 @@ def test_readme_shows_the_two_commands_on_its_first_screen() -> None:
 
 @pytest.mark.filterwarnings("ignore::vitrail.errors.VitrailWarning")
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/inspect.md", "docs/merging.md", "docs/methods.md", "docs/speed.md"]
+    "page", ["README.md", "docs/data.md", "docs/inspect.md", "docs/merging.md", "docs/methods.md", "docs/speed.md"]
 )
 def test_examples_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)

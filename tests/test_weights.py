@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import vitrail
 from vitrail.adapters.saved import EMBEDDED
-from vitrail.data import to_tensor
-from vitrail.data.drawn_samples import drawings
+from vitrail.data import open_dataset, to_tensor
+from vitrail.data.sample_images import drawings
 from vitrail.models import ViT
-from vitrail.training import evaluate, load_trained, open_examples
+from vitrail.training import evaluate, load_trained
 
 FOLDER = EMBEDDED["tiny"]
 
@@ -60,7 +60,7 @@ def test_it_knows_what_is_drawn_merged_or_not(model: ViT) -> None:
 
 
 def test_it_is_as_good_as_its_card_says(shared_data: Path) -> None:
-    some = open_examples(str(shared_data / "imagenette-128-val.parquet")).take(0.025, 0)
+    some = open_dataset(str(shared_data / "imagenette-128-val.parquet"), labeled=True).take(0.025, 0)
     found = evaluate("vitrail:tiny", some, look=0, seconds=0)
     assert found.count >= 95
     assert found.accuracy["fused"] > 0.88  # 93.7 % of all; two standard errors of so few are 5 points

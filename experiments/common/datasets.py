@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset as TorchDataset
 
 from experiments.common.shapes import COLORS, GROUPS, MOTIONS, SHAPES, Drawn, render_clips, render_images
 from experiments.common.spectrograms import read_digits
-from vitrail.data.decoded import square
+from vitrail.data import Arrays, Dataset, open_dataset
+from vitrail.data.decode import center_square
 from vitrail.errors import ImageError
-from vitrail.training import Arrays, Examples, open_examples
 
 VARIABLE = "VITRAIL_DATA"
 DEFAULT = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -38,16 +38,16 @@ class Data:
         masks: returns the object masks of the validation images, (N, S, S) in [0, 1]; None if unknown.
     """
 
-    train: Examples
-    validation: Examples
+    train: Dataset
+    validation: Dataset
     masks: Callable[[], Tensor] | None = field(default=None, kw_only=True)
 
-    def monitored(self, count: int) -> Examples:
+    def monitored(self, count: int) -> Dataset:
         """Return a fixed subset of the training set, for measurements during and after a run."""
         return self.train.take(min(count / len(self.train), 1.0), seed=0)
 
 
-class ImageDataset(Dataset[tuple[Tensor, int]]):
+class ImageDataset(TorchDataset[tuple[Tensor, int]]):
     """Images (N, 3, S, S) in uint8 with one class each."""
 
     def __init__(self, images: Tensor, targets: Tensor, classes: Sequence[str]) -> None:
@@ -72,14 +72,16 @@ def data_file(name: str) -> Path:
 @cache
 def imagenette() -> Data:
     """Open Imagenette, ten classes of ImageNet at 128 pixels: 9,469 training and 3,925 validation images."""
-    return Data(*(open_examples(data_file(f"imagenette-128-{part}.parquet")).kept() for part in ("train", "val")))
+    return Data(
+        *(open_dataset(data_file(f"imagenette-128-{part}.parquet"), labeled=True).cached() for part in ("train", "val"))
+    )
 
 
 @cache
 def pets() -> Data:
     """Open Oxford-IIIT Pet, 37 breeds of 2 species at 160 pixels: 3,680 training and 3,669 validation images."""
     files = [data_file(f"pets-160-{part}.parquet") for part in ("train", "test")]
-    train, test = (open_examples(file, labels=("breed", "species")).kept() for file in files)
+    train, test = (open_dataset(file, labels=("breed", "species"), labeled=True).cached() for file in files)
     return Data(train, test, masks=lambda: trimaps(files[1], 160))
 
 
@@ -92,7 +94,7 @@ def trimaps(path: Path, side: int) -> Tensor:
     for row, one in enumerate(parquet.read_table(path, columns=["trimap"])["trimap"].to_pylist()):
         values = np.asarray(Image.open(BytesIO(one["bytes"])))
         pet = Image.fromarray(np.isin(values, (1, 3)).astype(np.uint8) * 255).convert("RGB")
-        masks[row] = square(pet, side)[0] / 255
+        masks[row] = center_square(pet, side)[0] / 255
     return masks
 
 
@@ -106,7 +108,7 @@ def bounding_box(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int] | None:
 def digits() -> Data:
     """Open spoken digits of six speakers as spectrograms (1, 40, 64): 2,700 training and 300 validation samples."""
     files = [data_file(f"spoken-digits-{part}.parquet") for part in ("train", "test")]
-    return Data(*(open_examples(read_digits(file), labels=("digit", "speaker")) for file in files))
+    return Data(*(open_dataset(read_digits(file), labels=("digit", "speaker"), labeled=True) for file in files))
 
 
 @cache
@@ -124,10 +126,10 @@ def grouped_shapes(side: int = 64, count: int = 4800) -> Data:
 def _rendered(side: int, count: int, classes: Mapping[str, Sequence[str]]) -> Data:
     """Render images, labeled by the attributes of `Drawn` that ``classes`` names."""
 
-    def opened(drawn: Drawn) -> Examples:
+    def opened(drawn: Drawn) -> Dataset:
         attributes = {name: "color" if name == "colour" else name for name in classes}  # rows spell the label "colour"
         labels = {name: getattr(drawn, attribute) for name, attribute in attributes.items()}
-        return open_examples(Arrays(drawn.images, labels, classes), labels=tuple(classes))
+        return open_dataset(Arrays(drawn.images, labels, classes), labels=tuple(classes), labeled=True)
 
     drawn = render_images(count, side=side, seed=0), render_images(count // 2, side=side, seed=1)
     return Data(*map(opened, drawn), masks=drawn[1].float_masks)
@@ -138,9 +140,9 @@ def moving_shapes(frames: int = 8, side: int = 48, count: int = 4200) -> Data:
     """Render clips (3, T, S, S) whose class is a shape and its motion; half as many for validation."""
     classes = tuple(f"{shape}, {motion}" for shape in SHAPES for motion in MOTIONS)
 
-    def opened(drawn: Drawn) -> Examples:
+    def opened(drawn: Drawn) -> Dataset:
         assert drawn.motion is not None
-        return open_examples(Arrays(drawn.images, drawn.shape * len(MOTIONS) + drawn.motion, classes))
+        return open_dataset(Arrays(drawn.images, drawn.shape * len(MOTIONS) + drawn.motion, classes), labeled=True)
 
     size = {"frames": frames, "side": side}
     return Data(opened(render_clips(count, seed=0, **size)), opened(render_clips(count // 2, seed=1, **size)))
@@ -150,4 +152,4 @@ def moving_shapes(frames: int = 8, side: int = 48, count: int = 4200) -> Data:
 def reduced_images() -> Data:
     """Render a few images of shapes, for the reduced setting of any study of images."""
     drawn = [render_images(count, side=32, seed=seed) for seed, count in enumerate((96, 48))]
-    return Data(*(open_examples(ImageDataset(one.images, one.shape, SHAPES)).kept() for one in drawn))
+    return Data(*(open_dataset(ImageDataset(one.images, one.shape, SHAPES), labeled=True).cached() for one in drawn))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.dataset import LABEL
-from vitrail.data.loading.loader import make_feed
-from vitrail.training import Labels, open_examples
+from vitrail.data import open_dataset
+from vitrail.data.loading.loader import make_loader
+from vitrail.data.sources.base import LABEL
+from vitrail.training import Labels
 from vitrail.training.input_size import prepares
 
 
@@ -19,9 +20,9 @@ def batches(model: nn.Module, labels: Labels, data: Any, batch: int = 256) -> It
     spec = labels.preprocessing
     assert spec is not None, "a trained model has an input specification"
     columns = () if list(labels.classes) == [LABEL] else tuple(labels.classes)
-    examples = open_examples(data, labels=columns, classes=labels.classes)
+    examples = open_dataset(data, labels=columns, classes=labels.classes, labeled=True)
     weight = next(model.parameters())
-    loader = make_feed(examples, side=spec.size[0] or 1, device=weight.device)
+    loader = make_loader(examples, image_size=spec.size[0] if spec.size else 1, device=weight.device)
     prepare = prepares(spec).plain
     try:
         for samples, targets, _ in loader.sweep(batch):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.data import Arrays
 from vitrail.errors import ImageError
-from vitrail.training import Arrays
 
 RATE = 8000
 WINDOW, HOP, BANDS, FRAMES = 256, 100, 40, 64

@@ -36,7 +36,7 @@ from experiments.registers.scenes import DataWithScenes
 from experiments.registers.study import STUDY, register_arm
 from vitrail._atomic_files import write_bytes
 from vitrail.analysis.survey import survey
-from vitrail.data.collection import Collection
+from vitrail.data import Dataset
 from vitrail.errors import InvalidOption
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
 from vitrail.training.interrupt import Interrupted
@@ -119,7 +119,7 @@ def resume_training(
 # Results.
 
 
-def measure_checkpoints(folder: Path, scenes: Collection, device: torch.device) -> dict[str, Any]:
+def measure_checkpoints(folder: Path, scenes: Dataset, device: torch.device) -> dict[str, Any]:
     """Return the norms by layer of every checkpoint, and the first epoch with artifacts."""
     per_epoch = read_log(folder / "log.jsonl", "epoch")[0]["step"]
 

@@ -17,7 +17,7 @@ from vitrail.analysis.discovery import corloc, suggest_biases, sweep_lost
 from vitrail.analysis.downstream import evaluate_segmentation
 from vitrail.analysis.norms import find_threshold
 from vitrail.analysis.statistics import split_images
-from vitrail.data.collection import Collection
+from vitrail.data import Dataset
 from vitrail.report.report import Report
 from vitrail.training import Labels, Run, read_log
 
@@ -36,7 +36,7 @@ def measure(run: Run, trained: TrainedModel) -> dict[str, Any]:
     return {"over_training": over_training, **measure_model(trained.model, trained.labels, trained.data.scenes())}
 
 
-def measure_model(model: nn.Module, labels: Labels, scenes: Collection) -> dict[str, Any]:
+def measure_model(model: nn.Module, labels: Labels, scenes: Dataset) -> dict[str, Any]:
     """Inspect a model, evaluate its features on dense tasks and, if it has artifacts, with test-time registers."""
     report = vitrail.inspect(model, scenes, batch_size=64, discovery=False)
     assert report is not None
@@ -94,7 +94,7 @@ def dense_tasks(features: SceneFeatures) -> dict[str, Any]:
 
 
 def dense_tasks_with_registers(
-    model: nn.Module, labels: Labels, scenes: Collection, neurons: Mapping[Any, list[int]]
+    model: nn.Module, labels: Labels, scenes: Dataset, neurons: Mapping[Any, list[int]]
 ) -> dict[str, dict[str, Any]]:
     """Evaluate dense tasks with test-time registers, and with as many random neurons as control."""
     by_layer = {int(layer): some for layer, some in neurons.items()}

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.redundancy import neighbor_similarity
-from vitrail.data.collection import Collection
-from vitrail.data.spec import Preprocessing
+from vitrail.data import Dataset
 from vitrail.surgery.recording import record
 from vitrail.training import Labels
 
@@ -43,13 +42,13 @@ class SceneFeatures:
     patch: tuple[int, int]
 
     @classmethod
-    def of(cls, model: nn.Module, labels: Labels, scenes: Collection) -> Self:
+    def of(cls, model: nn.Module, labels: Labels, scenes: Dataset) -> Self:
         """Run a model over scenes; special tokens, including appended ones, are left out."""
         parts: list[tuple[Tensor, ...]] = []
         masks, boxes, classes = [], [], []
         names: list[str] = []
         spec = labels.preprocessing
-        assert isinstance(spec, Preprocessing)
+        assert spec is not None
         for batch in scenes.batches(spec, 64):
             recording = record(model, batch.images, ("embedding", "tokens", "k", "v"), layers=[-1])
             (layer,), layout = recording.layers, recording.layout

@@ -15,9 +15,10 @@ from experiments.common.inputs import all_inputs
 from experiments.common.study import TrainedModel
 from vitrail.analysis.attention import overlap, spread, token_maps
 from vitrail.analysis.probes.linear import fit_classifier
+from vitrail.data import Dataset
 from vitrail.surgery.recording import Recording, record
 from vitrail.tokens import TokenLayout
-from vitrail.training import Examples, Run
+from vitrail.training import Run
 
 SAME_TASK, OTHER_TASK = "one task", "two tasks"
 """Pairs of tokens: of the same task, or of different tasks. The values are keys in the rows."""
@@ -52,7 +53,7 @@ def measure(run: Run, trained: TrainedModel) -> dict[str, Any]:
     }
 
 
-def record_special(trained: TrainedModel, examples: Examples) -> Recording:
+def record_special(trained: TrainedModel, examples: Dataset) -> Recording:
     """Record the attention of the special tokens in every layer, and their features in the last one."""
     x = all_inputs(trained.model, trained.labels, examples)
     rows = record(trained.model, x, "attention", batch_size=BATCH)
@@ -106,7 +107,7 @@ def attention_on_object(by_layer: list[Tensor], coverage: Tensor, layout: TokenL
 
 
 def probe_accuracy(
-    fitted_on: Recording, train: Examples, tested_on: Recording, test: Examples
+    fitted_on: Recording, train: Dataset, tested_on: Recording, test: Dataset
 ) -> dict[str, dict[str, float]]:
     """Return the accuracy of a linear probe for every task on each task's token, fitted on training samples."""
     (train_tokens,), (test_tokens,) = fitted_on.tokens.values(), tested_on.tokens.values()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vitrail.data import Collection, Preprocessing
+from vitrail.data import Dataset, InputSpec
 from vitrail.errors import VitrailError
 
 
@@ -66,7 +66,7 @@ class FakeReports:
     def inspect(
         self,
         model: torch.nn.Module,
-        data: Collection,
+        data: Dataset,
         *,
         batch_size: int,
         progress: Callable[[str, int, int | None], object],
@@ -77,7 +77,7 @@ class FakeReports:
         if self.error is not None:
             raise self.error
         seen = 0
-        for batch in data.batches(Preprocessing((32, 32)), batch_size):
+        for batch in data.batches(InputSpec((32, 32)), batch_size):
             self.sizes.append(tuple(batch.images.shape))
             seen += len(batch.names)
             progress("running images", seen, len(data))

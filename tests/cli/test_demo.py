@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import vitrail
 from tests.training.toys import FIELDS, make_photos
 from vitrail.cli import app
+from vitrail.cli._demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
+from vitrail.cli._summary import Guess, Summary
 from vitrail.cli.demo import STRENGTHS, run_demo
-from vitrail.cli.demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
-from vitrail.cli.summary import Guess, Summary
 from vitrail.data import read_image, to_tensor
-from vitrail.data.drawn_samples import drawings
+from vitrail.data.sample_images import drawings
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.training import train
 
@@ -26,7 +26,7 @@ SHAPES = {"wide": (60, 40), "tall": (30, 70)}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that learnt three colours, with a class token and two registers."""
+    """A model that learnt three colors, with a class token and two registers."""
     folder = tmp_path_factory.mktemp("run")
     photos = make_photos(folder / "photos")
     options = {"width": 32, "depth": 4, "heads": 2}
@@ -98,7 +98,7 @@ def test_everything_is_there_to_look_at(
     assert f"| tall | {first.name} {first.probability:.0%} |" in text
 
 
-def test_sheets_hold_picture_and_maps_without_overlap() -> None:
+def test_sheets_hold_image_and_maps_without_overlap() -> None:
     picture = Image.new("RGB", (40, 20), (200, 30, 30))
     glass = Image.new("RGB", (40, 20), (10, 200, 10))
     guesses = {"label": [Guess("käse|" * 20, 0.75), Guess("猫", 0.25)]}
@@ -134,7 +134,7 @@ def test_a_larger_weight_is_lighter_whatever_lies_under_it() -> None:
         assert dark > light, small
 
 
-def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_picture() -> None:
+def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_image() -> None:
     black_and_white = Image.fromarray(np.array([[0, 255], [0, 255]], dtype=np.uint8)).convert("RGB")
     made = np.asarray(over(black_and_white, np.array([[0.0, 0.0], [0.2, 0.2]])))
     dark, bright = np.array([68, 1, 84]), np.array([253, 231, 37])
@@ -143,13 +143,13 @@ def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_picture() -> Non
         assert made[row, 0].tolist() == np.rint(DARKEST * colour).tolist()
 
 
-def test_drawings_are_pictures_that_differ_and_stay_the_same() -> None:
+def test_drawings_are_images_that_differ_and_stay_the_same() -> None:
     made = {name: draw() for name, draw in drawings().items() if name != "golf-ball"}
     assert {name: picture.size for name, picture in made.items()} == {"parachute": (420, 540), "church": (600, 420)}
     assert np.asarray(made["church"])[300, 233].tolist() == [64, 62, 82]  # the door
 
 
-def test_the_command_takes_a_model_pictures_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_a_model_images_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("vitrail.cli.demo.run_demo", lambda *args: calls.append(args))
     assert CliRunner().invoke(app, ["demo"]).exit_code == 0
@@ -167,7 +167,7 @@ def test_mistakes_are_answered_in_words(run: Path, pictures: Path, tmp_path: Pat
     assert result.exit_code == 2
     assert "could not be made" in result.stderr
     vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "nameless")
-    with pytest.raises(InvalidOption, match="does not know the names of its classes"):
+    with pytest.raises(InvalidOption, match="no class names"):
         run_demo(tmp_path / "out", str(tmp_path / "nameless"), [pictures])
     with pytest.raises(ModelLoadError, match="none holds no model; expected a run directory"):
         run_demo(tmp_path / "out", str(tmp_path / "none"), [pictures])
@@ -183,7 +183,7 @@ def test_models_without_names_of_classes_are_refused_before_anything_is_fetched(
     assert result.exit_code == 2
     said = " ".join(result.stderr.split())
     assert said.startswith(f"Error: {name}: the demo shows models that vitrail train saved")
-    assert said.endswith(f"for models of {library} there are vitrail merge and vitrail inspect.")
+    assert f"models of {library}" in said
     assert "--random-weights" not in said  # the demo has no such option
 
 

@@ -154,7 +154,7 @@ def test_unreadable_images_are_found_before_the_model_is_loaded(
         (tmp_path / name).write_text("not an image")
     result = run(MODEL, tmp_path, "-o", tmp_path / "report.html")
     assert result.exit_code == 2
-    assert "None of the 2" in result.stderr
+    assert "one of the 2" in result.stderr
 
 
 def test_a_size_that_the_model_does_not_take(reports: FakeReports, saved_vit: Path, tmp_path: Path) -> None:

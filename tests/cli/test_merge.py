@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import vitrail
 from tests.cli.words import one_line
 from vitrail.cli import app
-from vitrail.data import Preprocessing, read_image, to_tensor
+from vitrail.data import InputSpec, read_image, to_tensor
 from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput
 
@@ -89,7 +89,7 @@ def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
     model = vitrail.load_model(MODEL, pretrained=False, img_size=(64, 64))
     for entry in summary["pictures"]:
         picture = read_image(photos / entry["picture"])
-        batch = to_tensor([picture], Preprocessing((64, 64)))
+        batch = to_tensor([picture], InputSpec((64, 64)))
         with torch.inference_mode():
             before = model(batch)[0]
             with vitrail.merge(model, r=1) as merging, merging.track() as trace:
@@ -162,7 +162,7 @@ def test_too_many_merges_are_one_note(photos: Path, tmp_path: Path) -> None:
     assert result.stderr.count("merges were asked for") == 1
 
 
-def test_pictures_of_one_name_and_pictures_in_the_output_folder_are_kept_apart(photos: Path) -> None:
+def test_images_of_one_name_and_images_in_the_output_folder_are_kept_apart(photos: Path) -> None:
     (photos / "more").mkdir()
     Image.new("RGB", (8, 8), "red").save(photos / "more" / "a.png")
     Image.new("RGB", (9, 9), "blue").save(photos / "b-glass.png")
@@ -171,14 +171,14 @@ def test_pictures_of_one_name_and_pictures_in_the_output_folder_are_kept_apart(p
     names = {path.name for path in photos.iterdir()}
     assert {"photos-a-glass.png", "more-a-glass.png", "b-2-glass.png", "b-glass-glass.png"} <= names
     pictures = json.loads((photos / "summary.json").read_text(encoding="utf-8"))["pictures"]
-    assert {str(photos / "a.png"), str(photos / "more" / "a.png"), "b.png"} <= {entry["picture"] for entry in pictures}
+    assert {"a.png", "more/a.png", "b.png"} <= {entry["picture"] for entry in pictures}
     assert read_image(photos / "b-glass.png").size == (9, 9)
 
 
 # ---------------------------------------------------------------- mistakes
 
 
-def test_bad_pictures_among_good_ones_are_reported_and_skipped(photos: Path, tmp_path: Path) -> None:
+def test_bad_images_among_good_ones_are_reported_and_skipped(photos: Path, tmp_path: Path) -> None:
     (photos / "aa.png").write_bytes((photos / "a.png").read_bytes()[:60])
     out = tmp_path / "out"
     result = run("merge", MODEL, photos, "-r", "1", "-o", out, *TINY)
@@ -186,7 +186,7 @@ def test_bad_pictures_among_good_ones_are_reported_and_skipped(photos: Path, tmp
     assert "Traceback" not in result.output
     message = one_line(result.stderr)
     assert f"Skipped {photos / 'aa.png'}: " in message
-    assert "1 of 3 pictures could not be read" in message
+    assert "1 of 3 images could not be read" in message
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert [entry["picture"] for entry in summary["pictures"]] == ["a.png", "b.png"]
     assert [entry["picture"] for entry in summary["skipped"]] == [str(photos / "aa.png")]
@@ -194,12 +194,12 @@ def test_bad_pictures_among_good_ones_are_reported_and_skipped(photos: Path, tmp
     assert (out / "b-glass.png").exists()
 
 
-def test_only_bad_pictures_are_an_error(photos: Path, tmp_path: Path) -> None:
+def test_only_bad_images_are_an_error(photos: Path, tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         (photos / name).write_bytes(b"")
     result = run("merge", MODEL, photos, "-r", "1", "-o", tmp_path / "out", *TINY)
     assert result.exit_code == 2
-    assert "None of the 2 pictures could be read" in one_line(result.stderr)
+    assert "none of the 2 images could be read" in one_line(result.stderr)
     result = run("merge", MODEL, photos / "a.png", "-r", "1", "-o", tmp_path / "out", *TINY)
     assert result.exit_code == 2
     assert f"Error: {photos / 'a.png'}: the file is empty" in one_line(result.stderr)
@@ -227,8 +227,8 @@ MISTAKES = {
         "--size 100x100 is not a whole number of patches",
     ),
     "size is below a patch": ((MODEL, "PHOTOS", "-r", "1", "--size", "8", "--random-weights"), "8x8"),
-    "no pictures named": ((MODEL, "-r", "1", *TINY), "Missing argument 'PICTURES'"),
-    "no pictures there": ((MODEL, "EMPTY", "-r", "1", *TINY), "No pictures found"),
+    "no pictures named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
+    "no pictures there": ((MODEL, "EMPTY", "-r", "1", *TINY), "no images found"),
     "missing picture": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
     "output is a file": ((MODEL, "PHOTOS", "-r", "1", "-o", "PHOTOS/a.png", *TINY), "could not be made"),
     "no such option": ((MODEL, "PHOTOS", "-r", "1", "--frobnicate"), "--frobnicate"),
@@ -263,13 +263,13 @@ def test_cuda_is_refused_where_there_is_none(photos: Path, tmp_path: Path, monke
 def test_a_size_that_the_model_refuses_is_answered_in_words(photos: Path, saved_vit: Path, tmp_path: Path) -> None:
     result = run("merge", f"hf:{saved_vit}", photos, "-r", "1", "--size", "64", "-o", tmp_path)
     assert result.exit_code == 2
-    assert "does not take pictures of 64 × 64 pixels" in result.stderr
+    assert "does not take images of 64 × 64 pixels" in result.stderr
 
 
-def test_an_output_that_says_nothing_about_the_picture_is_answered_in_words() -> None:
-    from vitrail.cli.asking import _values
+def test_an_output_that_says_nothing_about_the_image_is_answered_in_words() -> None:
+    from vitrail.cli._prediction import _values
 
-    with pytest.raises(UnsupportedInput, match=r"gave a dict.*logits"):
+    with pytest.raises(UnsupportedInput, match=r"dict.*logits"):
         _values(torch.nn.Identity(), {})
 
 

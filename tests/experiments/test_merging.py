@@ -23,7 +23,7 @@ from experiments.merging.measure import KINDS, MERGED, UNMERGED, largest_r, meas
 from experiments.merging.report import row_at
 from experiments.merging.study import PLAIN, STUDY, WITH, R
 from experiments.merging.study import measure as measure_run
-from vitrail.data.spec import MEAN, STD, Preprocessing
+from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import NotApplied
 from vitrail.merging import Room
 from vitrail.models import ViT, create_model
@@ -132,7 +132,7 @@ def test_cap_is_the_largest_r_with_enough_pairs_in_all_layers(depth: int, patch:
 def test_model_with_more_special_tokens_is_measured_and_not_changed() -> None:
     """Compare every prediction at every setting with the merged model; random merging is reproducible."""
     model, validation = small_vit("cls,distillation,register=4"), reduced_images().validation
-    labels = Labels({"label": tuple(validation.classes["label"])}, Preprocessing((32, 32), MEAN, STD))
+    labels = Labels({"label": tuple(validation.classes["label"])}, InputSpec((32, 32), MEAN, STD))
     ((images, truth),) = batches(model, labels, validation)
     with torch.no_grad():  # center the logits, so that predictions depend on the image
         for name, logits in model.forward_output(images).by_role.items():

@@ -27,12 +27,12 @@ from experiments.registers.study import STUDY
 from tests.report.models import plant
 from vitrail.analysis.downstream import evaluate_segmentation
 from vitrail.analysis.statistics import split_images
-from vitrail.data.spec import MEAN, STD, Preprocessing
+from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training import Labels, read_log
 
-LABELS = Labels({"label": ("a", "b")}, Preprocessing((32, 32), MEAN, STD))
+LABELS = Labels({"label": ("a", "b")}, InputSpec((32, 32), MEAN, STD))
 TOKENS = (TokenSpec("cls", Role.CLASS), TokenSpec("register", Role.REGISTER, 2))
 LONG = typer.Typer()
 LONG.command()(large_models.main)
@@ -106,7 +106,7 @@ def test_both_studies_differ_only_in_recipe_and_optimizer() -> None:
 
 
 def test_boxes_of_rendered_scenes_are_tight() -> None:
-    batch = next(reduced_images_and_shapes().scenes().batches(Preprocessing((32, 32), MEAN, STD), 60))
+    batch = next(reduced_images_and_shapes().scenes().batches(InputSpec((32, 32), MEAN, STD), 60))
     assert batch.masks is not None
     assert batch.boxes is not None
     for mask, boxes in zip(batch.masks, batch.boxes, strict=True):
@@ -119,7 +119,7 @@ def test_dense_tasks_agree_with_the_toolkit() -> None:
     model, scenes = model_of(), reduced_images_and_shapes().scenes()
     features = SceneFeatures.of(model, LABELS, scenes)
     found = dense_tasks(features)
-    images = torch.cat([batch.images for batch in scenes.batches(Preprocessing((32, 32), MEAN, STD), 7)])
+    images = torch.cat([batch.images for batch in scenes.batches(InputSpec((32, 32), MEAN, STD), 7)])
     tokens = vitrail.record(model, images, layers=[-1]).tokens[1]
     torch.testing.assert_close(features.tokens, tokens[:, 3:])
     split = split_images(60, test_share=0.5, seed=0)

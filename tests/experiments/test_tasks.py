@@ -34,9 +34,9 @@ from experiments.tasks.report import SHARED, TOKENS, TWICE
 from experiments.tasks.shapes.study import STUDY as SHAPES
 from experiments.tasks.shapes.study import lit_by_attention
 from experiments.tasks.sounds.study import STUDY as SOUNDS
+from vitrail.data import Arrays, open_dataset
 from vitrail.surgery.recording import Recording
 from vitrail.tokens import Role, TokenLayout, TokenSpan
-from vitrail.training import Arrays, open_examples
 
 STUDIES = {"shapes": SHAPES, "groups": GROUPS, "sounds": SOUNDS, "pets": PETS}
 TWO_EACH = TokenLayout((TokenSpan(Role.TASK, 2, "colour"), TokenSpan(Role.TASK, 2, "shape")), (1, 2, 3))
@@ -99,7 +99,10 @@ def test_probe_reads_only_what_a_token_encodes() -> None:
     for rows in (slice(0, 300), slice(300, 400)):
         own = {name: values[rows] for name, values in labels.items()}
         empty = Arrays(torch.zeros(len(own["colour"]), 1, 1, 1), own)
-        parts += [Recording(TWO_EACH, (1,), tokens={1: tokens[rows]}), open_examples(empty, labels=tuple(labels))]
+        parts += [
+            Recording(TWO_EACH, (1,), tokens={1: tokens[rows]}),
+            open_dataset(empty, labels=tuple(labels), labeled=True),
+        ]
     found = probe_accuracy(*parts)
     for token, task in product(labels, labels):
         assert found[token][task] == 1.0 if token == task else found[token][task] < 0.4
@@ -123,7 +126,7 @@ def test_masks_of_rendered_shapes_match_their_images() -> None:
     assert data.masks is not None
     assert drawn.masks is not None
     assert torch.equal(data.masks(), drawn.masks.float())
-    assert all(torch.equal(data.validation.read(row, 0), drawn.images[row]) for row in range(48))
+    assert all(torch.equal(data.validation.tensor(row, 0), drawn.images[row]) for row in range(48))
 
 
 def test_images_are_dark_without_attention() -> None:

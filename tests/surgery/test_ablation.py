@@ -11,7 +11,7 @@ from torch import Tensor
 
 import vitrail
 from tests.surgery.models import ALL, distance
-from vitrail.data import open_collection
+from vitrail.data import open_dataset
 from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
 from vitrail.surgery.ablation import How, ablate
 
@@ -86,7 +86,7 @@ def test_mean_over_a_directory(tmp_path: Path) -> None:
     for number in range(3):
         Image.effect_noise((40, 30), 30 + 20 * number).convert("RGB").save(tmp_path / f"{number}.png")
     found = vitrail.adapters.find(model)
-    batch = next(open_collection(tmp_path).batches(found.adapter.preprocessing(found.trunk), 3)).images
+    batch = next(open_dataset(tmp_path).batches(found.adapter.preprocessing(found.trunk), 3)).images
     with ablate(model, "mean", batch.double()) as whole:
         pass
     with ablate(model, "mean", tmp_path, batch_size=2) as parts:

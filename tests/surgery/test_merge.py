@@ -458,9 +458,9 @@ def test_draw_paints_at_the_pictures_own_resolution(model):
 def test_draw_refuses_what_is_not_a_picture(model, tmp_path):
     merging = vitrail.merge(model, r=2)
     for wrong in (torch.zeros(1, 3, 8, 8), np.zeros((8, 8, 3)), None, [None]):
-        with pytest.raises(InvalidOption, match="draw takes PIL images or paths"):
+        with pytest.raises(InvalidOption, match="PIL images or paths"):
             merging.draw(wrong)
-    with pytest.raises(InvalidOption, match="at least one"):
+    with pytest.raises(InvalidOption, match="no images"):
         merging.draw([])
     with pytest.raises(vitrail.errors.ImageError):
         merging.draw(tmp_path / "missing.png")

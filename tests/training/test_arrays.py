@@ -4,20 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.training.toys import FIELDS, same, weights
+from vitrail.data import open_dataset
 from vitrail.data.augment.arrays import ArrayAugment
-from vitrail.data.augment.images import Augment
 from vitrail.data.augment.mix import Mix
-from vitrail.data.augment.normalize import Normalising
-from vitrail.data.loading.loader import make_feed
+from vitrail.data.loading.loader import make_loader
 from vitrail.data.loading.order import generator
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, TrainingError
-from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, open_examples, train
+from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, train
 from vitrail.training.run_directory import Labels
 
 SMALL = {name: value for name, value in FIELDS.items() if name not in ("image_size", "patch_size", "tokens")}
@@ -63,7 +62,7 @@ def test_sounds_are_learned_with_a_token_for_each_task(tmp_path: Path) -> None:
     assert model.config.in_chans == 1
     assert labels.classes == {"tone": ("0", "1"), "voice": ("bright", "dark")}
     values = sounds()._values.double()
-    assert isinstance(labels.preprocessing, Normalising)
+    assert isinstance(labels.preprocessing, InputSpec)
     assert labels.preprocessing.mean == pytest.approx((values.mean().item(),))
     assert labels.preprocessing.std == pytest.approx((values.std(correction=0).item(),))
 
@@ -73,7 +72,7 @@ def test_sounds_are_learned_with_a_token_for_each_task(tmp_path: Path) -> None:
     normal = (sounds(32, 1)._values - values.mean()) / values.std(correction=0)
     with torch.no_grad():
         said = model.forward_output(normal.float()).by_role["tone"].argmax(1)
-    truth = torch.tensor(sounds(32, 1).labelled("tone").numbers)
+    truth = torch.tensor(sounds(32, 1).labels("tone").numbers)
     plain = evaluate(run.last, sounds(32, 1), seconds=0, look=0)
     assert plain.accuracy["task.tone"] == pytest.approx((said == truth).double().mean().item())
 
@@ -84,7 +83,7 @@ def test_clips_are_learned_in_blocks_of_time_and_space(tmp_path: Path) -> None:
     assert run.evaluation.count == 16
     model, labels = load_trained(run.last)
     assert model.config.image_size == (4, 16, 16)
-    assert labels.preprocessing == Normalising((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 255)
+    assert labels.preprocessing == InputSpec.of_arrays((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 255)
     assert evaluate(run.folder, clips(16, 1), merge={"r": 1}, seconds=0).accuracy["fused"] > 0.9
     # A model by itself says how bytes are normalised; they are colours.
     assert evaluate(model, clips(16, 1), seconds=0, look=0).accuracy == (
@@ -101,7 +100,7 @@ def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     def floats(seed: int) -> Arrays:
-        return Arrays(clips(32, seed)._values.float(), clips(32, seed).labelled(None).numbers)
+        return Arrays(clips(32, seed)._values.float(), clips(32, seed).labels(None).numbers)
 
     with pytest.raises(KeyboardInterrupt):
         train(data=floats(0), out=str(tmp_path / "run"), tell=stop, **{**fields, "validation": floats(1)})
@@ -151,13 +150,13 @@ def test_models_of_other_libraries_and_trained_ones(tmp_path: Path) -> None:
     options = {"depth": 1, "embed_dim": 32, "num_heads": 2, "patch_size": 8}
     fields = {**SMALL, "epochs": 1, "labels": "voice", "model": "timm:vit_tiny_patch16_224", "options": options}
     first = train(data=sounds(), out=str(tmp_path / "timm"), **fields)
-    narrow = Arrays(sounds()._values[..., :16], sounds().labelled("voice").numbers)
+    narrow = Arrays(sounds()._values[..., :16], sounds().labels("voice").numbers)
     fields = {**SMALL, "epochs": 1, "model": str(first.last), "options": {}}
-    half = open_examples(narrow).take(0.5, 0)
+    half = open_dataset(narrow, labeled=True).take(0.5, 0)
     second = train(data=half, out=str(tmp_path / "on"), **fields)
     model, labels = load_trained(second.last)
     assert model.patch_embed.img_size == (16, 16)  # type: ignore[union-attr]
-    assert labels.preprocessing == half.normalising() != open_examples(narrow).normalising()
+    assert labels.preprocessing == half.statistics() != open_dataset(narrow, labeled=True).statistics()
     assert evaluate(second.last, narrow, seconds=0).count == 64
 
 
@@ -169,13 +168,15 @@ def test_models_of_other_libraries_and_trained_ones(tmp_path: Path) -> None:
 def test_two_processes_see_what_one_sees(keep: Any, make: Any) -> None:
     """From the array to the mixed batch."""
     arrays = make(12)
-    examples = open_examples(arrays, labels=tuple(arrays._labels))
-    expects = examples.normalising()
+    examples = open_dataset(arrays, labels=tuple(arrays._labels), labeled=True)
+    expects = examples.statistics()
     assert expects is not None
     augment, mix = ArrayAugment("strong", expects), Mix(0.8, 1.0)
 
     def batch(rank: int, world: int) -> tuple[Tensor, ...]:
-        feed = make_feed(examples, side=1, device="cpu", batch=8, seed=3, rank=rank, world=world, keep=keep)
+        feed = make_loader(
+            examples, image_size=1, device="cpu", batch=8, seed=3, rank=rank, world_size=world, keep=keep
+        )
         rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
         found = feed.batch(2)
         for value, index in zip(found.images, found.indices, strict=True):
@@ -186,31 +187,6 @@ def test_two_processes_see_what_one_sees(keep: Any, make: Any) -> None:
     parts = zip(batch(0, 2), batch(1, 2), strict=True)
     for whole, (first, second) in zip(batch(0, 1), parts, strict=True):
         assert torch.equal(torch.cat([first, second]), whole)
-
-
-def test_a_share_is_normalised_by_its_own_rows() -> None:
-    values = (
-        torch.randn(10, 2, 4, 6, generator=generator("cpu", 0)).double() * 3 + torch.arange(2.0).view(2, 1, 1) * 1e4
-    )
-    values[:, 1] = 7
-    kept, _ = open_examples(Arrays(values, [0, 1] * 5)).split(0.3, 0)
-    found = kept.normalising()
-    rows = values[kept._rows]
-    assert found is not None
-    assert found.mean == pytest.approx((rows[:, 0].mean().item(), 7))
-    assert found.std == pytest.approx((rows[:, 0].std(correction=0).item(), 1))  # a constant channel is left at zero
-    assert found(rows)[:, 1].abs().max() == 0
-    with pytest.raises(InvalidOption, match="channel 1 has values that are not finite"):
-        open_examples(Arrays(values * torch.tensor([1, torch.inf]).view(2, 1, 1), [0] * 10)).normalising()
-
-
-def test_bytes_of_three_channels_are_prepared_as_pictures_are() -> None:
-    values = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
-    expects = open_examples(Arrays(values, [0, 1, 0, 1])).normalising()
-    assert expects is not None
-    as_pictures = Augment("none", 8, expects.mean, expects.std).plain(values)  # type: ignore[arg-type]
-    assert torch.equal(ArrayAugment("light", expects).plain(values), as_pictures)
-    assert open_examples(Arrays(values[:, :2], [0] * 4)).normalising() == Normalising((0.5, 0.5), (0.5, 0.5), 255)
 
 
 # ---------------------------------------------------------------- labels and refusals
@@ -226,48 +202,6 @@ def test_sizes_in_a_config(tmp_path: Path) -> None:
             Config(data="x", patch_size=wrong)  # type: ignore[arg-type]
 
 
-def test_labels_and_names() -> None:
-    values = np.zeros((4, 1, 2, 2), dtype=np.float32)
-    values.flags.writeable = False
-    assert Arrays(values[:, :, ::-1], [0] * 4)._values.data_ptr() != values.ctypes.data
-    assert Arrays(values, [0] * 4)._values.data_ptr() == values.ctypes.data  # as it is, a file mapped to memory, say
-    arrays = Arrays(values, {"tone": np.array([2, 0, -1, 1]), "voice": ["b", "a", "a", None]})
-    assert repr(arrays) == "Arrays(4 × (1, 2, 2), float32, tone: 3 classes, voice: 2 classes)"
-    tones = open_examples(arrays, labels=("tone",))
-    assert (tones.labels[:, 0].tolist(), tones.unlabelled, tones.name(2)) == ([2, 0, 1], 1, "number 3")
-    both = open_examples(arrays, labels=("voice", "tone"))
-    assert both.labels.tolist() == [[1, 2], [0, 0]]
-    named = Arrays(values, ["cat", "dog", "cat", "dog"], classes=["eel", "dog", "cat"], names=list("wxyz"))
-    examples = open_examples(named)
-    assert examples.classes == {"label": ("eel", "dog", "cat")}
-    assert (examples.labels[:, 0].tolist(), examples.names) == ([2, 1, 2, 1], list("wxyz"))
-    known = open_examples(named, classes={"label": ("dog", "cat")})
-    assert known.labels[:, 0].tolist() == [1, 0, 1, 0]
-    assert open_examples(Arrays(values, [0, 1, 1, 0], classes=["x", "y"])).classes == {"label": ("x", "y")}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"values": torch.zeros(2, 4, 4)}, r"got torch.float32 of shape \(2, 4, 4\). Expected \(N, C, H, W\)"),
-        ({"values": torch.zeros(2, 1, 4, 4, dtype=torch.int16)}, "got torch.int16"),
-        ({"values": [[1]]}, "got list of shape"),
-        ({"values": np.zeros((2, 1, 4, 4), dtype=">f4")}, "got >f4"),
-        ({"values": torch.zeros(0, 1, 4, 4), "labels": []}, "one sample or more"),
-        ({"labels": [0]}, "label has 1, for 2 samples"),
-        ({"labels": None}, "label is NoneType"),
-        ({"labels": [0.5, 1]}, "label, number 0: its class is 0.5. Expected a whole number"),
-        ({"labels": {}}, "expected a sequence of one class for each sample"),
-        ({"labels": ["a", "b"], "classes": ["a"]}, "label has 'b', which cannot be told among 1 names"),
-        ({"labels": {"x": [0, 1]}, "classes": {"y": ["a"]}}, "names of classes by the same columns"),
-        ({"names": ["a"]}, "names: 1 of them for 2 samples"),
-    ],
-)
-def test_what_are_no_arrays(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidOption, match=message):
-        Arrays(**({"values": torch.zeros(2, 1, 4, 4), "labels": [0, 1]} | given))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -280,13 +214,13 @@ def test_what_are_no_arrays(given: dict[str, Any], message: str) -> None:
         ({"augment": "flip"}, "augment='flip' is for pictures; arrays know none, light"),
         ({"recipe": "dino", "tasks": "", "labels": "tone"}, "recipe='dino' is for pictures"),
         ({"teacher": "timm:resnet10t"}, "teacher='timm:resnet10t' is for pictures"),
-        ({"validation": clips(4)}, "labels='tone': no such column, and these arrays have label"),
+        ({"validation": clips(4)}, "labels='tone': no such column"),
         (
             {"labels": "tone", "tasks": "", "validation": Arrays(torch.zeros(4, 1, 8, 8), {"tone": [0] * 4})},
             "validation: ",
         ),
         ({"data": clips(), "tasks": ""}, r"patch_size=\(8, 4\).*Expected \(time, height, width\)"),
-        ({"tasks": ""}, "no column of labels is named, and these arrays have tone, voice"),
+        ({"tasks": ""}, "no label column is chosen.*tone, voice"),
     ],
 )
 def test_runs_that_contradict_their_data(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

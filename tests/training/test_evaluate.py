@@ -13,9 +13,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import vitrail
+from tests.data.files import table
 from tests.extras import always
 from tests.leaving import leave
-from tests.training.data import table
 from tests.training.models import ANIMALS, CLASS, DISTILLATION, TASKS, Net, task, tiny
 from vitrail.analysis import result as base
 from vitrail.errors import InvalidOption, UnsupportedInput

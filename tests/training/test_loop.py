@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.training.toys import FIELDS, difference, make_photos, same, weights
+from vitrail.data import open_dataset
 from vitrail.data.augment import images as augment
 from vitrail.data.augment import mix as mixing
 from vitrail.errors import Diverged, InvalidOption, ModelLoadError
 from vitrail.models import ViT
-from vitrail.training import Config, Event, Run, evaluate, load_trained, open_examples, read_log, train
+from vitrail.training import Config, Event, Run, evaluate, load_trained, read_log, train
 from vitrail.training.objective.learner import Learner
 from vitrail.training.objective.objective import Terms
 
@@ -133,7 +134,7 @@ def test_merging_rises_while_it_trains(photos: str, tmp_path: Path) -> None:
 
 def test_every_checkpoint_is_a_model_folder(photos: str, tmp_path: Path) -> None:
     """What the log said of an epoch, its checkpoint says again: of averaged weights, and without training going on."""
-    held = open_examples(photos).take(0.5, seed=1)
+    held = open_dataset(photos, labeled=True).take(0.5, seed=1)
     done = run(photos, tmp_path / "run", epochs=3, validation=held, evaluate_every=1, save_every=1, keep=3, ema=0.5)
     lines = read_log(done.folder / "log.jsonl", "evaluation")
     folders = sorted((done.folder / "checkpoints").iterdir())
@@ -270,8 +271,8 @@ def test_features_are_learned_beside_labels_and_beside_answers(photos: str, tmp_
 
 def test_the_same_classes_in_another_order_keep_the_heads(photos: str, tmp_path: Path) -> None:
     first = train(data=photos, out=str(tmp_path / "first"), **{**FIELDS, "epochs": 6})
-    known = open_examples(photos).classes["label"]
-    turned = open_examples(photos, classes={"label": known[::-1]})
+    known = open_dataset(photos, labeled=True).classes["label"]
+    turned = open_dataset(photos, classes={"label": known[::-1]}, labeled=True)
     again = train(data=turned, model=str(first.folder), out=str(tmp_path / "again"), epochs=1, batch_size=8, lr=1e-9,
                   preset="tiny", validation=None, device="cpu")  # fmt: skip
     assert again.load()[1].classes["label"] == known

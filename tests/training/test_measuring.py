@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.training.toys import FIELDS
+from vitrail.data import open_dataset
 from vitrail.errors import InvalidOption
-from vitrail.training import Arrays, evaluate, load_trained, open_examples, train
+from vitrail.training import Arrays, evaluate, load_trained, train
 
 
 @pytest.mark.parametrize("model", ["vit_tiny_patch16", "timm:resnet18"])
@@ -24,8 +25,8 @@ def test_at_another_size(photos: str, tmp_path: Path, model: str) -> None:
     run = train(**{**own, "model": model, "data": photos, "epochs": 1, "out": str(tmp_path / "run")})
     found = evaluate(run.folder, photos, size=48, seconds=0)
     net, labels = load_trained(run.folder)
-    examples = open_examples(photos)
-    pictures = torch.stack([examples.read(row, 48) for row in range(len(examples))]).float() / 255
+    examples = open_dataset(photos, labeled=True)
+    pictures = torch.stack([examples.tensor(row, 48) for row in range(len(examples))]).float() / 255
     mean, std = (torch.tensor(value)[:, None, None] for value in (labels.preprocessing.mean, labels.preprocessing.std))  # type: ignore[union-attr]
     with torch.no_grad():
         loss = F.cross_entropy(net.eval()((pictures - mean) / std), examples.labels[:, 0])

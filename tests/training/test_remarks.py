@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.training.toys import FIELDS
-from vitrail.training import Arrays, Config, Event, evaluate, open_examples, read_log, train
+from vitrail.data import open_dataset
+from vitrail.training import Arrays, Config, Event, evaluate, read_log, train
 from vitrail.training.data_warnings import remarks
 
 SMALL: dict[str, Any] = {
@@ -26,7 +27,7 @@ def test_samples_without_a_class_by_any_task_are_left_out_and_counted(tmp_path: 
     tone, voice = [0, 1, -1, -7] + [0, 1] * 4, ["a", None, "b", None] + ["a", "b"] * 4
     given = arrays(tone, voice)
     complete = [row for row in range(12) if tone[row] >= 0 and voice[row] is not None]
-    assert open_examples(given, labels=("tone", "voice"))._rows == complete
+    assert open_dataset(given, labels=("tone", "voice"), labeled=True)._rows == complete
     said: list[Event] = []
     run = train(data=given, validation=given, out=str(tmp_path / "run"), tell=said.append, **{
         name: value for name, value in SMALL.items() if name != "validation"
@@ -47,7 +48,7 @@ def test_samples_without_a_class_by_any_task_are_left_out_and_counted(tmp_path: 
 
 
 def test_what_is_held_out_is_counted_once() -> None:
-    examples = open_examples(arrays([0, 1, -1] * 4, [0, 1, 0] * 4), labels=("tone", "voice"))
+    examples = open_dataset(arrays([0, 1, -1] * 4, [0, 1, 0] * 4), labels=("tone", "voice"), labeled=True)
     kept, held = examples.split(0.25, 0)
     assert len(remarks(Config(data="x", validation=0.25), kept, held)) == 1
 
@@ -59,7 +60,7 @@ def test_what_is_held_out_is_counted_once() -> None:
 )
 def test_data_of_one_class_is_told(tone: list[int], only: str | None) -> None:
     voice = ["a", "a", "b", "b"] * (len(tone) // 4)
-    examples = open_examples(arrays(tone, voice), labels=("tone", "voice"))
+    examples = open_dataset(arrays(tone, voice), labels=("tone", "voice"), labeled=True)
     told = [text for text in remarks(Config(data="x", validation=None), examples, None) if "one class" in text]
     used = sum(value >= 0 for value in tone)
     begin = f"tone: all {used} samples to learn from are of one class, {only!r}. There is nothing to tell apart"
@@ -68,5 +69,5 @@ def test_data_of_one_class_is_told(tone: list[int], only: str | None) -> None:
 
 
 def test_without_labels_there_is_nothing_to_say() -> None:
-    examples = open_examples(arrays([0, -1], ["a", "b"]), labels=None)
+    examples = open_dataset(arrays([0, -1], ["a", "b"]), labels=None)
     assert remarks(Config(data="x", validation=None), examples, None) == []

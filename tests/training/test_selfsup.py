@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.training.models import ANIMALS, CLASS, Net, tiny
 from vitrail.data.augment.images import Augment
-from vitrail.data.augment.views import Views, take_apart
+from vitrail.data.augment.views import Views, split_views
 from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.tokens import TokenSpec
@@ -33,13 +33,13 @@ def headless(*tokens: TokenSpec, **options: object) -> SelfLearner:
 def test_views_are_taken_apart_as_they_were_put_together() -> None:
     found = views()
     assert found.shape == (4, 3, 3, 16, 16)
-    large, small = take_apart(found)
+    large, small = split_views(found)
     assert (large.shape, small.shape) == ((8, 3, 16, 16), (16, 3, 8, 8))
     assert torch.equal(large[4 + 2], found[2, 1])
     assert torch.equal(small[0 + 1], found[1, 2, :, :8, :8])
     assert torch.equal(small[4 + 1], found[1, 2, :, :8, 8:])
     assert torch.equal(small[8 + 3], found[3, 2, :, 8:, :8])
-    none = take_apart(Views(VIEWS.augment, sheets=0)(PICTURES, generator("cpu", 1)))[1]
+    none = split_views(Views(VIEWS.augment, sheets=0)(PICTURES, generator("cpu", 1)))[1]
     assert none.shape[0] == 0
 
 
@@ -52,7 +52,7 @@ def test_views_are_the_same_for_any_number_of_processes() -> None:
 def test_small_views_show_little() -> None:
     ramp = torch.linspace(0, 255, 64).round().byte().expand(64, 3, 64, 64).contiguous()
     plain = Augment("light", 32, (0.0,) * 3, (1.0,) * 3, crop_min=0.5)  # type: ignore[arg-type]
-    large, small = take_apart(Views(plain, small_min=0.05, small_max=0.2)(ramp, generator("cpu", 0)))
+    large, small = split_views(Views(plain, small_min=0.05, small_max=0.2)(ramp, generator("cpu", 0)))
     assert (large.amax(3) - large.amin(3)).mean() > 0.6
     assert 0.1 < (small.amax(3) - small.amin(3)).mean() < 0.5
 
@@ -61,7 +61,7 @@ def test_the_loss_by_loop() -> None:
     learner = headless(CLASS, TokenSpec("register", "register", 2))
     found = views()
     terms = learner(found)
-    large, small = take_apart(found)
+    large, small = split_views(found)
     shown = [large[:4], large[4:], *small.split(4)]
 
     def logits(model: torch.nn.Module, projection: torch.nn.Module, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def test_what_a_checkpoint_keeps_is_all_there_is() -> None:
 
 def test_hidden_patches_are_guessed() -> None:
     learner = headless(CLASS, TokenSpec("register", "register", 2), reconstruct=0.5, hidden=0.5)
-    large = take_apart(views())[0]
+    large = split_views(views())[0]
     painted, mask = learner._hide(large)
     assert mask is not None
     assert 0.3 < mask.float().mean() < 0.7
@@ -140,7 +140,7 @@ def test_what_is_said_about_hidden_patches_by_loop(monkeypatch: pytest.MonkeyPat
     """The teacher sees all; its answers are balanced over all patches; hidden ones alone count."""
     learner = headless(CLASS, TokenSpec("register", "register", 2), patches=0.5, hidden=0.4)
     found = views()
-    large = take_apart(found)[0]
+    large = split_views(found)[0]
     painted, mask = learner._hide(large)
     assert mask is not None
     monkeypatch.setattr(learner, "_hide", lambda images: (painted, mask))
@@ -171,7 +171,7 @@ def test_views_of_a_picture_find_each_other_and_nothing_collapses(options: dict[
 
     @torch.no_grad()
     def found() -> float:
-        one, other = take_apart(crops(pictures, generator("cpu", 99)))[0].chunk(2)
+        one, other = split_views(crops(pictures, generator("cpu", 99)))[0].chunk(2)
         a, b = (torch.nn.functional.normalize(learner.model(x), dim=-1) for x in (one, other))
         return ((a @ b.T).argmax(1) == torch.arange(32)).float().mean().item()
 
@@ -223,7 +223,7 @@ def test_refused() -> None:
         SelfLearner(tiny(num_classes=0), prototypes=1)
     with pytest.raises(UnsupportedInput, match="views"):
         headless()(torch.zeros(2, 3, 16, 16))
-    with pytest.raises(InvalidOption, match="alike"):
+    with pytest.raises(InvalidOption, match="views"):
         Views(Augment("flip", 16))
     with pytest.raises(InvalidOption, match="even size"):
         Views(Augment("light", 15))

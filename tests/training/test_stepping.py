@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from tests.training.toys import FIELDS, difference, same, weights
-from vitrail.data.augment.normalize import Normalising
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 from vitrail.models import ViT, ViTConfig
 from vitrail.runtime import block_forward as running
@@ -251,7 +251,7 @@ def test_the_attention_of_cudnn_is_kept_from_models_of_others_that_may_overflow_
 
 def test_the_attention_of_cudnn_comes_back_after_an_error_and_not_where_it_was_off() -> None:
     unknown, own = (
-        Built(model, {}, Normalising((0.0,), (1.0,)))
+        Built(model, {}, InputSpec.of_arrays((0.0,), (1.0,)))
         for model in (torch.nn.Identity(), ViT(ViTConfig(width=32, depth=1, heads=2)))
     )
     with pytest.raises(RuntimeError, match="stopped"), sound_attention(unknown):

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.training.models import Net, task, tiny
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.training.objective.teacher import Teacher, expected_by
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-GIVEN = Preprocessing((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.5))
-OWN = Preprocessing((16, 16), (0.1, 0.2, 0.3), (0.5, 0.5, 0.25))
+GIVEN = InputSpec((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.5))
+OWN = InputSpec((16, 16), (0.1, 0.2, 0.3), (0.5, 0.5, 0.25))
 
 
 def test_frozen_and_in_evaluation_mode() -> None:
@@ -45,7 +45,7 @@ def test_other_normalisation_and_size() -> None:
     )
     found = Teacher(net, given=GIVEN, expects=OWN)(as_student)
     torch.testing.assert_close(found.logits, plain(as_teacher).logits)
-    larger = Preprocessing((24, 24), OWN.mean, OWN.std)
+    larger = InputSpec((24, 24), OWN.mean, OWN.std)
     found = Teacher(net, given=GIVEN, expects=larger)(as_student)
     resized = F.interpolate(as_teacher, (24, 24), mode="bilinear", antialias=True)
     torch.testing.assert_close(found.logits, plain(resized).logits)

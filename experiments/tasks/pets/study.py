@@ -7,7 +7,7 @@ from functools import cache
 from experiments.common.datasets import Data, pets
 from experiments.common.shapes import Drawn, render_images
 from experiments.tasks.two_tasks import two_task_study
-from vitrail.training import Arrays, Examples, open_examples
+from vitrail.data import Arrays, Dataset, open_dataset
 
 TASKS = ("breed", "species")
 
@@ -16,8 +16,10 @@ TASKS = ("breed", "species")
 def reduced_pets() -> Data:
     """Render a few shapes that stand for breeds of two species."""
 
-    def opened(drawn: Drawn) -> Examples:
-        return open_examples(Arrays(drawn.images, {"breed": drawn.shape, "species": drawn.shape % 2}), labels=TASKS)
+    def opened(drawn: Drawn) -> Dataset:
+        return open_dataset(
+            Arrays(drawn.images, {"breed": drawn.shape, "species": drawn.shape % 2}), labels=TASKS, labeled=True
+        )
 
     drawn = render_images(96, side=32, seed=0), render_images(48, side=32, seed=1)
     return Data(*map(opened, drawn), masks=drawn[1].float_masks)

@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 def plot(study: Study, rows: Rows, folder: Path) -> None:
     """Show the first images, lit where the class token and each task token of the first seed attend."""
     validation = study.data().validation
-    images = [np.asarray(validation.read(index, 0).permute(1, 2, 0)) / 255 for index in range(SHOWN)]
+    images = [np.asarray(validation.tensor(index, 0).permute(1, 2, 0)) / 255 for index in range(SHOWN)]
     columns = {"image": images}
     for name, (first, *_) in by_task_token(study, rows, "shown_maps").items():
         columns[name] = [lit_by_attention(image, np.array(map_)) for image, map_ in zip(images, first, strict=True)]

@@ -14,7 +14,7 @@ from experiments.common.spectrograms import BANDS, FRAMES, HOP, RATE
 from experiments.common.study import Rows, Study
 from experiments.tasks.report import by_task_token
 from experiments.tasks.two_tasks import two_task_study
-from vitrail.training import Arrays, Examples, open_examples
+from vitrail.data import Arrays, Dataset, open_dataset
 
 TASKS = ("digit", "speaker")
 SECONDS = FRAMES * HOP / RATE
@@ -24,13 +24,13 @@ SECONDS = FRAMES * HOP / RATE
 def reduced_spectrograms() -> Data:
     """Generate noise that is louder in one frequency band for each digit, and at one time for each speaker."""
 
-    def opened(count: int, seed: int) -> Examples:
+    def opened(count: int, seed: int) -> Dataset:
         samples = torch.randn(count, 1, BANDS, FRAMES, generator=torch.Generator().manual_seed(seed))
         digit, speaker = torch.arange(count) % 4, torch.arange(count) // 4 % 3
         for row in range(count):
             samples[row, :, 10 * digit[row] : 10 * digit[row] + 10] += 1
             samples[row, ..., 20 * speaker[row] : 20 * speaker[row] + 20] += 1
-        return open_examples(Arrays(samples, {"digit": digit, "speaker": speaker}), labels=TASKS)
+        return open_dataset(Arrays(samples, {"digit": digit, "speaker": speaker}), labels=TASKS, labeled=True)
 
     return Data(opened(96, 0), opened(48, 1))
 

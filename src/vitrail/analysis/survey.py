@@ -14,7 +14,7 @@ from torch import nn
 
 from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.analysis.result import Result
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
 from vitrail.surgery.recording import Pictures, stream
 
@@ -90,7 +90,7 @@ def survey(
         raise InvalidOption(
             f"expected a model or a function that loads one; got {models[wrong[0]]!r:.100} as {wrong[0]}"
         )
-    feed = open_feed(data, with_labels=False).lasting()
+    feed = open_batches(data, with_labels=False).repeatable()
     entries = []
     for done, (name, given) in enumerate(models.items()):
         if progress is not None:
@@ -101,7 +101,7 @@ def survey(
     return Survey(tuple(entries), _first(entries))
 
 
-def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], feed: Feed, batch_size: int | None) -> Entry:
+def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], feed: Batches, batch_size: int | None) -> Entry:
     parameters = depth = 0
     try:
         model = given if isinstance(given, nn.Module) else given()

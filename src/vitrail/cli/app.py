@@ -62,7 +62,10 @@ def root(
 )
 def merge(
     model: options.Model,
-    pictures: Annotated[list[Path], typer.Argument(metavar="PICTURES", help="Picture files, and folders of them.")],
+    images: Annotated[
+        list[Path],
+        typer.Argument(metavar="IMAGES", help="Image files, folders, parquet files, shards, or hf:OWNER/NAME."),
+    ],
     r: options.R = None,
     keep: options.Keep = None,
     gflops: options.Gflops = None,
@@ -73,6 +76,7 @@ def merge(
     size: options.Size = None,
     random_weights: options.RandomWeights = False,
     device: options.DeviceOf = None,
+    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Most images, spread over the data; 0 for all.")] = 0,
 ) -> None:
     """Merge a model's tokens on your pictures, and paint what was merged as stained glass.
 
@@ -84,7 +88,9 @@ def merge(
     with console.user_errors(), console.notes():
         from vitrail.cli.merge import run_merge
 
-        summary = run_merge(model, pictures, settings, out, size=pixels, random=random_weights, device=device)
+        summary = run_merge(
+            model, images, settings, out, size=pixels, random=random_weights, device=device, limit=limit or None
+        )
     if summary.skipped:
         raise typer.Exit(1)
 

@@ -10,7 +10,7 @@ import typer
 from vitrail.cli import console, options
 
 if TYPE_CHECKING:
-    from vitrail.cli.summary import Cost
+    from vitrail.cli._summary import Cost
     from vitrail.export import ExportResult
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -99,7 +99,7 @@ def run_export(
     import torch
 
     import vitrail
-    from vitrail.cli.asking import cost_of
+    from vitrail.cli._prediction import cost_of
     from vitrail.cli.model import load
     from vitrail.export.api import check_path, export
 

@@ -20,7 +20,7 @@ from vitrail.cli.together import one_speaks, said_once
 from vitrail.errors import UnsupportedInput
 
 if TYPE_CHECKING:
-    from vitrail.data import Collection
+    from vitrail.data import Dataset
     from vitrail.report import Report
 
 NAMED = 5
@@ -41,7 +41,7 @@ Images = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="IMAGES",
-        help="Image files, a directory of images or of class directories, or parquet files. Default: sample images.",
+        help="Image files, directories, parquet files, shards, hf:OWNER/NAME. Default: sample images.",
         show_default=False,
     ),
 ]
@@ -73,13 +73,13 @@ class Settings:
     seed: int = 0
     cure: bool = False
 
-    def open(self) -> Collection:
+    def open(self) -> Dataset:
         """Open the images, and check before a model is loaded that one of them can be read."""
-        from vitrail.data import Preprocessing, open_collection
+        from vitrail.data import InputSpec, open_dataset
 
-        collection = open_collection(self.images or None, limit=self.limit or None, labels=self.labels, size=self.size)
-        next(collection.batches(Preprocessing((1, 1)), 1))
-        return collection
+        dataset = open_dataset(self.images or None, limit=self.limit or None, labels=self.labels or (), size=self.size)
+        next(dataset.batches(InputSpec((1, 1)), 1))
+        return dataset
 
 
 def inspect(
@@ -120,19 +120,19 @@ def inspect(
         raise typer.Exit(1)
 
 
-def run_inspect(name: str, collection: Collection, settings: Settings, crew: Crew) -> Report | None:
+def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) -> Report | None:
     """Load a model and inspect it; return the report on rank 0, None on the others."""
     import torch
     from PIL import Image
 
-    from vitrail.cli.asking import ask
+    from vitrail.cli._prediction import predict
     from vitrail.cli.model import load
     from vitrail.report import inspect as inspect_model
 
     def load_checked() -> Any:
         loaded = load(name, random=settings.random, size=settings.size, device=settings.device, seed=settings.seed)
         if settings.size is not None:
-            ask(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
+            predict(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
         return loaded
 
     with console.err.status(f"Loading {name}"):

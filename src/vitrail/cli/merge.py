@@ -1,8 +1,8 @@
-"""The work of ``vitrail merge``: every picture through the model, without and with merging."""
+"""The work of ``vitrail merge``: every image through the model, without and with merging."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,37 +11,38 @@ from PIL import Image
 
 import vitrail
 from vitrail.cli import console
-from vitrail.cli.asking import ask, cost_of, paint
+from vitrail.cli._prediction import cost_of, paint, predict
+from vitrail.cli._summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
 from vitrail.cli.files import Names, make_folder, write_picture
 from vitrail.cli.model import Loaded, load
-from vitrail.cli.summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
-from vitrail.data import check_image, find_images, read_image
+from vitrail.data import Dataset, check_image, open_dataset
 from vitrail.drawing import contact_sheet
 from vitrail.errors import ImageError
 
 SIDE = 1600
-"""Longest side of a picture in the side-by-side view; the stained glass itself keeps its resolution."""
+"""Longest side of an image in the side-by-side view; the stained glass keeps the image's resolution."""
 
 NAMED = 5
-"""How many pictures a note names one by one."""
+"""Most images that a note names one by one."""
 
 
 def run_merge(
     model: str,
-    pictures: Sequence[Path],
+    images: Sequence[Path],
     options: dict[str, Any],
     out: Path,
     *,
     size: tuple[int, ...] | None = None,
     random: bool = False,
     device: str | None = None,
+    limit: int | None = None,
 ) -> Summary:
-    """Merge a model, run it on pictures, write what came out, and print it.
+    """Merge a model, run it on images from any source, and write and print the results.
 
-    A picture that cannot be read is reported and skipped if there are others.
+    An image that cannot be read is reported, and skipped if there are others.
     """
-    paths = find_images(pictures)
-    good, skipped = readable(paths)  # before the model is loaded, which may take long
+    dataset = open_dataset(images, labels=None, limit=limit)
+    good, skipped = check_images(dataset)  # before loading the model, which may take long
     with console.err.status(f"Loading {model}"):
         loaded = load(model, random=random, size=size, device=device)
     with vitrail.merge(loaded.model, **options) as merging:  # wrong options are found before anything is written
@@ -50,81 +51,94 @@ def run_merge(
     if random:
         console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
 
+    paths = file_names(dataset)
     names = Names(folder, ("glass", "side-by-side"), paths)
     results: list[Result] = []
-    alike = Counter(path.name for path in paths)
     with console.progress() as bar:
         task = bar.add_task("Merging", total=len(good))
-        for path in good:
+        for index in good:
             try:
-                picture = read_image(path)
+                image = dataset.read(index).image
             except ImageError as error:
-                skipped.append(_skip(path, error))
+                skipped.append(_skip(dataset, index, error))
             else:
                 if not results:
-                    ask(loaded, picture)  # the first pass of all takes longer, and would be the one without merging
-                called = path.name if alike[path.name] == 1 else str(path)
-                results.append(_one_picture(loaded, options, path, picture, called, names))
+                    predict(loaded, image)  # the first pass is slower, and would count as the one without merging
+                files = names.for_picture(paths[index])
+                results.append(_merge_one(loaded, options, image, dataset.name(index), files))
             bar.advance(task)
     if not results:
-        raise _none(paths)
-    size = loaded.preprocessing.size
-    summary = Summary(model, loaded.weights, loaded.device.type, size, config, cost, results, skipped)
+        raise _none_readable(len(dataset))
+    input_size = loaded.preprocessing.size
+    summary = Summary(model, loaded.weights, loaded.device.type, input_size, config, cost, results, skipped)
     write_summary(folder, as_data(summary), markdown([summary], f"{model}, merged"))
     _print(summary, folder)
     return summary
 
 
-def readable(paths: Sequence[Path]) -> tuple[list[Path], list[Skipped]]:
-    """Sort out what is no picture, and say what is used of those with several frames."""
-    good: list[Path] = []
+def check_images(dataset: Dataset) -> tuple[list[int], list[Skipped]]:
+    """Return the indices of readable images, and those that are not, by file headers; report animations.
+
+    Of a source without files, such as a parquet file, images are read until one can be.
+    """
+    good: list[int] = []
     skipped: list[Skipped] = []
-    moving: list[str] = []
-    for path in paths:
+    animated: list[str] = []
+    paths = dataset.paths
+    for index in range(len(dataset)):
         try:
-            frames = check_image(path)
-            if len(paths) == 1:
-                read_image(path)  # a single one can be checked to its last pixel
+            frames = 1
+            if paths is None or len(dataset) == 1:
+                dataset.read(index)  # to the last pixel
+            if paths is not None:
+                frames = check_image(paths[index])
         except ImageError as error:
-            if len(paths) == 1:
+            if len(dataset) == 1:
                 raise
-            skipped.append(_skip(path, error))
-        else:
-            good.append(path)
-            if frames > 1:
-                moving.append(f"{path.name} ({frames} frames)")
+            skipped.append(_skip(dataset, index, error))
+            continue
+        if paths is None:
+            good += range(index, len(dataset))
+            break
+        good.append(index)
+        if frames > 1:
+            animated.append(f"{dataset.name(index)} ({frames} frames)")
     if not good:
-        raise _none(paths)
-    if moving:
-        more = f" and {len(moving) - NAMED} more" if len(moving) > NAMED else ""
-        console.note(f"Only the first frame is used of {', '.join(moving[:NAMED])}{more}.")
+        raise _none_readable(len(dataset))
+    if animated:
+        more = f" and {len(animated) - NAMED} more" if len(animated) > NAMED else ""
+        console.note(f"Only the first frame is used of {', '.join(animated[:NAMED])}{more}.")
     return good, skipped
 
 
-def _skip(path: Path, error: ImageError) -> Skipped:
+def file_names(dataset: Dataset) -> Sequence[Path]:
+    """Return a path to name each image's results after: its file, or its name without special characters."""
+    return dataset.paths or [Path(re.sub(r"[^\w./-]+", "-", name)) for name in dataset.names]
+
+
+def _skip(dataset: Dataset, index: int, error: ImageError) -> Skipped:
     console.complain(f"Skipped {error}")
-    return Skipped(str(path), str(error))
+    return Skipped(str(dataset.paths[index]) if dataset.paths else dataset.name(index), str(error))
 
 
-def _none(paths: Sequence[Path]) -> ImageError:
-    return ImageError(f"None of the {len(paths)} pictures could be read, so there is nothing to show.")
+def _none_readable(count: int) -> ImageError:
+    return ImageError(f"none of the {count} images could be read")
 
 
-def _one_picture(
-    loaded: Loaded, options: dict[str, Any], path: Path, picture: Image.Image, called: str, names: Names
+def _merge_one(
+    loaded: Loaded, options: dict[str, Any], image: Image.Image, name: str, files: dict[str, Path]
 ) -> Result:
-    before = ask(loaded, picture)
+    before = predict(loaded, image)
     with vitrail.merge(loaded.model, **options) as merging:
-        glass, result = paint(loaded, merging, picture, called, before)
-    files = names.for_picture(path)
+        glass, result = paint(loaded, merging, image, name, before)
     write_picture(files["glass"], glass)
-    write_picture(files["side-by-side"], contact_sheet([_smaller(picture), _smaller(glass)]))
+    write_picture(files["side-by-side"], contact_sheet([_reduced(image), _reduced(glass)]))
     result.files.update({ending: file.name for ending, file in files.items()})
     return result
 
 
-def _smaller(picture: Image.Image) -> Image.Image:
-    copy = picture.copy()
+def _reduced(image: Image.Image) -> Image.Image:
+    copy = image.copy()
     copy.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     return copy
 
@@ -132,8 +146,8 @@ def _smaller(picture: Image.Image) -> Image.Image:
 def _print(summary: Summary, folder: Path) -> None:
     console.out.print(table([summary], f"{summary.model} ({summary.weights} weights, {summary.device})"))
     tokens = " ".join(str(count) for count in summary.cost.tokens_after)
-    console.say(f"Tokens that leave each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
+    console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
-        console.complain(f"{len(summary.skipped)} of {total} pictures could not be read and were left out, see above.")
-    console.say(f"Pictures and summary.md are in {folder}", style="bold")
+        console.complain(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")
+    console.say(f"Images and summary.md are in {folder}", style="bold")

@@ -21,7 +21,7 @@ import vitrail
 from vitrail.adapters import LIBRARIES, Found, find, size_options
 from vitrail.adapters.registry import library, split_name
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
-from vitrail.data import Preprocessing
+from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
 from vitrail.models import ViT
 
@@ -35,7 +35,7 @@ class Loaded:
 
     name: str
     model: nn.Module
-    preprocessing: Preprocessing
+    preprocessing: InputSpec
     layout: vitrail.TokenLayout
     device: torch.device
     random: bool
@@ -93,11 +93,9 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
         shape = (trunk.config.in_chans, *trunk.config.image)
     numbers = False
     if told:
-        from vitrail.data.augment.normalize import Normalising, read_expects
-
-        expects = read_expects(told)
+        expects = InputSpec.from_dict(told)
         shape = (len(expects.mean), *shape[1:])
-        numbers = isinstance(expects, Normalising) and not expects.of_bytes
+        numbers = expects.is_array and not expects.of_bytes
     if len(shape) == 3 and shape[0] == 3 and not (numbers and shown):
         return
     kind = " of floating point numbers" if numbers else ""

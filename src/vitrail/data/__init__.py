@@ -1,12 +1,13 @@
-"""Data: opening images from any source, decoding, preprocessing, loading and augmentation.
+"""Data: open images from any source, decode, preprocess, load and augment them.
 
-    read_image, find_images         decode image files; every kind of bad file raises one clear error
-    check_image                     check that a file can be decoded, mostly from its header
-    open_collection, Collection     many images with their labels: folders, class folders, parquet files
-    Preprocessing, to_tensor        images as the tensors that a model expects
+    open_dataset, Dataset           images or arrays with labels, masks and boxes, from any source
+    Source, Arrays                  a source of your own; tensors as a source
+    read_image, find_images         decode and find image files; every kind of bad file raises one clear error
+    check_image                     check a file, mostly by its header
+    InputSpec, to_tensor            a model's input specification, and images as tensors made to it
     samples                         the sample images that come with the package
 
-Names are resolved on first use: adapters need ``Preprocessing`` alone and get it without Pillow.
+Names are resolved on first use: adapters need ``InputSpec`` alone and get it without Pillow.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vitrail._deprecation import renamed_attributes
+
 if TYPE_CHECKING:
-    from vitrail.data.collection import Collection, open_collection
+    from vitrail.data.dataset import Dataset, open_dataset
     from vitrail.data.decode import MAX_PIXELS, as_rgb, check_image, find_images, read_image
-    from vitrail.data.sample import Sample
+    from vitrail.data.sample import Batch, Sample
     from vitrail.data.sample_images import samples
-    from vitrail.data.spec import Batch, Preprocessing, to_tensor
+    from vitrail.data.sources import Arrays, Source
+    from vitrail.data.spec import InputSpec, to_tensor
 
 __all__ = [
     "MAX_PIXELS",
+    "Arrays",
     "Batch",
-    "Collection",
-    "Preprocessing",
+    "Dataset",
+    "InputSpec",
     "Sample",
+    "Source",
     "as_rgb",
     "check_image",
     "find_images",
-    "open_collection",
+    "open_dataset",
     "read_image",
     "samples",
     "to_tensor",
@@ -38,23 +44,34 @@ __all__ = [
 
 _MODULES = {
     "MAX_PIXELS": "decode",
-    "Batch": "spec",
-    "Collection": "collection",
-    "Preprocessing": "spec",
+    "Arrays": "sources",
+    "Batch": "sample",
+    "Dataset": "dataset",
+    "InputSpec": "spec",
     "Sample": "sample",
+    "Source": "sources",
     "as_rgb": "decode",
     "check_image": "decode",
     "find_images": "decode",
-    "open_collection": "collection",
+    "open_dataset": "dataset",
     "read_image": "decode",
     "samples": "sample_images",
     "to_tensor": "spec",
 }
 
+_renamed = renamed_attributes(
+    __name__,
+    {
+        "Collection": "vitrail.data:Dataset",
+        "Preprocessing": "vitrail.data:InputSpec",
+        "open_collection": "vitrail.data:open_dataset",
+    },
+)
+
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _renamed(name)
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value  # a submodule that is imported under the same name later does not shadow it
     return value

@@ -1,149 +1,296 @@
-"""Examples to learn from: pictures or arrays with one or more classes each, whatever they are stored in."""
+"""One dataset for every source: images or arrays with labels, masks and boxes, decoded on demand.
+
+dataset = open_dataset("photos/")            # or parquet files, shards, hf:OWNER/NAME, tensors, a torch dataset
+dataset.classes, dataset.labels              # {"label": ("cat", "dog")}, (N, 1)
+dataset[3].image                             # one sample
+rest, held_out = dataset.split(0.1, seed=0)
+for batch in dataset.batches(spec, 32): ...  # preprocessed for a model
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from vitrail.data.augment.normalize import Normalising
-from vitrail.data.decode import find_images
-from vitrail.data.decoded import Form, Kept, Read, Samples, Squares
+from vitrail.data.decode import center_square
 from vitrail.data.loading.order import generator
-from vitrail.data.sources.arrays import Arrays
-from vitrail.data.sources.folder import PictureFiles, find_tables
-from vitrail.data.sources.hub import HubPictures, open_hub, open_torchvision
-from vitrail.data.sources.labelled import LABEL as LABEL
-from vitrail.data.sources.labelled import MAX_CLASSES, DatasetPictures, FilePictures, Labelled, Pictures, TablePictures
-from vitrail.data.sources.parquet import ParquetPictures
-from vitrail.data.sources.shards import ShardPictures, find_shards
-from vitrail.errors import ImageError, InvalidOption
+from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Box, Sample, TensorSpec
+from vitrail.data.sample_images import samples
+from vitrail.data.sources import Labels, Source, open_source
+from vitrail.data.sources.base import LABEL, MAX_CLASSES
+from vitrail.data.sources.torch_dataset import as_image
+from vitrail.data.spec import InputSpec, to_tensor
+from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+FINGERPRINT_SAMPLES = 8
+"""Number of arrays whose values go into a fingerprint."""
+
+Decode = Callable[[], Tensor]
 
 
-class Examples:
-    """Samples with their classes: pictures, which are read one by one when they are wanted, or arrays.
-
-    They are data for training and evaluating, as paths are. Whoever does so several times with the same pictures opens
-    them with ``open_examples(path).kept()``, and they are decoded once.
+class Dataset:
+    """Samples of a source, or some of them, with their labels. Images are decoded when they are read.
 
     Attributes:
-        classes: names of the classes, by label column.
-        labels: (N, T) in int64: the class of each example by each column, columns in the order of ``classes``.
-        unlabelled: how many samples of the source were left out because they have no class.
+        labels: (N, T) in int64: class number in each label column, -1 for none.
+        classes: names of the classes by label column, in the order of ``labels``.
+        num_unlabeled: how many samples of the source were left out because they have no label.
     """
 
     def __init__(
         self,
-        samples: Samples,
-        labels: Tensor,
-        classes: Mapping[str, Sequence[str]],
-        rows: Sequence[int],
-        unlabelled: int = 0,
+        source: Source,
+        rows: Sequence[int] | None = None,
+        labels: Tensor | None = None,
+        classes: Mapping[str, Sequence[str]] | None = None,
+        *,
+        num_unlabeled: int = 0,
+        size: tuple[int, ...] | None = None,
+        cache: dict[int, dict[int, Tensor | str]] | None = None,
     ) -> None:
-        self._samples = samples
-        self._rows = rows
-        self.labels = labels
-        self.classes: dict[str, tuple[str, ...]] = {column: tuple(names) for column, names in classes.items()}
-        self.unlabelled = unlabelled
+        self._source = source
+        self._rows = range(len(source)) if rows is None else rows
+        self._size = size
+        self._cache = cache
+        self._skipped: dict[int, str] = {}
+        self.labels = torch.zeros(len(self._rows), 0, dtype=torch.int64) if labels is None else labels
+        self.classes = {column: tuple(names) for column, names in (classes or {}).items()}
+        self.num_unlabeled = num_unlabeled
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __repr__(self) -> str:
         columns = [f"{name}: {len(names)} classes" for name, names in self.classes.items()]
-        return f"Examples({', '.join([str(len(self)), *columns])})"
+        return f"Dataset({', '.join([str(len(self)), *columns])})"
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.read(index)
 
     @property
-    def names(self) -> Sequence[str]:
-        """What to call each example."""
-        return [self._samples.names[row] for row in self._rows]
-
-    @property
-    def own(self) -> Form | None:
-        """The form that samples have and keep; None for pictures, which are made as large as a model wants them."""
-        return self._samples.own
+    def names(self) -> tuple[str, ...]:
+        """Name of each sample."""
+        return tuple(self._source.names[row] for row in self._rows)
 
     def name(self, index: int) -> str:
-        """What to call one example."""
-        return self._samples.names[self._rows[index]]
+        """Return the name of one sample."""
+        return self._source.names[self._rows[index]]
 
-    def form(self, side: int) -> Form:
-        """Say what is read: pictures so many pixels high and wide, or arrays as they are."""
-        return self.own or Form((3, side, side), torch.uint8)
+    @property
+    def paths(self) -> tuple[Path, ...] | None:
+        """File of each sample; None if samples have no files of their own."""
+        return None if self._source.paths is None else tuple(self._source.paths[row] for row in self._rows)
 
-    def read(self, index: int, side: int) -> Tensor:
-        """Read a sample: an array as it is; a picture as (3, side, side) in uint8, the largest square in its middle.
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes in the first label column; None where classes are numbers without names."""
+        names = next(iter(self.classes.values()), None)
+        return None if names == tuple(map(str, range(len(names or ())))) else names
+
+    @property
+    def class_counts(self) -> dict[str, list[int]]:
+        """Number of samples of each class, by label column."""
+        columns = zip(self.classes.items(), self.labels.T, strict=True)
+        return {name: labels[labels >= 0].bincount(minlength=len(names)).tolist() for (name, names), labels in columns}
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the source has masks; single samples may lack one."""
+        return self._source.has_masks
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether the source has boxes; single samples may lack them."""
+        return self._source.has_boxes
+
+    @property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Names of the samples that :meth:`batches` could not read so far, each with the reason."""
+        return [(self.name(index), reason) for index, reason in sorted(self._skipped.items())]
+
+    @property
+    def tensor_spec(self) -> TensorSpec | None:
+        """Shape and dtype of arrays; None for images, which are resized to what a model takes."""
+        return self._source.tensor_spec
+
+    def statistics(self) -> InputSpec | None:
+        """Return the input specification of a model trained on this dataset; None for images: the model has its own."""
+        return self._source.statistics(self._rows)
+
+    def read(self, index: int) -> Sample:
+        """Read one sample.
+
+        Raises:
+            ImageError: it cannot be read, or its mask or boxes cannot.
+        """
+        sample = self._source.read(self._rows[index])
+        numbers = zip(self.classes, self.labels[index].tolist(), strict=True)
+        labels = {column: number for column, number in numbers if number >= 0}
+        return sample._replace(label=labels.get(next(iter(self.classes), "")), labels=labels)
+
+    def tensor(self, index: int, size: int) -> Tensor:
+        """Read one sample as a tensor: an array as it is; of an image the largest centered square, resized.
+
+        Returns (3, size, size) in uint8 for images.
 
         Raises:
             ImageError: it cannot be read.
         """
-        return self.fetch(index, side)()
+        return self.fetch(index, size)()
 
-    def fetch(self, index: int, side: int) -> Read:
-        """Fetch a sample's bytes, and give what decodes them; the second may be done in another thread."""
-        return self._samples.fetch(self._rows[index], side)
+    def fetch(self, index: int, size: int) -> Decode:
+        """Read the bytes of one sample and return a function that decodes them, which any thread may call."""
+        row = self._rows[index]
+        if self._cache is None:
+            return partial(_as_tensor, self._source.fetch(row, annotations=False), size)
+        found = self._cache.setdefault(size, {})
+        if row in found:
+            return partial(_cached, found[row])
+        try:
+            decode = partial(_as_tensor, self._source.fetch(row, annotations=False), size)
+        except ImageError as error:
+            found[row] = str(error)
+            raise
+        return partial(_store, found, row, decode)
 
-    def labelled(self, column: str | None) -> Labelled:
-        """Give the classes by one of the columns; by default by the only one."""
-        if column is None and len(self.classes) == 1:
-            (column,) = self.classes
-        if column not in self.classes:
-            raise InvalidOption(
-                f"labels={column!r}: these examples were opened with {', '.join(self.classes) or 'no labels'}. Open "
-                "them with the columns that are wanted."
-            )
-        return Labelled(self.labels[:, list(self.classes).index(column)].tolist(), self.classes[column])
+    def spec_at(self, size: int) -> TensorSpec:
+        """Return shape and dtype of what :meth:`tensor` reads at a size."""
+        return self.tensor_spec or TensorSpec((3, size, size), torch.uint8)
 
-    def normalising(self) -> Normalising | None:
-        """Say how these samples are normalised for a model that learns from them; None: as the model expects it."""
-        return self._samples.normalising(self._rows)
+    def batches(
+        self,
+        spec: InputSpec,
+        batch_size: int,
+        *,
+        indices: Sequence[int] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        on_skip: Callable[[str, str], object] | None = None,
+    ) -> Iterator[Batch]:
+        """Yield samples as batches preprocessed for a model, with masks and boxes resized alike.
 
-    def kept(self) -> Examples:
-        """Give the same examples, of which decoded pictures stay in host memory, for as long as anybody has them.
+        Samples that cannot be read are skipped, and listed in :attr:`skipped`.
 
-        What was decoded for one run, as bytes and at one size, is there for the next, and for the parts that `split`
-        and `take` give. That is so for feeds that keep pictures on the device; workers read files each time.
+        Args:
+            spec: the model's input specification.
+            batch_size: samples in a batch; the last one may have fewer.
+            indices: samples to read, in this order; all by default.
+            rank: rank of this process, which takes every ``world_size``-th of them.
+            world_size: number of processes.
+            on_skip: called with the name of each skipped sample and the reason.
+
+        Raises:
+            ImageError: none could be read, and there is no other process that could have read some.
         """
-        if self.own is not None or isinstance(self._samples, Kept):
+        if batch_size < 1:
+            raise InvalidOption(f"batch_size={batch_size}: expected 1 or more")
+        if not 0 <= rank < world_size:
+            raise InvalidOption(f"rank={rank}, world_size={world_size}: expected a rank from 0 to world_size - 1")
+        spec = spec if self._size is None else replace(spec, size=self._size)
+        indices = (range(len(self)) if indices is None else indices)[rank::world_size]
+        ready: list[_Ready] = []
+        reason, any_read = "", False
+        for index in indices:
+            try:
+                ready.append(_prepare(index, self.read(index), spec))
+            except ImageError as error:
+                self._skipped[index] = str(error)
+                reason = reason or str(error)
+                if on_skip is not None:
+                    on_skip(self.name(index), str(error))
+                continue
+            any_read = True
+            if len(ready) == batch_size:
+                yield self._collate(ready, spec)
+                ready = []
+        if ready:
+            yield self._collate(ready, spec)
+        if not any_read and world_size == 1:
+            raise ImageError(f"none of the {len(indices)} images could be read. The first: {reason}")
+
+    def _collate(self, ready: Sequence[_Ready], spec: InputSpec) -> Batch:
+        unknown = torch.full(spec.size, UNKNOWN, dtype=torch.uint8)
+        indices = tuple(one.index for one in ready)
+        return Batch(
+            images=torch.cat([one.image for one in ready]),
+            indices=indices,
+            names=tuple(one.name for one in ready),
+            labels=self.labels[list(indices), 0] if self.classes else None,
+            masks=torch.stack([unknown if one.mask is None else one.mask for one in ready]) if self.has_masks else None,
+            boxes=[one.boxes for one in ready] if self.has_boxes else None,
+        )
+
+    def cached(self) -> Dataset:
+        """Return the same dataset, which keeps decoded images in host memory for as long as it exists.
+
+        Images decoded once at a size are there for the next run, and for the parts that :meth:`split` and :meth:`take`
+        return. That holds for data loaders that keep images in memory; worker processes read files each time.
+        """
+        if self.tensor_spec is not None or self._cache is not None:
             return self
-        return Examples(Kept(self._samples), self.labels, self.classes, self._rows, self.unlabelled)
+        return self._with(cache={})
 
-    def bare(self) -> Examples:
-        """Give the same samples without classes, and without what is kept: all that a process needs that only reads."""
-        samples = self._samples.source if isinstance(self._samples, Kept) else self._samples
-        return Examples(samples, self.labels.new_empty(len(self), 0), {}, self._rows)
+    def kept(self) -> Dataset:
+        """Deprecated: use :meth:`cached`."""
+        warnings.warn("Dataset.kept() is deprecated; use Dataset.cached()", DeprecationWarning, stacklevel=2)
+        return self.cached()
 
-    def split(self, share: float, seed: int) -> tuple[Examples, Examples]:
-        """Hold out a share of the examples, as much of each class as of all: (the rest, those held out).
+    def bare(self) -> Dataset:
+        """Return the same samples without labels and cache: what a worker process needs."""
+        return Dataset(self._source, self._rows)
 
-        Classes are those of the first column. The same seed holds out the same examples.
+    def select(self, indices: Iterable[int]) -> Dataset:
+        """Return the samples with these indices, in this order, numbered from 0."""
+        places = torch.tensor(list(indices), dtype=torch.int64)
+        rows = [self._rows[index] for index in places.tolist()]
+        return self._with(rows=rows, labels=self.labels[places])
+
+    def split(self, share: float, seed: int) -> tuple[Dataset, Dataset]:
+        """Hold out a share of the samples, stratified by class: (the rest, the held-out set).
+
+        Classes are those of the first label column. The same seed holds out the same samples.
         """
         count = round(share * len(self))
         if not 0 < share < 1 or not 0 < count < len(self):
             raise InvalidOption(
-                f"A share of {share} of {len(self)} examples cannot be held out. Expected a number above 0 and below 1 "
-                "that leaves at least one example on either side."
+                f"a share of {share} of {len(self)} samples cannot be held out; expected a number above 0 and below 1 "
+                "that leaves at least one sample on either side"
             )
-        held = self._spread(count, seed)
-        kept = torch.ones(len(self), dtype=torch.bool)
-        kept[held] = False
-        return self._some(kept.nonzero()[:, 0]), self._some(held)
+        held = self._stratified(count, seed)
+        rest = torch.ones(len(self), dtype=torch.bool)
+        rest[held] = False
+        return self.select(rest.nonzero()[:, 0].tolist()), self.select(held.tolist())
 
-    def take(self, share: float, seed: int) -> Examples:
-        """Take a share of the examples, as much of each class as of all; the same seed takes the same ones."""
+    def take(self, share: float, seed: int) -> Dataset:
+        """Return a share of the samples, stratified by class; the same seed takes the same ones."""
         if not 0 < share <= 1:
-            raise InvalidOption(f"A share of {share} of the examples: expected a number above 0, up to 1.")
-        return self if share == 1 else self._some(self._spread(max(round(share * len(self)), 1), seed))
+            raise InvalidOption(f"a share of {share} of the samples: expected a number above 0, up to 1")
+        return self if share == 1 else self.select(self._stratified(max(round(share * len(self)), 1), seed).tolist())
 
-    def _spread(self, count: int, seed: int) -> Tensor:
-        """Choose so many at equal distances from a list of all examples, sorted by class and mixed within a class."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Return class counts and a digest of all labels in order; for arrays, of a few samples' values as well.
+
+        A resumed run compares it. Names and paths are left out: data may move. Images are left out, too: seeking in
+        some files is slow, and decoders differ in single bits from machine to machine.
+        """
+        found: dict[str, Any] = {"counts": self.class_counts, "labels": _digest([self.labels])}
+        if self.tensor_spec is not None:
+            indices = torch.linspace(0, len(self) - 1, FINGERPRINT_SAMPLES).long().unique()
+            found["values"] = _digest(self.tensor(index, 1) for index in indices.tolist())
+        return found
+
+    def _stratified(self, count: int, seed: int) -> Tensor:
+        """Choose indices at equal distances from a list of all samples, sorted by class and shuffled within."""
         total = len(self)
         order = torch.randperm(total, generator=generator("cpu", seed, total))
         if self.labels.shape[1]:
@@ -151,147 +298,238 @@ class Examples:
         places = (torch.arange(count) * 2 + 1) * total // (2 * count)
         return order[places].sort().values
 
-    def _some(self, indices: Tensor) -> Examples:
-        rows = [self._rows[index] for index in indices.tolist()]
-        return Examples(self._samples, self.labels[indices], self.classes, rows, self.unlabelled)
+    def _with(self, **changes: Any) -> Dataset:
+        kept = {"num_unlabeled": self.num_unlabeled, "size": self._size, "cache": self._cache}
+        given = {"rows": self._rows, "labels": self.labels, "classes": self.classes, **kept, **changes}
+        return Dataset(self._source, **given)
+
+    def _column(self, column: str | None) -> Labels:
+        """Return a label column of the dataset, or of its source while it has none; None for the default one."""
+        if not self.classes:
+            found = self._source.labels(column)
+            return (
+                found
+                if len(self) == len(self._source)
+                else found._replace(numbers=[found.numbers[row] for row in self._rows])
+            )
+        if column is None and len(self.classes) == 1:
+            (column,) = self.classes
+        if column not in self.classes:
+            raise InvalidOption(
+                f"labels={column!r}: this dataset was opened with {', '.join(self.classes)}; open it "
+                "with the columns you need"
+            )
+        return Labels(self.labels[:, list(self.classes).index(column)].tolist(), self.classes[column])
 
 
-def open_examples(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset[Any] | Arrays | Examples,
+def open_dataset(
+    source: Any = None,
     *,
-    labels: Sequence[str] | None = (),
+    labels: str | Sequence[str] | None = (),
     classes: Mapping[str, Sequence[str]] | None = None,
-) -> Examples:
-    """Open labelled pictures, without reading the pictures yet. Pictures without a class are left out, and counted.
+    labeled: bool = False,
+    limit: int | None = None,
+    size: tuple[int, ...] | None = None,
+) -> Dataset:
+    """Open a dataset without decoding it yet.
 
     Args:
-        source: where they are, one of
+        source: one of
 
-            - a folder of class folders;
+            - an image file, several of these or a glob pattern; a folder of images, or of class folders;
             - parquet files as Hugging Face writes them, or a folder of these;
-            - webdataset shards: ``*.tar`` files or a folder of these, or ``wds:PATH/name-{000..012}.tar``;
-            - ``hf:OWNER/NAME[:SPLIT]``, by the datasets library;
-            - ``torchvision:NAME:ROOT[:SPLIT]``, of its data sets, already downloaded;
-            - a torch data set of pairs (picture, class) or (picture, classes);
-            - `Arrays`; or examples that were opened already, whose own columns are all that there are.
-        labels: label columns, one for each task; by default the one column that says the class, which is called
-            ``label`` then. None for pictures without classes.
-        classes: names of the classes as they are known already, from a checkpoint: numbers follow these.
+            - WebDataset shards: ``*.tar`` files or a folder of these, or ``wds:PATH/name-{000..012}.tar``;
+            - ``hf:OWNER/NAME[:SPLIT]``, or a dataset of the ``datasets`` library;
+            - ``torchvision:NAME:ROOT[:SPLIT]``, one of its datasets, already downloaded;
+            - a map-style torch dataset of images, (image, label) or (image, labels); a list of images;
+            - a tensor or array (N, C, H, W) or (N, C, T, H, W), or `Arrays` with labels;
+            - a `Source` of your own, or a dataset opened before, of which only its label columns are known;
+            - by default, the sample images.
+        labels: label columns, one for each task. By default the column that is most likely the class, called
+            ``label`` then. None: no labels.
+        classes: names of the classes as a checkpoint knows them; class numbers follow these.
+        labeled: whether to leave out samples without a label, and to raise where there are none with one.
+        limit: most samples, spread evenly.
+        size: height and width to resize images to, instead of the model's own.
 
     Raises:
-        ImageError: there are no pictures, or none with a class.
-        InvalidOption: a column does not exist, or its classes are not those that are known.
+        ImageError: there are no images, or with ``labeled`` none with a label.
+        InvalidOption: a label column does not exist, or its classes are not those that are known.
+
+    Example:
+        >>> open_dataset().names
+        ('astronaut.jpg', 'chelsea.jpg', 'coffee.jpg')
     """
-    opened = source if isinstance(source, Examples) else None
-    samples: Samples = opened._samples if opened else _open_samples(source, labels or ())
-    among = opened._rows if opened else range(len(samples.names))
-    if labels is None:
-        return Examples(samples, torch.zeros(len(among), 0).long(), {}, among)
-    known = dict(classes or {})
-    if labels and known and set(labels) != set(known):
-        raise InvalidOption(
-            f"labels={','.join(labels)}: the classes that are known are of {','.join(known)}. Expected the same."
-        )
-    columns = tuple(known or labels or (opened.classes if opened else ())) or (LABEL,)
-    if len(set(labels)) < len(labels):
-        raise InvalidOption(f"labels={','.join(columns)}: a column is named twice. Expected each once.")
-    only = columns == (LABEL,) if opened is None else len(columns) == len(opened.classes) == 1
+    columns = None if labels is None else (labels,) if isinstance(labels, str) else tuple(labels)
+    if isinstance(source, Dataset):
+        dataset = source
+    else:
+        dataset = Dataset(open_source(list(samples().values()) if source is None else source, columns or ()))
+    if columns is None:
+        dataset = dataset._with(labels=dataset.labels[:, :0], classes={})
+    else:
+        dataset = _labeled(dataset, columns, dict(classes or {}), labeled)
+    if limit is not None and limit < 1:
+        raise InvalidOption(f"limit={limit}: expected 1 or more samples")
+    if limit is not None and limit < len(dataset):
+        dataset = dataset.select(number * len(dataset) // limit for number in range(limit))
+    return dataset._with(size=size) if size is not None else dataset
+
+
+def fingerprint_difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], classes: Mapping[str, Sequence[str]]
+) -> str | None:
+    """Describe how two fingerprints of datasets with the same classes differ; None if they are equal."""
+    for column, names in classes.items():
+        counts = (one["counts"][column] for one in (before, now))
+        for name, was, is_now in zip(names, *counts, strict=True):
+            if was != is_now:
+                return f"{column} had {was} samples of {name!r}, and now has {is_now}"
+    if before["labels"] != now["labels"]:
+        return "the samples have other classes than before, or another order"
+    if before.get("values") != now.get("values"):
+        return "the samples have other values than before"
+    return None
+
+
+def _labeled(dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequence[str]], required: bool) -> Dataset:
+    """Return a dataset with these label columns, or with the one that is most likely the class."""
+    if columns and known and set(columns) != set(known):
+        raise InvalidOption(f"labels={','.join(columns)}: the known classes are those of {','.join(known)}")
+    if len(set(columns)) < len(columns):
+        raise InvalidOption(f"labels={','.join(columns)}: a column is named twice")
+    chosen = tuple(known or columns or dataset.classes) or (LABEL,)
+    only = chosen == (LABEL,) if not dataset.classes else len(chosen) == len(dataset.classes) == 1
     found: dict[str, tuple[str, ...]] = {}
     numbers = []
-    for column in columns:
-        labelled = (opened or samples).labelled(None if only and not labels else column)
-        found[column], values = _classes(column, labelled, known.get(column))
-        numbers.append(values)
+    try:
+        for column in chosen:
+            name = None if only and not columns else column
+            found[column], values = _number(column, dataset._column(name), known.get(column))
+            numbers.append(values)
+    except InvalidOption:
+        if required or columns or known:
+            raise
+        return dataset  # without labels: what is there is no class
     table = torch.stack(numbers, 1)
     rows = (table >= 0).all(1).nonzero()[:, 0]
+    if not required:
+        return dataset._with(labels=table, classes=found) if (table >= 0).any() else dataset
     if not len(rows):
         raise ImageError(
-            f"None of the {len(table)} pictures has a class ({', '.join(columns)}). Expected a folder that holds "
-            "two or more folders, one for each class, and nothing else (name PATH/train if the classes are there), or "
-            "a column of classes; a recipe that needs none takes labels='none'."
+            f"none of the {len(table)} samples has a label ({', '.join(chosen)}). Expected a folder that holds two or "
+            "more class folders and nothing else (name PATH/train if they are there), or a label column; a recipe that "
+            "needs no labels takes labels='none'"
         )
-    left_out = len(table) - len(rows) + (opened.unlabelled if opened else 0)
-    return Examples(samples, table[rows], found, [among[row] for row in rows.tolist()], left_out)
+    missing = len(table) - len(rows) + dataset.num_unlabeled
+    return dataset._with(labels=table, classes=found).select(rows.tolist())._with(num_unlabeled=missing)
 
 
-def _classes(column: str, labelled: Labelled, known: Sequence[str] | None) -> tuple[tuple[str, ...], Tensor]:
-    """Give names and numbers (N,) of a column's classes, -1 where a picture has none."""
-    numbers = torch.tensor([-1 if value is None else value for value in labelled.numbers], dtype=torch.int64)
+def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tuple[str, ...], Tensor]:
+    """Return names and numbers (N,) of a label column's classes, -1 for none; numbered as known classes are."""
+    numbers = torch.tensor([UNLABELED if value is None else value for value in given.numbers], dtype=torch.int64)
     top = int(numbers.max()) + 1 if len(numbers) else 0
     if top > MAX_CLASSES:
-        raise InvalidOption(f"{column}: a class has the number {top - 1}. Expected numbers that count classes from 0.")
-    names = tuple(labelled.names or ())
+        raise InvalidOption(f"{column}: a class has the number {top - 1}; expected class numbers from 0")
+    names = tuple(given.names or ())
     if names and top > len(names):
-        raise InvalidOption(
-            f"{column}: a class has the number {top - 1}, and {len(names)} classes have names. Expected as many."
-        )
+        raise InvalidOption(f"{column}: a class has the number {top - 1}, and only {len(names)} classes have names")
     if known is None:
         return names or tuple(str(number) for number in range(top)), numbers
     known = tuple(known)
     if not names:
         if known != tuple(map(str, range(len(known)))):
             raise InvalidOption(
-                f"{column}: the classes here are numbers without names, and those that are known have names "
-                f"({_some_of(known)}); which is which cannot be told. Expected names: a folder for each class, or a "
-                "column of names."
+                f"{column}: the classes here are numbers without names, and the known classes have names "
+                f"({_shortened(known)}); expected class folders, or a column of names"
             )
         if top > len(known):
-            raise InvalidOption(f"{column}: a class has the number {top - 1}; known are {len(known)} classes.")
+            raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
         return known, numbers
-    if names == known:
-        return known, numbers
-    return known, _renumbered(column, numbers, names, known)
+    return known, numbers if names == known else _renumbered(column, numbers, names, known)
 
 
 def _renumbered(column: str, numbers: Tensor, names: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Give classes the numbers that their names are known by."""
+    """Number classes as their names are numbered in ``known``."""
     used = numbers[numbers >= 0].unique().tolist()
     places = {name: number for number, name in enumerate(known)}
     unknown = [names[number] for number in used if names[number] not in places]
     if unknown or len(places) < len(known):
-        shown = _some_of(unknown) or "a name that occurs twice"
-        raise InvalidOption(
-            f"{column}: {shown} cannot be told among the {len(known)} classes that are known ({_some_of(known)}). "
-            "Expected the same classes."
-        )
-    table = torch.tensor([places.get(name, -1) for name in names] + [-1])
+        shown = _shortened(unknown) or "a name that occurs twice"
+        raise InvalidOption(f"{column}: {shown} is not one of the {len(known)} known classes ({_shortened(known)})")
+    table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])
     return table[numbers]  # the last entry is for -1
 
 
-def _some_of(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     return ", ".join([repr(name) for name in names[:5]] + ["..."] * (len(names) > 5))
 
 
-def _open_samples(source: Any, columns: Sequence[str]) -> Samples:
-    return source if isinstance(source, Arrays) else Squares(_open_pictures(source, columns))
+@dataclass(frozen=True)
+class _Ready:
+    """One preprocessed sample; the original, which may be large, is gone."""
+
+    index: int
+    name: str
+    image: Tensor
+    mask: Tensor | None
+    boxes: tuple[Box, ...]
 
 
-def _open_pictures(source: Any, columns: Sequence[str]) -> Pictures:
-    """Find out what holds the pictures."""
-    if isinstance(source, str):
-        kind, _, rest = source.partition(":")
-        if kind == "hf":
-            return open_hub(rest)
-        if kind == "torchvision":
-            return open_torchvision(rest, columns)
-        if kind == "wds" or source.endswith(".tar"):
-            return ShardPictures(find_shards(rest if kind == "wds" else source))
-    if hasattr(source, "features") and hasattr(source, "cast_column"):
-        return HubPictures(source)
-    given = _paths(source)
-    if not given:
-        return DatasetPictures(source, columns)
-    tables = find_tables(given)
-    if tables:
-        return TablePictures(ParquetPictures(tables))
-    if all(path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar"))) for path in given):
-        return ShardPictures([shard for path in given for shard in find_shards(str(path))])
-    root = given[0] if len(given) == 1 and given[0].is_dir() else None
-    return FilePictures(PictureFiles(find_images(given), root))
+def _prepare(index: int, sample: Sample, spec: InputSpec) -> _Ready:
+    if spec.is_array:
+        return _Ready(index, sample.name, spec.normalize(_array(sample, spec)[None]), None, ())
+    image, mask = _image(sample), None
+    height, width = spec.size
+    if sample.mask is not None:
+        resized = Image.fromarray(sample.mask).resize((width, height), Image.Resampling.NEAREST)
+        mask = torch.from_numpy(np.array(resized))
+    across, down = width / image.width, height / image.height
+    boxes = tuple((x0 * across, y0 * down, x1 * across, y1 * down) for x0, y0, x1, y1 in sample.boxes or ())
+    return _Ready(index, sample.name, to_tensor([image], spec), mask, boxes)
 
 
-def _paths(source: Any) -> list[Path]:
-    if isinstance(source, str | os.PathLike):
-        return [Path(source)]
-    several = isinstance(source, list | tuple) and all(isinstance(one, str | os.PathLike) for one in source)
-    return [Path(one) for one in source] if several else []
+def _image(sample: Sample) -> Image.Image:
+    """Return a sample as an image; arrays are images if they are (3, H, W) or (1, H, W) in bytes."""
+    if not isinstance(sample.image, Tensor):
+        return sample.image
+    if sample.image.dtype != torch.uint8 or sample.image.dim() != 3 or sample.image.shape[0] not in (1, 3):
+        raise UnsupportedInput(
+            f"{sample.name}: an array of {tuple(sample.image.shape)} in {sample.image.dtype} is not an image; expected "
+            "(3, H, W) in uint8. Pass other arrays as a normalized tensor (B, C, H, W)"
+        )
+    return as_image(sample.image, sample.name)
+
+
+def _array(sample: Sample, spec: InputSpec) -> Tensor:
+    """Return a sample as an array with the channels that a model takes."""
+    if not isinstance(sample.image, Tensor) or len(sample.image) != len(spec.mean):
+        raise UnsupportedInput(f"{sample.name}: the model takes arrays of {len(spec.mean)} channels; pass Arrays")
+    return sample.image
+
+
+def _as_tensor(decode: Callable[[], Sample], size: int) -> Tensor:
+    image = decode().image
+    return image if isinstance(image, Tensor) else center_square(image, size)
+
+
+def _cached(found: Tensor | str) -> Tensor:
+    if isinstance(found, str):
+        raise ImageError(found)
+    return found
+
+
+def _store(found: dict[int, Tensor | str], row: int, decode: Decode) -> Tensor:
+    try:
+        value = found[row] = decode()
+    except ImageError as error:
+        found[row] = str(error)
+        raise
+    return value
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Files to pictures, and every kind of bad file to one clear error."""
+"""Decode image files: RGB, upright, in sRGB; every kind of bad file raises one clear error."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+import torch
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from torch import Tensor
 
-from vitrail.data.color_profile import to_srgb
-from vitrail.errors import ImageError
+from vitrail.errors import ImageError, InvalidOption
 
 MAX_PIXELS = 100_000_000
-"""Pictures with more pixels are refused before they are decoded; a small file can unpack to gigabytes."""
+"""Larger images are refused before they are decoded; a small file can unpack to gigabytes."""
 
 EXTENSIONS = frozenset(
     {
@@ -24,22 +25,28 @@ EXTENSIONS = frozenset(
         *(".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
     }
 )
-"""Which files of a folder are taken for pictures."""
+"""File name extensions of images, in folders and shards."""
 
-# Only formats of pixels. Pillow would also hand some files to outside programs (EPS to Ghostscript, for one).
+# Bitmap formats alone: Pillow passes some others to external programs (EPS to Ghostscript).
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
-_EXPECTED = "Expected a picture file such as JPEG, PNG, WebP, TIFF, GIF or BMP."
+_EXPECTED = "expected an image file such as JPEG, PNG, WebP, TIFF, GIF or BMP"
+
+
+_CMS: Any = ImageCms  # Pillow's types for it differ between its versions
+
+_NEGLIGIBLE = 2
+"""Conversions that change no value by more (of 255) are skipped: they would only round."""
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """Read a picture file as RGB.
+    """Read an image file as RGB.
 
-    Greyscale, palette, 16-bit and CMYK pictures are converted, embedded colour profiles applied, transparent
-    pictures laid on white, EXIF orientation is applied, and of an animation the first frame is taken.
+    Grayscale, palette, 16-bit and CMYK images are converted, embedded color profiles and EXIF orientation applied,
+    transparent images composed onto white; of an animation the first frame is taken.
 
     Raises:
-        ImageError: the file is missing, a folder, empty, unreadable, damaged, cut off, too large (more than
-            ``MAX_PIXELS``, known from the header, before anything is decoded), or not a picture.
+        ImageError: the file is missing, a folder, empty, unreadable, damaged, cut off, not an image, or larger than
+            ``MAX_PIXELS`` (read from the header, before anything is decoded).
 
     Example:
         >>> from vitrail.data import samples
@@ -52,7 +59,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
 
 
 def decode_image(data: bytes, name: str) -> Image.Image:
-    """Read a picture that is held in memory, as :func:`read_image` reads a file; ``name`` is what errors call it.
+    """Decode an image in memory, as :func:`read_image` reads a file; ``name`` is used in errors.
 
     Raises:
         ImageError: as :func:`read_image` would.
@@ -62,9 +69,9 @@ def decode_image(data: bytes, name: str) -> Image.Image:
 
 
 def decode_values(data: bytes, name: str) -> np.ndarray:
-    """Read a picture that is held in memory for its numbers (H, W), as they are stored: a mask, for one.
+    """Decode the stored values (H, W) of an image in memory, such as a mask.
 
-    Of a palette the indices are given, and of colours the largest; nothing is turned or scaled.
+    Palette images give their indices, color images the largest channel; nothing is rotated or scaled.
 
     Raises:
         ImageError: as :func:`read_image` would.
@@ -77,33 +84,33 @@ def decode_values(data: bytes, name: str) -> np.ndarray:
             try:
                 image.load()
                 values = np.asarray(image)
-            except Exception as error:  # as in _read
+            except Exception as error:  # decoders raise many kinds
                 raise _damaged(name, error) from error
     if values.ndim == 3:
-        values = values[..., : 3 if values.shape[-1] > 2 else 1].max(-1)  # what is behind them is how opaque it is
+        values = values[..., : 3 if values.shape[-1] > 2 else 1].max(-1)  # without alpha
     return values
 
 
 def _read(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
-    with warnings.catch_warnings():  # Pillow warns about odd metadata; the picture is either usable or refused
+    with warnings.catch_warnings():  # Pillow warns about odd metadata
         warnings.simplefilter("ignore")
         image = _open(name, file)
         with image:
             _check_size(name, image.size)
             try:
                 image.load()
-                return as_rgb(to_srgb(_shallow(_upright(image))))
+                return as_rgb(to_srgb(_to_8_bits(_upright(image))))
             except ImageError as error:
                 raise ImageError(f"{name}: {error}") from error
-            except Exception as error:  # decoders raise whatever they like: OSError, SyntaxError, struct.error, ...
+            except Exception as error:  # decoders raise many kinds: OSError, SyntaxError, struct.error, ...
                 raise _damaged(name, error) from error
 
 
 def check_image(path: str | os.PathLike[str]) -> int:
-    """Check a picture file, mostly by its header, and give the number of its frames or pages.
+    """Check an image file, mostly by its header, and return its number of frames or pages.
 
-    Much quicker than reading it, and finds most of what :func:`read_image` would refuse, but not all: some
-    damage shows only when every pixel is decoded.
+    Much faster than decoding, and finds most of what :func:`read_image` refuses; some damage shows only when every
+    pixel is decoded.
 
     Raises:
         ImageError: as :func:`read_image` would.
@@ -120,77 +127,150 @@ def check_image(path: str | os.PathLike[str]) -> int:
                 image.verify()
         except ImageError:
             raise
-        except Exception:  # checksums, where the format has them, are not all needed: reading decides
+        except Exception:  # a wrong checksum may not matter: decoding decides
             read_image(path)
     return frames
 
 
 def find_images(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Find picture files: each file as given, each folder's pictures in all its subfolders, sorted.
+    """Find image files: each file as given, and the images in each folder and its subfolders, sorted.
 
-    In folders, only files with a known extension count, and hidden files and folders are skipped. A file that
-    is reached twice is listed once.
+    In folders only files with a known extension count, and hidden files and folders are skipped. A file that is
+    reached twice is listed once.
 
     Raises:
-        ImageError: a path does not exist, a folder cannot be listed, or there is no picture at all.
+        ImageError: a path does not exist, a folder cannot be listed, or there are no images.
     """
     given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     found: dict[Path, Path] = {}
     for path in given:
         if not path.exists():
             raise _missing(path)
-        for file in _pictures_under(path) if path.is_dir() else [path]:
+        for file in _images_under(path) if path.is_dir() else [path]:
             found.setdefault(file.resolve(), file)
     if not found:
         where = ", ".join(str(path) for path in given) or "nothing"
         raise ImageError(
-            f"No pictures found (looked at: {where}). Expected picture files, or folders with files that end "
-            f"in {', '.join(sorted(EXTENSIONS))}. Name a file or another folder."
+            f"no images found (in {where}); expected image files, or folders with files that end in "
+            f"{', '.join(sorted(EXTENSIONS))}"
         )
     return list(found.values())
 
 
+def read_images(images: Any) -> list[Image.Image]:
+    """Return one image or several, PIL images or paths of files, as RGB images at their own resolution."""
+    several = images if isinstance(images, list | tuple) else [images]
+    if not several:
+        raise InvalidOption("no images were given; pass one or more PIL images or paths")
+    for image in several:
+        if not isinstance(image, Image.Image | str | os.PathLike):
+            raise InvalidOption(f"expected PIL images or paths of image files; got {type(image).__name__}")
+    return [as_rgb(image) if isinstance(image, Image.Image) else read_image(image) for image in several]
+
+
+def center_square(image: Image.Image, size: int) -> Tensor:
+    """Return the largest centered square of an image, resized (bicubic, antialiased) to (3, size, size) in uint8."""
+    width, height = image.size
+    edge = min(width, height)
+    left, top = (width - edge) / 2, (height - edge) / 2
+    if edge != size or width != height:
+        box = (left, top, left + edge, top + edge)
+        image = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Make any PIL picture RGB: deep greys scaled, transparency laid on white, everything else converted."""
+    """Convert any PIL image to RGB: 16-bit gray scaled, transparency composed onto white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    image = _shallow(image)
+    image = _to_8_bits(image)
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        coloured = image.convert("RGBA")
-        image = Image.new("RGBA", coloured.size, "white")
-        image.alpha_composite(coloured)
+        rgba = image.convert("RGBA")
+        image = Image.new("RGBA", rgba.size, "white")
+        image.alpha_composite(rgba)
     return image.convert("RGB")
 
 
-def _shallow(image: Image.Image) -> Image.Image:
-    """Deep greys to 8 bits: integers are taken for 16-bit ones, and floats for values from 0 to 1."""
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Scale deep gray images to 8 bits: integers from 16 bits, floats from 0 … 1."""
     if image.mode not in ("F", "I") and not image.mode.startswith("I;16"):
         return image
     values = np.asarray(image, dtype=np.float64)
     top = 1.0 if image.mode == "F" else 65535.0
     if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= top):
         raise ImageError(
-            f"the values run from {values.min():g} to {values.max():g}, and which of them is white is "
-            f"not known. Expected 0 (black) to {top:g} (white). Export the picture with 8 or 16 bits."
+            f"values from {values.min():g} to {values.max():g}; expected 0 (black) to {top:g} (white). Export the "
+            "image with 8 or 16 bits"
         )
     made = Image.fromarray(np.rint(values * (255 / top)).astype(np.uint8))
     made.info |= {name: value for name, value in image.info.items() if name == "icc_profile"}
     return made
 
 
+def to_srgb(image: Image.Image) -> Image.Image:
+    """Convert an image to sRGB by its embedded ICC profile, keeping transparency.
+
+    Without a profile, or with one that is damaged or for another color mode, the values are taken for sRGB. The result
+    has no profile.
+    """
+    data = image.info.pop("icc_profile", None)
+    if not data:
+        return image
+    try:
+        return _convert(image, data)
+    except Exception:  # an odd profile; the pixels are still good
+        return image
+
+
+def _convert(image: Image.Image, data: bytes) -> Image.Image:
+    profile = _CMS.ImageCmsProfile(io.BytesIO(data))
+    space = profile.profile.xcolor_space.strip()
+    mode = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}[space]
+    if (mode == "CMYK") != (image.mode == "CMYK") or (mode == "L" and image.mode not in ("1", "L", "LA", "La")):
+        return image
+    transform = _CMS.buildTransform(
+        profile,
+        _CMS.createProfile("sRGB"),
+        mode,
+        "RGB",
+        _CMS.Intent.RELATIVE_COLORIMETRIC,
+        flags=_CMS.Flags.BLACKPOINTCOMPENSATION,
+    )
+    if mode != "CMYK" and _changes_nothing(transform, mode):
+        return image
+    alpha: Image.Image | None = None
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        alpha = image.getchannel("A")
+    made: Image.Image = transform.apply(image.convert(mode))
+    made.info.pop("icc_profile", None)
+    if alpha is not None:
+        made.putalpha(alpha)
+    return made
+
+
+def _changes_nothing(transform: Any, mode: str) -> bool:
+    """Return whether colors across the space stay as they are: most profiles are sRGB itself."""
+    steps = np.arange(0, 256, 17, dtype=np.uint8)
+    colors = np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(steps.size, -1, 3)
+    probe = Image.fromarray(colors).convert(mode)
+    change = np.asarray(transform.apply(probe), dtype=int) - np.asarray(probe.convert("RGB"), dtype=int)
+    return bool(np.abs(change).max() <= _NEGLIGIBLE)
+
+
 def _upright(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation; metadata too broken to read has none, and the pixels are still good."""
+    """Apply the EXIF orientation; broken metadata is ignored."""
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # the parser of metadata raises whatever it likes
+    except Exception:  # the metadata parser raises many kinds
         return image
 
 
 def _frames(image: Image.Image) -> int:
-    """Count frames or pages; the second picture in a photograph's file (a preview, a depth map) is neither."""
+    """Count frames or pages; further images in a photograph (MPO: a preview, a depth map) do not count."""
     try:
         return 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
-    except Exception:  # a damaged later frame; the first one may be good
+    except Exception:  # a later frame is damaged; the first may be good
         return 1
 
 
@@ -198,20 +278,20 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         raise _missing(path)
     if path.is_dir():
-        raise ImageError(f"{path}: this is a folder. {_EXPECTED} Name a file in it, or list it with find_images.")
+        raise ImageError(f"{path}: this is a folder; {_EXPECTED}. Name a file in it, or list it with find_images")
     if not path.is_file():
-        raise ImageError(f"{path}: this is not a regular file. {_EXPECTED} Save the picture to a file first.")
+        raise ImageError(f"{path}: not a regular file; {_EXPECTED}. Save the image to a file first")
     if path.stat().st_size == 0:
-        raise ImageError(f"{path}: the file is empty. {_EXPECTED} Fetch or export it again.")
+        raise ImageError(f"{path}: the file is empty; {_EXPECTED}. Fetch or export it again")
 
 
 def _check_data(data: bytes, name: str) -> None:
     if not data:
-        raise ImageError(f"{name}: the picture is empty. {_EXPECTED} Fetch or export it again.")
+        raise ImageError(f"{name}: the image is empty; {_EXPECTED}. Fetch or export it again")
 
 
 def _open(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
-    """Read the header, and refuse what is not a picture."""
+    """Read the header of an image."""
     Image.init()
     try:
         return Image.open(file, formats=[kind for kind in _FORMATS if kind in Image.OPEN])
@@ -219,16 +299,13 @@ def _open(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
         raise _too_large(name, str(error)) from error
     except UnidentifiedImageError as error:
         raise ImageError(
-            f"{name}: this is not a picture, or its header is damaged. {_EXPECTED} Convert it to one of these first."
+            f"{name}: not an image, or its header is damaged; {_EXPECTED}. Convert it to one of these first"
         ) from error
     except PermissionError as error:
+        raise ImageError(f"{name}: permission denied; change the file's permissions") from error
+    except Exception as error:  # header parsers raise many kinds
         raise ImageError(
-            f"{name}: the file may not be read (permission denied). Expected a readable file. Change its permissions."
-        ) from error
-    except Exception as error:  # header parsers raise whatever they like
-        raise ImageError(
-            f"{name}: the file could not be opened as a picture ({_reason(error)}). {_EXPECTED} "
-            "Fetch or export it again."
+            f"{name}: could not be opened as an image ({_reason(error)}); {_EXPECTED}. Fetch or export it again"
         ) from error
 
 
@@ -237,14 +314,14 @@ def _check_size(name: Path | str, size: tuple[int, int]) -> None:
     if width * height > MAX_PIXELS:
         raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
     if width * height == 0:
-        raise ImageError(f"{name}: the picture has no pixels ({width} × {height}). {_EXPECTED} Export it again.")
+        raise ImageError(f"{name}: the image has no pixels ({width} × {height}); export it again")
 
 
-def _pictures_under(folder: Path) -> Iterator[Path]:
+def _images_under(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise ImageError(
-            f"{error.filename}: the folder cannot be listed ({_reason(error)}). Expected a readable folder. "
-            "Change its permissions, or name its files."
+            f"{error.filename}: the folder cannot be listed ({_reason(error)}); change its permissions, or name its "
+            "files"
         ) from error
 
     for place, folders, files in os.walk(folder, onerror=refuse):
@@ -255,24 +332,20 @@ def _pictures_under(folder: Path) -> Iterator[Path]:
 
 
 def _missing(path: Path) -> ImageError:
-    return ImageError(f"{path}: there is no such file. {_EXPECTED} Check the path for a typing mistake.")
+    return ImageError(f"{path}: there is no such file; {_EXPECTED}. Check the path")
 
 
 def _damaged(name: Path | str, error: Exception) -> ImageError:
-    return ImageError(
-        f"{name}: the picture is damaged or cut off ({_reason(error)}). "
-        "Expected a complete picture file. Fetch or export it again."
-    )
+    return ImageError(f"{name}: the image is damaged or cut off ({_reason(error)}); fetch or export it again")
 
 
 def _too_large(name: Path | str, size: str) -> ImageError:
     return ImageError(
-        f"{name}: the picture is too large ({size}). Expected at most {MAX_PIXELS / 1e6:.0f} megapixels. "
-        "Scale it down first."
+        f"{name}: the image is too large ({size}); expected at most {MAX_PIXELS / 1e6:.0f} megapixels. Scale it down"
     )
 
 
 def _reason(error: BaseException) -> str:
-    """Say in a few words what went wrong, without the path that the message begins with."""
+    """Return the reason of an error in a few words, without the path."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text.splitlines()[0].strip() if text.strip() else type(error).__name__

@@ -1,76 +1,93 @@
-"""One picture with what is known about it, and where such pictures come from."""
+"""One sample of a dataset, and batches of them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from PIL import Image
+import torch
+from torch import Tensor
 
-from vitrail.errors import ImageError
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
 
 UNKNOWN = 255
-"""What a mask says of a pixel that is neither foreground nor background, or of which nothing is known."""
+"""Value of mask pixels that are neither foreground nor background."""
+
+UNLABELED = -1
+"""Label of a sample that has none."""
 
 Box = tuple[float, float, float, float]
 
 
 class Sample(NamedTuple):
-    """One picture, and what is known about it.
+    """One image (or array) with its annotations.
 
     Attributes:
-        picture: the picture, in RGB.
-        name: what to call it.
-        label: its class.
+        image: the image in RGB; for arrays a tensor (C, ...).
+        name: name shown to the user.
+        label: class number in the dataset's first label column; None without one.
         mask: (H, W) in uint8: 1 foreground, 0 background, 255 unknown.
-        boxes: around each object, (x0, y0, x1, y1) in pixels of the picture.
+        boxes: (x0, y0, x1, y1) around each object, in pixels of the image.
+        labels: class number by label column, for the columns that label this sample.
     """
 
-    picture: Image.Image
+    image: Image.Image | Any
     name: str
     label: int | None = None
     mask: np.ndarray | None = None
     boxes: tuple[Box, ...] | None = None
-
-
-class Source(Protocol):
-    """Where the pictures of a collection come from: names and classes by row, and each picture when it is read."""
+    labels: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default is never changed)
 
     @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def labels(self) -> Sequence[int | None]: ...
-    @property
-    def label_names(self) -> tuple[str, ...] | None: ...
-    @property
-    def has_masks(self) -> bool: ...
-    @property
-    def has_boxes(self) -> bool: ...
-    def read(self, row: int) -> Sample: ...
+    def picture(self) -> Image.Image:
+        """Former name of ``image``."""
+        return self.image
 
 
-def clean(name: str) -> str:
-    """Make a name printable, whatever bytes it came from."""
-    text = name.encode("utf-8", "replace").decode("utf-8")
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+class Batch(NamedTuple):
+    """Preprocessed samples with their annotations.
+
+    Attributes:
+        images: (B, C, H, W) in float32.
+        indices: position of each sample in the dataset.
+        names: name of each.
+        labels: (B,) in int64, -1 for samples without a label; None if the dataset has no labels.
+        masks: (B, H, W) in uint8, resized as the images are; all 255 for samples without a mask.
+        boxes: boxes of each sample, in pixels of the resized images.
+    """
+
+    images: Tensor
+    indices: tuple[int, ...]
+    names: tuple[str, ...]
+    labels: Tensor | None = None
+    masks: Tensor | None = None
+    boxes: list[tuple[Box, ...]] | None = None
 
 
-def read_boxes(value: Any, size: tuple[int, int], called: str) -> tuple[Box, ...] | None:
-    """Read one box of four numbers, or a list of boxes, and cut off what is outside of the picture."""
-    if value is None:
-        return None
-    flat = len(value) == 4 and not any(isinstance(one, list) for one in value)
-    made: list[Box] = []
-    for box in [value] if flat else value:
-        good = isinstance(box, list) and len(box) == 4 and all(isinstance(one, int | float) for one in box)
-        x0, y0, x1, y1 = (float(one) for one in box) if good else (math.nan,) * 4
-        x0, y0, x1, y1 = max(x0, 0.0), max(y0, 0.0), min(x1, float(size[0])), min(y1, float(size[1]))
-        if not (good and x0 < x1 and y0 < y1):
-            raise ImageError(
-                f"{called}: {str(box)[:80]} is not a box in a picture of {size[0]} × {size[1]} pixels. Expected x0, "
-                "y0, x1, y1 in pixels, from the upper left corner to the lower right one."
-            )
-        made.append((x0, y0, x1, y1))
-    return tuple(made)
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one sample as a tensor.
+
+    Attributes:
+        shape: channels, then height and width, or time, height and width.
+        dtype: ``torch.uint8``, or a floating point dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return self.shape[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Height and width, or time, height and width."""
+        return self.shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a sample in bytes."""
+        return prod(self.shape) * self.dtype.itemsize

@@ -1,42 +1,23 @@
-"""What a model expects of a picture, and pictures made so."""
+"""Input specification of a model, and tensors made to it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 if TYPE_CHECKING:
     from PIL import Image
-    from torch import Tensor
-
-    from vitrail.data.sample import Box
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and spread of ImageNet's colours, which many models are trained with."""
-
-
-class Batch(NamedTuple):
-    """Pictures made ready for a model, and what is known about each.
-
-    Attributes:
-        images: (B, 3, H, W) in float32.
-        indices: where each is in the data.
-        names: what to call each.
-        labels: (B,) in int64, -1 where a picture has none; None if no picture of the data has one.
-        masks: (B, H, W) in uint8, resized as the images are; all 255 where a picture has none.
-        boxes: of each picture, in pixels of the images; empty where a picture has none.
-    """
-
-    images: Tensor
-    indices: tuple[int, ...]
-    names: tuple[str, ...]
-    labels: Tensor | None = None
-    masks: Tensor | None = None
-    boxes: list[tuple[Box, ...]] | None = None
+"""Mean and standard deviation of ImageNet's colors."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +26,12 @@ class InputSpec:
 
     Attributes:
         size: height and width in pixels; frames, height and width for video; frequency bins and frames for audio.
-        mean: value subtracted from each channel, on a scale of 0 to 1 for images.
+            Empty for arrays, which are never resized.
+        mean: value subtracted from each channel, after dividing by ``scale``.
         std: value that each channel is divided by afterwards.
-        modality: ``"image"``, ``"video"`` or ``"audio"``.
+        modality: ``"image"``, ``"video"``, ``"audio"`` or ``"array"``.
         argument: name of the model's argument that takes the input.
+        scale: value that the input is divided by first: 255 for bytes, 1 for floating point arrays.
     """
 
     size: tuple[int, ...]
@@ -56,57 +39,102 @@ class InputSpec:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     modality: str = "image"
     argument: str = "x"
+    scale: float = 255.0
 
     def __post_init__(self) -> None:
-        axes = 3 if self.modality == "video" else 2
+        axes = {"video": 3, "array": 0}.get(self.modality, 2)
         if len(self.size) != axes or any(isinstance(n, bool) or int(n) != n or n < 1 for n in self.size):
             raise InvalidOption(
                 f"size={self.size!r}: expected {axes} whole numbers above 0, like (224, 224) for images"
             )
-        channels = 3 if self.modality == "image" else len(self.mean)
+        channels = 3 if self.modality == "image" else max(len(self.mean), 1)
         if len(self.mean) != channels or not all(math.isfinite(value) for value in self.mean):
             raise InvalidOption(f"mean={self.mean!r}: expected one finite number for each of {channels} channels")
         if len(self.std) != channels or not all(math.isfinite(value) and value > 0 for value in self.std):
             raise InvalidOption(f"std={self.std!r}: expected one number above zero for each of {channels} channels")
+        if not self.scale > 0:
+            raise InvalidOption(f"scale={self.scale!r}: expected a number above zero, like 255 for bytes")
         for name, kind in (("size", int), ("mean", float), ("std", float)):  # lists and numpy numbers are accepted
             object.__setattr__(self, name, tuple(kind(value) for value in getattr(self, name)))
+
+    @classmethod
+    def of_arrays(cls, mean: Sequence[float], std: Sequence[float], scale: float = 1.0) -> InputSpec:
+        """Return the specification of arrays: statistics of each channel, and no size."""
+        return cls((), tuple(mean), tuple(std), "array", scale=scale)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> InputSpec:
+        """Read a specification from a model's ``labels.json``; entries without a size are those of arrays."""
+        return cls(**values) if "size" in values else cls.of_arrays(**values)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one input without the batch axis: (channels, *size)."""
         return (len(self.mean), *self.size)
 
+    @property
+    def is_array(self) -> bool:
+        """Whether inputs are arrays, which are normalized and never resized."""
+        return self.modality == "array"
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether inputs are bytes, not floating point numbers."""
+        return self.scale != 1
+
+    def normalize(self, values: Tensor) -> Tensor:
+        """Normalize a batch (B, C, ...) of the input's own size, in float32."""
+        with full_precision(values.device):
+            return normalize(values.float() / self.scale if self.of_bytes else values.float(), self.mean, self.std)
+
+    __call__ = normalize
+
 
 Preprocessing = InputSpec
+"""Former name of :class:`InputSpec`."""
 
 
-def to_tensor(pictures: Sequence[Image.Image], preprocessing: Preprocessing) -> Tensor:
-    """Make pictures into one batch for a model, (B, 3, H, W) in float32.
+def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:
+    """Convert images to one batch for a model, (B, 3, H, W) in float32.
 
-    The whole picture is resized (bicubic, antialiased) to the model's size and nothing is cropped, so that
-    the patch grid covers the whole picture and groups of patches can be painted back onto it.
+    The whole image is resized (bicubic, antialiased) and nothing is cropped: the patch grid covers the whole image, so
+    that groups of patches can be painted back onto it.
 
     Example:
         >>> from PIL import Image
-        >>> to_tensor([Image.new("RGB", (300, 200))], Preprocessing((224, 224))).shape
+        >>> to_tensor([Image.new("RGB", (300, 200))], InputSpec((224, 224))).shape
         torch.Size([1, 3, 224, 224])
     """
     import numpy as np
-    import torch
     from PIL import Image
 
     from vitrail.data.decode import as_rgb
 
-    if isinstance(pictures, Image.Image):
-        pictures = [pictures]
-    if len(pictures) == 0:
-        raise UnsupportedInput("No pictures were given: expected at least one. Pass a list of PIL pictures.")
-    height, width = preprocessing.size
+    if isinstance(images, Image.Image):
+        images = [images]
+    if len(images) == 0:
+        raise UnsupportedInput("no images were given; pass a list of one or more PIL images")
+    height, width = spec.size
     arrays = [
-        np.asarray(as_rgb(picture).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
-        for picture in pictures
+        np.asarray(as_rgb(image).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
+        for image in images
     ]
     batch = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous() / 255
-    mean = torch.tensor(preprocessing.mean).view(3, 1, 1)
-    std = torch.tensor(preprocessing.std).view(3, 1, 1)
-    return (batch - mean) / std
+    return (batch - torch.tensor(spec.mean).view(3, 1, 1)) / torch.tensor(spec.std).view(3, 1, 1)
+
+
+def normalize(values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Subtract the mean of each channel of a batch (B, C, ...) and divide by its standard deviation."""
+    # Filled in on the device: a copy from the host would synchronize.
+    shape = (1,) * (values.dim() - 2)
+    shift, scale = (
+        torch.stack([torch.full(shape, one, device=values.device) for one in given])
+        for given in (mean, [1 / one for one in std])
+    )
+    return (values - shift) * scale
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Disable autocast: bfloat16 has 8 significant bits, no more than a byte."""
+    known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if known else nullcontext()

@@ -1,4 +1,4 @@
-"""The stained-glass picture: each group of patches one piece of glass, held by leads."""
+"""Stained glass: each group of patches one pane in its mean color, held by leads."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from PIL import Image
 from vitrail.data.decode import as_rgb
 from vitrail.errors import InvalidOption, UnsupportedInput
 
-LEAD_COLOUR = (22, 20, 24)
-"""Almost black, a little cold, as leads look against the light."""
+LEAD_COLOR = (22, 20, 24)
+"""Almost black, slightly cold, as leads look against the light."""
 
-_STRIP = 256  # rows painted at a time: large pictures then need little memory beyond themselves
+_STRIP = 256  # rows painted at a time, to bound memory for large images
 
 
-def stained_glass(picture: Image.Image, groups: Any, *, lead: float | None = None) -> Image.Image:
-    """Paint the stained-glass picture at the picture's own resolution.
+def stained_glass(image: Image.Image, groups: Any, *, lead: float | None = None) -> Image.Image:
+    """Paint an image as stained glass at its own resolution.
 
-    Each group is painted in the mean colour of the picture's pixels under it, wherever its cells lie, and a
-    dark lead runs between neighbouring cells of different groups (never along the picture's border).
+    Each group is painted in the mean color of its pixels, wherever its cells lie, and a dark lead runs between
+    neighboring cells of different groups (never along the border).
 
-    The mean is the plain mean of the sRGB values. They are spaced as the eye sees, so a pane of lights and
-    darks comes out as the tone between them. A mean of physical light lets each highlight wash out its pane:
-    darks turn grey and colours pale.
+    The mean is the plain mean of sRGB values, which are spaced as the eye sees. A mean of physical light would let each
+    highlight wash out its pane.
 
     Args:
-        picture: any PIL picture.
-        groups: (h, w) integers over the patch grid, which is stretched over the whole picture: cells with the
-            same number belong together, whatever the numbers are.
-        lead: width of the leads in pixels, 0 for none, at most that of a cell. By default it grows with the
-            picture and stays thin beside the cells.
+        image: any PIL image.
+        groups: (h, w) integers over the patch grid, which is stretched over the whole image; cells with the same number
+            belong together.
+        lead: width of the leads in pixels, 0 for none, at most that of a cell. By default it grows with the image and
+            stays thin beside the cells.
 
     Example:
         >>> import numpy as np
@@ -40,16 +39,16 @@ def stained_glass(picture: Image.Image, groups: Any, *, lead: float | None = Non
         (300, 200)
     """
     cells = _check_groups(groups)
-    pixels = np.asarray(as_rgb(picture))
+    pixels = np.asarray(as_rgb(image))
     height, width = pixels.shape[:2]
     if height * width == 0:
-        raise UnsupportedInput(f"The picture has no pixels ({width} × {height}). Expected one with at least one pixel.")
+        raise UnsupportedInput(f"the image has no pixels ({width} × {height})")
     row, column = _Axis(height, cells.shape[0]), _Axis(width, cells.shape[1])
     lead = _lead_width(row, column) if lead is None else min(_check_lead(lead), row.step, column.step)
 
-    palette = _mean_colours(pixels, cells, row, column)
-    cell_colours = palette[cells][:, column.cell]  # (h, W, 3): rows of cells, already as wide as the picture
-    painted = cell_colours[row.cell]
+    palette = _mean_colors(pixels, cells, row, column)
+    cell_colors = palette[cells][:, column.cell]  # (h, W, 3): rows of cells, as wide as the image
+    painted = cell_colors[row.cell]
     if lead > 0:
         leads = _Leads(cells, row, column, lead)
         for top in range(0, height, _STRIP):
@@ -58,30 +57,30 @@ def stained_glass(picture: Image.Image, groups: Any, *, lead: float | None = Non
 
 
 class _Axis:
-    """One side of the picture, of ``pixels`` pixels under ``cells`` cells of the grid.
+    """One side of the image, of ``pixels`` pixels under ``cells`` cells of the grid.
 
     Attributes:
-        cell: the cell that holds each pixel's centre.
-        vertex: the nearest line of the grid, 0 to ``cells``.
-        distance: how far each pixel's centre is from it, in pixels.
-        step: the size of a cell in pixels, not always a whole number.
+        cell: cell that holds each pixel's center.
+        vertex: nearest line of the grid, 0 to ``cells``.
+        distance: distance of each pixel's center from it, in pixels.
+        step: size of a cell in pixels, not always a whole number.
     """
 
     def __init__(self, pixels: int, cells: int) -> None:
         index = np.arange(pixels)
         self.step = pixels / cells
         self.cell = (2 * index + 1) * cells // (2 * pixels)
-        centre = index + 0.5
-        self.vertex = np.rint(centre / self.step).astype(np.intp)
-        self.distance = np.abs(centre - self.vertex * self.step).astype(np.float32)
+        center = index + 0.5
+        self.vertex = np.rint(center / self.step).astype(np.intp)
+        self.distance = np.abs(center - self.vertex * self.step).astype(np.float32)
 
     def starts(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Give the cells that hold a pixel at all, and the first pixel of each."""
+        """Return the cells that hold a pixel at all, and the first pixel of each."""
         return np.unique(self.cell, return_index=True)
 
 
-def _mean_colours(pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis) -> NDArray[np.uint8]:
-    """Give each group's mean colour (G, 3): pixels summed over each cell, exactly, then cells over groups."""
+def _mean_colors(pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis) -> NDArray[np.uint8]:
+    """Return each group's mean color (G, 3): pixels summed exactly over cells, then cells over groups."""
     rows, row_starts = row.starts()
     columns, column_starts = column.starts()
     seen = cells[np.ix_(rows, columns)].ravel()
@@ -91,16 +90,16 @@ def _mean_colours(pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis
     sums = np.add.reduceat(strips, column_starts, axis=1, dtype=np.uint64).reshape(-1, 3)
     total = int(cells.max()) + 1
     area = np.bincount(seen, weights=np.outer(heights, widths).ravel(), minlength=total)
-    colours = np.stack([np.bincount(seen, weights=channel, minlength=total) for channel in sums.T], axis=-1)
-    return np.rint(colours / np.maximum(area, 1)[:, None]).astype(np.uint8)
+    colors = np.stack([np.bincount(seen, weights=channel, minlength=total) for channel in sums.T], axis=-1)
+    return np.rint(colors / np.maximum(area, 1)[:, None]).astype(np.uint8)
 
 
 class _Leads:
     """Leads along the grid lines between cells of different groups, smooth at any resolution.
 
-    A pixel sees the four grid lines that meet in its nearest vertex. In its own quarter of that vertex, it is
-    near the lead that runs across, the one that runs down, both (a corner of the pane, rounded like solder),
-    or none (the outside of a bend, closed by a round cap).
+    A pixel sees the four grid lines that meet in its nearest vertex. In its quarter of that vertex it is near the lead
+    that runs across, the one that runs down, both (a corner of the pane, rounded like solder), or none (the outside of
+    a bend, closed by a round cap).
     """
 
     def __init__(self, cells: NDArray[np.intp], row: _Axis, column: _Axis, lead: float) -> None:
@@ -120,7 +119,7 @@ class _Leads:
         self.round = min(1.6 * lead, 0.25 * min(row.step, column.step))
 
     def draw(self, painted: NDArray[np.uint8], strip: slice) -> None:
-        """Lay the leads over some rows of the painted picture, in place."""
+        """Draw the leads over some rows of the painted image, in place."""
         row, column = self.row, self.column
         y = row.distance[strip, None] - self.half  # distance from the edge of the lead that runs across here
         x = column.distance[None, :] - self.half
@@ -135,28 +134,28 @@ class _Leads:
         gap = np.where(bend, np.minimum(gap, cap), gap)
         cover = np.clip(0.5 - gap, 0, 1).astype(np.float32)[..., None]
         part = painted[strip]
-        colour = np.array(LEAD_COLOUR, dtype=np.float32)
-        part[...] = np.rint(part + (colour - part) * cover).astype(np.uint8)
+        color = np.array(LEAD_COLOR, dtype=np.float32)
+        part[...] = np.rint(part + (color - part) * cover).astype(np.uint8)
 
 
 def _lead_width(row: _Axis, column: _Axis) -> float:
-    """Give a width that looks alike at any resolution: a share of a cell, and at most one of the picture."""
-    cell, picture = min(row.step, column.step), min(row.cell.size, column.cell.size)
-    return max(min(0.1 * cell, 0.005 * picture), min(1.0, 0.2 * cell))
+    """Return a width that looks alike at any resolution: a share of a cell, and at most one of the image."""
+    cell, image = min(row.step, column.step), min(row.cell.size, column.cell.size)
+    return max(min(0.1 * cell, 0.005 * image), min(1.0, 0.2 * cell))
 
 
 def _check_lead(lead: float) -> float:
     if not (np.isreal(lead) and np.isfinite(lead) and lead >= 0):
-        raise InvalidOption(f"lead={lead!r}: expected a width in pixels, 0 or more. Leave it out for a fitting one.")
+        raise InvalidOption(f"lead={lead!r}: expected a width in pixels, 0 or more")
     return float(lead)
 
 
 def _check_groups(groups: Any) -> NDArray[np.intp]:
-    """Give the groups as numbers from 0 without gaps."""
+    """Return the groups as numbers from 0 without gaps."""
     array = np.asarray(groups)
     if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
         raise UnsupportedInput(
-            f"groups has shape {array.shape} and kind {array.dtype}. Expected integers of shape (h, w), one "
-            "for each cell of the patch grid. Reshape a row of trace.groups to the grid of its layout."
+            f"groups has shape {array.shape} and dtype {array.dtype}; expected integers (h, w), one for each cell of "
+            "the patch grid. Reshape a row of trace.groups to the grid of its layout"
         )
     return np.unique(array, return_inverse=True)[1].reshape(array.shape)

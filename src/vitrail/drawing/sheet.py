@@ -1,4 +1,4 @@
-"""Several pictures on one sheet, with captions."""
+"""Contact sheets: several images on one, with captions."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ INK = (214, 210, 204)
 
 
 def contact_sheet(
-    pictures: Sequence[Image.Image],
+    images: Sequence[Image.Image],
     captions: Sequence[str] = (),
     *,
     columns: int | None = None,
     title: str | None = None,
 ) -> Image.Image:
-    """Lay pictures out on a dark sheet, in rows of ``columns`` (all in one row by default).
+    """Arrange images on a dark sheet, in rows of ``columns`` (all in one row by default).
 
-    Each picture keeps its own resolution; the widths of margins and the size of captions grow with
-    the pictures.
+    Each image keeps its resolution; margins and captions grow with the images.
 
     Args:
-        pictures: one or more pictures.
-        captions: one below each picture, or none at all.
-        columns: pictures in a row.
+        images: one or more images.
+        captions: one below each image, or none at all.
+        columns: images in a row.
         title: one line above all of them.
     """
-    if not pictures or (captions and len(captions) != len(pictures)):
+    if not images or (captions and len(captions) != len(images)):
         raise InvalidOption(
-            f"{len(pictures)} pictures and {len(captions)} captions: expected at least one picture, and one "
-            "caption for each or none at all."
+            f"{len(images)} images and {len(captions)} captions: expected one image or more, and one caption for "
+            "each or none"
         )
     if columns is not None and columns < 1:
-        raise InvalidOption(f"columns={columns}: expected 1 or more, or None for all pictures in one row.")
-    images = [as_rgb(picture) for picture in pictures]
+        raise InvalidOption(f"columns={columns}: expected 1 or more, or None for all images in one row")
+    images = [as_rgb(image) for image in images]
     columns = min(columns or len(images), len(images))
     wide, high = max(image.width for image in images), max(image.height for image in images)
     unit = max(round(min(wide, high) * 0.04), 4)

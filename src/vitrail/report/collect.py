@@ -30,7 +30,8 @@ from vitrail.adapters import find
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.norms import NormAccumulator
 from vitrail.analysis.redundancy import neighbor_similarity, object_share
-from vitrail.data.spec import Batch, Preprocessing
+from vitrail.data.sample import Batch
+from vitrail.data.spec import InputSpec
 from vitrail.errors import BrokenPass, ImageError, UnsupportedInput, VitrailError
 from vitrail.runtime.layout import layout_of
 from vitrail.surgery.hooks import watch
@@ -164,7 +165,7 @@ class Collected:
 class Collector:
     """Runs a model over batches and keeps what the sections of a report need."""
 
-    def __init__(self, model: nn.Module, spec: Preprocessing, total: int | None, objects: bool) -> None:
+    def __init__(self, model: nn.Module, spec: InputSpec, total: int | None, objects: bool) -> None:
         self.model, self.spec, self.total, self.objects = model, spec, total, objects
         self.found = find(model)
         self.depth = len(self.found.blocks)
@@ -283,7 +284,7 @@ def keep_slot(index: int, most: int, total: int | None) -> int | None:
     return slot if index == 0 or (index - 1) * most // total != slot else None
 
 
-def to_pixels(image: Tensor, spec: Preprocessing) -> Tensor:
+def to_pixels(image: Tensor, spec: InputSpec) -> Tensor:
     """Undo the normalization of an image (C, H, W): integers from 0 to 255."""
     channels = len(image)
     mean, std = (

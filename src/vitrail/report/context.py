@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from vitrail.analysis.norms import Norms
 from vitrail.analysis.probes import one_token_each
-from vitrail.data.batches import Feed
-from vitrail.data.spec import Batch, Preprocessing
+from vitrail.data.batches import Batches
+from vitrail.data.sample import Batch
+from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedInput
 from vitrail.report.collect import Collected, HalfTensor, KeptImage, to_pixels
 from vitrail.report.report import ShownImage
@@ -52,8 +53,8 @@ class Context:
     images: tuple[KeptImage, ...]
     queries: tuple[int, ...]
     other_sizes: int
-    data: Feed
-    spec: Preprocessing
+    data: Batches
+    spec: InputSpec
     batch_size: int
     device: torch.device
     seed: int
@@ -99,7 +100,7 @@ class Context:
         """The chosen images as the report shows them; sections add their own maps."""
         time, height, width = self.layout.grid
         outliers = self.outliers(self.chosen)
-        names = self.data.label_names or ()
+        names = self.data.class_names or ()
         return [
             ShownImage(
                 index=image.index,
@@ -196,8 +197,8 @@ class SecondPass:
         batch_size: images per batch; batches made by the user are taken as they are.
     """
 
-    data: Feed
-    spec: Preprocessing
+    data: Batches
+    spec: InputSpec
     images: Sequence[KeptImage]
     batch_size: int
 
@@ -212,7 +213,7 @@ class SecondPass:
                 "can be iterated several times, such as a list or a data loader"
             )
         known = {image.index: image.features.pixels for image in self.images}
-        for batch in self.data.some(known).batches(self.spec, self.batch_size):
+        for batch in self.data.select(known).batches(self.spec, self.batch_size):
             for index, image in zip(batch.indices, batch.images, strict=True):
                 if not torch.equal(to_pixels(image, self.spec), known.pop(index)):
                     raise _changed(index)

@@ -14,7 +14,7 @@ from vitrail._distributed import ranks
 from vitrail.adapters import Found, find
 from vitrail.analysis.result import plain
 from vitrail.bench.machine import describe_machine
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.data.sample_images import samples
 from vitrail.errors import InvalidOption
 from vitrail.report import sections
@@ -60,7 +60,7 @@ def inspect(
             the sample images of the package.
         batch_size: images per batch, unless the data is batches.
         limit: maximum number of images.
-        labels: for files, see :func:`~vitrail.data.collection.open_collection`; for a tensor, one integer per image.
+        labels: label column of a dataset, see :func:`~vitrail.data.open_dataset`; for a tensor, one integer per image.
         probes: whether to fit probes, which takes the longest.
         discovery: whether to run object discovery with LOST and TokenCut.
         cure: whether to try test-time registers if there are artifacts; the model is unchanged afterwards.
@@ -80,7 +80,7 @@ def inspect(
         raise InvalidOption(f"seed must be an integer; got {seed!r}")
     report_progress = progress or (lambda stage, done, total: None)
     found = find(model)
-    source = open_feed(list(samples().values()) if data is None else data, limit=limit, labels=labels)
+    source = open_batches(list(samples().values()) if data is None else data, limit=limit, labels=labels)
     spec = found.adapter.preprocessing(found.trunk)
     settings = {"batch_size": batch_size, "limit": limit, "probes": probes, "discovery": discovery, "cure": cure}
     with _moved(model, device) as where:
@@ -96,7 +96,7 @@ def inspect(
     return _build_report(collected, context, values, source, {**settings, "seed": seed}, description)
 
 
-def _collect(collector: Collector, data: Feed, batch_size: int, progress: Progress) -> Exception | None:
+def _collect(collector: Collector, data: Batches, batch_size: int, progress: Progress) -> Exception | None:
     """Run the model over the data of this rank; return the error that ended it."""
     rank, world = ranks()
     total = None if data.total is None else len(range(rank, data.total, world))
@@ -131,7 +131,7 @@ def _build_report(
     collected: Collected,
     context: Context | None,
     values: dict[str, Values],
-    source: Feed,
+    source: Batches,
     settings: Values,
     model: Values,
 ) -> Report:
@@ -147,7 +147,7 @@ def _build_report(
             "pictures": collected.seen,
             "labelled": collected.labelled,
             "fingerprint": f"{collected.fingerprint:016x}",
-            "classes": list(source.label_names) if source.label_names else None,
+            "classes": list(source.class_names) if source.class_names else None,
             "kept": kept,
         },
         layout=_describe_layout(context.layout if context is not None else next(iter(collected.queries))),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +11,7 @@ from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
 from vitrail.runtime.layout import MARK
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 
 def merged_trunk(model: nn.Module) -> nn.Module | None:
@@ -92,21 +90,3 @@ def refuse_other_channels(found: Found) -> None:
     channels = next((part.in_channels for part in embedding(found) if isinstance(part, nn.Conv2d)), 3)
     if channels != 3:
         raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
-
-
-def as_pictures(images: Any) -> list[Image]:
-    """Give one picture or several, PIL images or paths, as a list of RGB images."""
-    from PIL.Image import Image as Picture
-
-    from vitrail.data import as_rgb, read_image
-
-    several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
-    for image in several:
-        if not isinstance(image, Picture | str | os.PathLike):
-            raise InvalidOption(
-                f"draw takes PIL images or paths of picture files, at their own resolution; got {type(image).__name__}"
-            )
-    pictures = [as_rgb(image) if isinstance(image, Picture) else read_image(image) for image in several]
-    if not pictures:
-        raise InvalidOption("draw needs at least one picture")
-    return pictures

@@ -14,7 +14,6 @@ from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.merging import Method, ModelShape, Schedule, as_method
 from vitrail.runtime.checks import (
-    as_pictures,
     merged_trunk,
     refuse_merged,
     refuse_meta,
@@ -226,9 +225,10 @@ class Merging(Handle):
                 input size for the model, and drawn at its own resolution.
         """
         from vitrail.data import to_tensor
+        from vitrail.data.decode import read_images
         from vitrail.drawing import stained_glass
 
-        pictures = as_pictures(images)
+        pictures = read_images(images)
         refuse_other_channels(self.found)
         batch = to_tensor(pictures, self.found.adapter.preprocessing(self.found.trunk))
         weight = next(self.found.trunk.parameters())

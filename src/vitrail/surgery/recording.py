@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.surgery.hooks import BY_LAYER, watch
 from vitrail.tokens import TokenLayout
@@ -20,9 +20,9 @@ from vitrail.tokens import TokenLayout
 Layers = dict[int, Tensor]
 
 Images = Any
-"""Images in any form that :func:`~vitrail.data.batches.open_feed` takes: a file, a directory, several files, a parquet
-file, a collection; preprocessed images (B, C, H, W), or videos (B, C, T, H, W); or batches of these, each a tensor or a
-tuple that starts with one."""
+"""Images in any form that :func:`~vitrail.data.batches.open_batches` takes: a file, a directory, several files, a
+parquet file, a dataset; preprocessed images (B, C, H, W), or videos (B, C, T, H, W); or batches of these, each a tensor
+or a tuple that starts with one."""
 
 Pictures = Images  # former name
 
@@ -165,7 +165,7 @@ def _batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor
     """Yield batches of images; warn about files that could not be read."""
     embedding = found.adapter.patch_embedding(found.trunk)
     frames = any(isinstance(part, nn.Conv3d) for part in embedding.modules())
-    feed = data if isinstance(data, Feed) else open_feed(data, with_labels=False, frames=frames)
+    feed = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=frames)
     for piece in feed.batches(found.adapter.preprocessing(found.trunk), batch_size):
         yield piece.images
     if feed.skipped:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
 from vitrail.adapters import Found, find
-from vitrail.data.batches import Feed, open_feed
+from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
@@ -244,13 +244,13 @@ def find_register_neurons(
     if threshold is not None and not is_number(threshold):
         raise InvalidOption(f"threshold must be a norm, a finite number; got {threshold!r}")
     chosen = None if layers is None else check_layers(layers, len(find(model).blocks))
-    feed = open_feed(data, with_labels=False).lasting()
+    batches = open_batches(data, with_labels=False).repeatable()
     least = 0.0
     if threshold is None:
-        threshold, least = _default_threshold(model, feed, batch_size), LEAST_FACTOR
-    norms = _compare_norms(model, feed, batch_size, threshold)
+        threshold, least = _default_threshold(model, batches, batch_size), LEAST_FACTOR
+    norms = _compare_norms(model, batches, batch_size, threshold)
     _check_artifacts(norms, threshold, least)
-    means = _activations(model, feed, batch_size, threshold, chosen or range(norms.onset + 1))
+    means = _activations(model, batches, batch_size, threshold, chosen or range(norms.onset + 1))
     every = RegisterNeurons(
         {layer: tuple(range(len(mean))) for layer, mean in means.items()},
         {layer: tuple(mean.tolist()) for layer, mean in means.items()},
@@ -296,10 +296,10 @@ def _patch_norms(recording: Recording) -> Tensor:
     return norms
 
 
-def _default_threshold(model: nn.Module, feed: Feed, batch_size: int | None) -> float:
+def _default_threshold(model: nn.Module, batches: Batches, batch_size: int | None) -> float:
     """Compute the mean plus three standard deviations of the norms after the last block."""
     count, total, squares = 0, 0.0, 0.0
-    for recording in stream(model, feed, "norms", -1, batch_size=batch_size, device="cpu"):
+    for recording in stream(model, batches, "norms", -1, batch_size=batch_size, device="cpu"):
         norms = _patch_norms(recording)
         count += norms.numel()
         total += float(norms.sum())
@@ -310,10 +310,10 @@ def _default_threshold(model: nn.Module, feed: Feed, batch_size: int | None) -> 
     return mean + 3 * sqrt(max(0.0, squares / count - mean**2))
 
 
-def _compare_norms(model: nn.Module, feed: Feed, batch_size: int | None, threshold: float) -> _Norms:
+def _compare_norms(model: nn.Module, batches: Batches, batch_size: int | None, threshold: float) -> _Norms:
     depth = len(find(model).blocks)
     found = _Norms(torch.zeros(depth, dtype=torch.float64), torch.zeros(depth, dtype=torch.float64))
-    for recording in stream(model, feed, "norms", batch_size=batch_size, device="cpu"):
+    for recording in stream(model, batches, "norms", batch_size=batch_size, device="cpu"):
         norms = _patch_norms(recording)
         outlier = norms[-1] > threshold
         found.outlier_sum += norms[:, outlier].sum(1)
@@ -343,13 +343,13 @@ def _check_artifacts(found: _Norms, threshold: float, least: float) -> None:
 
 
 def _activations(
-    model: nn.Module, feed: Feed, batch_size: int | None, threshold: float, layers: Sequence[int]
+    model: nn.Module, batches: Batches, batch_size: int | None, threshold: float, layers: Sequence[int]
 ) -> dict[int, Tensor]:
     """Compute the mean activation (hidden,) of each neuron of some blocks at artifacts."""
     last = len(find(model).blocks) - 1
     sums: dict[int, Tensor] = {}
     count = 0
-    for recording in stream(model, feed, ("mlp", "norms"), sorted({*layers, last}), batch_size=batch_size):
+    for recording in stream(model, batches, ("mlp", "norms"), sorted({*layers, last}), batch_size=batch_size):
         patches = recording.layout.patches
         outlier = recording.norms[last][:, patches].double() > threshold
         count += int(outlier.sum())

@@ -3,13 +3,15 @@
 train, Config, PRESETS          a run, what it is asked for, and what one word stands for
 Run, load_trained, Labels       a finished run, and a trained model with the names of its classes
 evaluate, Evaluation            how good a model is, head by head and fused
-open_examples, Examples         labelled pictures, wherever they come from
-Arrays                          labelled tensors: sounds, videos, anything
+Arrays                          labeled tensors as data: spectrograms, videos, anything
 Event, read_log                 what a run says while it goes on, and what it said
 """
 
-from vitrail.data.dataset import Examples, open_examples
-from vitrail.data.sources.arrays import Arrays
+import warnings
+from typing import Any
+
+from vitrail._deprecation import renamed_attributes
+from vitrail.data import Arrays, Dataset, open_dataset
 from vitrail.training.config.config import Config
 from vitrail.training.config.presets import PRESETS
 from vitrail.training.evaluation.evaluator import evaluate
@@ -24,12 +26,19 @@ __all__ = [
     "Config",
     "Evaluation",
     "Event",
-    "Examples",
     "Labels",
     "Run",
     "evaluate",
     "load_trained",
-    "open_examples",
     "read_log",
     "train",
 ]
+
+__getattr__ = renamed_attributes(__name__, {"Examples": "vitrail.data:Dataset"})
+
+
+def open_examples(source: Any, **options: Any) -> Dataset:
+    """Deprecated: use ``vitrail.data.open_dataset(source, labeled=True)``."""
+    text = "vitrail.training.open_examples is deprecated; use vitrail.data.open_dataset(source, labeled=True)"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return open_dataset(source, labeled=True, **options)

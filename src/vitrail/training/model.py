@@ -12,8 +12,7 @@ from torch import nn
 from vitrail.adapters import ModelRequest, load_model
 from vitrail.adapters.registry import library_of, split_name
 from vitrail.adapters.saved import named
-from vitrail.data.augment.normalize import Expects, Normalising
-from vitrail.data.spec import MEAN, STD, Preprocessing
+from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
 from vitrail.models.registry import model_config
@@ -34,7 +33,7 @@ class Built:
 
     model: nn.Module
     architecture: dict[str, Any]
-    preprocessing: Expects
+    preprocessing: InputSpec
 
 
 def build(config: Config, classes: Classes) -> Built:
@@ -42,7 +41,7 @@ def build(config: Config, classes: Classes) -> Built:
     own = own_form(config.data)
     if own is None:
         return _build(config, classes)
-    standard = Normalising((0.0,) * own.channels, (1.0,) * own.channels)
+    standard = InputSpec.of_arrays((0.0,) * own.channels, (1.0,) * own.channels)
     return replace(_build(adapted(config, own), classes), preprocessing=standard)
 
 
@@ -109,20 +108,21 @@ def _go_on(config: Config, request: ModelRequest) -> Built:
     """Start from a trained model: the same with heads for the new classes, kept where the classes are the same."""
     model, labels = load_trained(config.model)
     expects = labels.preprocessing
-    if isinstance(expects, Normalising) and own_form(config.data) is None:
+    if expects is not None and expects.is_array and own_form(config.data) is None:
         raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
     library = library_of(labels.architecture)
     same = request.classes == labels.classes
     made = library.rebuild(model, labels.folder, labels.architecture, request, keep_heads=same)
-    built = _built(made, config.image_size or (expects.size[0] if isinstance(expects, Preprocessing) else None))
-    if isinstance(expects, Preprocessing) and isinstance(built.preprocessing, Preprocessing):
+    of_images = expects is not None and not expects.is_array
+    built = _built(made, config.image_size or (expects.size[0] if expects is not None and of_images else None))
+    if expects is not None and of_images and not built.preprocessing.is_array:
         return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
     return built
 
 
-def _expected(model: nn.Module, size: Size) -> Preprocessing:
+def _expected(model: nn.Module, size: Size) -> InputSpec:
     sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
-    found = expected_by(model) or Preprocessing(sides or (224, 224), MEAN, STD)
+    found = expected_by(model) or InputSpec(sides or (224, 224), MEAN, STD)
     return replace(found, size=sides) if sides else found
 
 

@@ -13,7 +13,7 @@ from vitrail.data.augment.arrays import ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.augment.mix import Mix
 from vitrail.data.augment.views import Views
-from vitrail.data.loading.loader import Feed
+from vitrail.data.loading.loader import Loader
 from vitrail.surgery import Merging
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config.config import Config
@@ -46,9 +46,9 @@ class Parts:
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
     ema: Ema | None
-    feed: Feed
+    feed: Loader
     data: dict[str, Any]
-    held: Feed | None
+    held: Loader | None
     augment: Augment | Views | ArrayAugment
     settled: Augment | ArrayAugment
     mixing: Mix

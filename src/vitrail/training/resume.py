@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vitrail.data.fingerprint import difference
+from vitrail.data.dataset import fingerprint_difference
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.training.config.config import Config, read_yaml
 from vitrail.training.log import Event
@@ -84,7 +84,7 @@ def _check_data(parts: Parts, meta: Mapping[str, Any], count: int) -> None:
             f"data: the run was started with {meta['examples']} pictures of {len(before)} classes, and now there are "
             f"{count} of {len(now)}{f', {other[0]!r} among them' if other else ''}; the same data is needed"
         )
-    differs = difference(meta["data"], parts.data, parts.classes) if "data" in meta else None
+    differs = fingerprint_difference(meta["data"], parts.data, parts.classes) if "data" in meta else None
     if differs is not None:
         raise TrainingError(
             f"data: {differs}. resume goes on with the data that the run was started with; for other data start "

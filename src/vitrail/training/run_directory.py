@@ -25,7 +25,7 @@ from vitrail._atomic_files import held
 from vitrail.adapters.registry import library_of
 from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels, saved_library
 from vitrail.analysis.roles import Disagreement
-from vitrail.data.augment.normalize import Expects, read_expects
+from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models.saving import CONFIG, write_whole
 from vitrail.training.evaluation.result import Evaluation
@@ -50,7 +50,7 @@ class Labels:
     """
 
     classes: dict[str, tuple[str, ...]]
-    preprocessing: Expects | None
+    preprocessing: InputSpec | None
     trained: dict[str, Any] = field(default_factory=dict)
     architecture: dict[str, Any] = field(default_factory=dict)
     folder: Path = Path()
@@ -151,7 +151,7 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     model, told = load_saved(folder), saved_library(folder).describe(read_config(folder))
     values = read_labels(folder)
     expects = values.get("preprocessing")
-    preprocessing = read_expects(expects) if expects else expected_by(model)
+    preprocessing = InputSpec.from_dict(expects) if expects else expected_by(model)
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
     return model, Labels(classes, preprocessing, values.get("trained", {}), told, folder)
 

@@ -14,11 +14,9 @@ from vitrail._distributed import Crew
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
 from vitrail.data.augment.mix import Mix
 from vitrail.data.augment.views import Views
-from vitrail.data.dataset import Examples, open_examples
-from vitrail.data.fingerprint import fingerprint
-from vitrail.data.loading.loader import Feed, make_feed
+from vitrail.data.dataset import Dataset, open_dataset
+from vitrail.data.loading.loader import Loader, make_loader
 from vitrail.data.loading.order import mix
-from vitrail.data.spec import Preprocessing
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.surgery import Merging, merge
@@ -46,30 +44,30 @@ START = 0
 """Number of the step that the first weights are drawn for; steps of training are counted apart."""
 
 
-def open_data(config: Config) -> tuple[Examples, Examples | None]:
+def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     """Open the training data, and that to evaluate on: data of its own, or a share that is held out."""
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
-    examples = _in_known_order(config, open_examples(config.data, labels=columns))
+    examples = _in_known_order(config, open_dataset(config.data, labels=columns, labeled=True))
     held = None
     if isinstance(config.validation, float) and columns is not None:
         examples, held = examples.split(config.validation, config.seed)
     elif config.validation is not None and columns is not None:
         if isinstance(config.validation, str) and config.validation.startswith("<"):
             raise InvalidOption("validation: the run was started with a data set from Python; give it again")
-        held = open_examples(config.validation, labels=columns, classes=examples.classes)
+        held = open_dataset(config.validation, labels=columns, classes=examples.classes, labeled=True)
     check_fits(config, examples, held)
     return examples.take(config.share, config.seed), held
 
 
-def _in_known_order(config: Config, examples: Examples) -> Examples:
+def _in_known_order(config: Config, examples: Dataset) -> Dataset:
     """Number the classes as the model does that is gone on from, where they are the same: its heads then fit."""
     if config.own or not is_saved(config.model):
         return examples
     known = read_labels(model_folder(named(config.model))).get("classes", {})
     same = {name: set(names) for name, names in known.items()} == {n: set(own) for n, own in examples.classes.items()}
-    return open_examples(examples, classes=known) if same and examples.classes else examples
+    return open_dataset(examples, classes=known, labeled=True) if same and examples.classes else examples
 
 
 def assemble(config: Config, classes: Mapping[str, tuple[str, ...]], crew: Crew) -> Made:
@@ -138,7 +136,7 @@ def _teacher(config: Config, built: Built, classes: Mapping[str, tuple[str, ...]
             f"teacher={config.teacher!r} has {size} outputs and there are {len(wanted)} classes; finetune it on the "
             "same classes first, or learn its features (distillation='features')"
         )
-    if not isinstance(built.preprocessing, Preprocessing) or not isinstance(labels.preprocessing, Preprocessing | None):
+    if built.preprocessing.is_array or (labels.preprocessing is not None and labels.preprocessing.is_array):
         raise InvalidOption(f"teacher={config.teacher!r}: teachers are for pictures, and one of the two models is not")
     half = torch.bfloat16 if config.half and crew.device.type == "cuda" else None
     _lay_out(model, crew)
@@ -154,8 +152,8 @@ def _teacher(config: Config, built: Built, classes: Mapping[str, tuple[str, ...]
 def make_parts(
     config: Config,
     crew: Crew,
-    examples: Examples,
-    held: Examples | None,
+    examples: Dataset,
+    held: Dataset | None,
     made: Made,
     tell: Tell,
 ) -> Parts:
@@ -164,7 +162,7 @@ def make_parts(
     steps = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
     feed = _feed(config, crew, examples, tell, "pictures to learn from", **steps)
     evaluated = None if held is None else _feed(config, crew, held, tell, "pictures to evaluate on")
-    built = replace(built, preprocessing=examples.normalising() or built.preprocessing)
+    built = replace(built, preprocessing=examples.statistics() or built.preprocessing)
     compiled = config.compile != "off"
     augment: Any = prepares(built.preprocessing, config.augment, config.crop_min or 1.0, config.erasing, compiled)
     views = augment if config.recipe == "labels" else Views(augment)
@@ -182,7 +180,7 @@ def make_parts(
         optimizer=optimizer,
         ema=Ema(built.model, config.ema) if config.ema else None,
         feed=feed,
-        data=fingerprint(examples),
+        data=examples.fingerprint(),
         held=evaluated,
         augment=views,
         settled=augment.settled(),
@@ -212,18 +210,18 @@ def wrap(learner: nn.Module, config: Config, crew: Crew) -> nn.Module:
     return wrap_ddp(learner, crew, unused=not isinstance(model, ViT))
 
 
-def _feed(config: Config, crew: Crew, examples: Examples, tell: Tell, what: str, **steps: int) -> Feed:
+def _feed(config: Config, crew: Crew, examples: Dataset, tell: Tell, what: str, **steps: int) -> Loader:
     """Make a feed; without a word about its steps it is for sweeps alone."""
 
     def reading(done: int, total: int) -> None:
         tell(Event("reading", done, total, text=what))
 
-    return make_feed(
+    return make_loader(
         examples,
-        side=config.side or 1,
+        image_size=config.side or 1,
         device=crew.device,
         rank=crew.rank,
-        world=crew.world,
+        world_size=crew.world,
         keep=config.keep_data,  # type: ignore[arg-type]
         workers=config.workers,
         max_unreadable=config.max_unreadable,

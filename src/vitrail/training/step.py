@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from vitrail.adapters import find
-from vitrail.data.spec import Preprocessing
 from vitrail.errors import VitrailError
 from vitrail.merging.attention import overflows_in_cudnn
 from vitrail.models import ViT
@@ -180,7 +179,7 @@ def sound_attention(built: Built) -> Iterator[None]:
 
 
 def _may_overflow(built: Built) -> bool:
-    size = built.preprocessing.size if isinstance(built.preprocessing, Preprocessing) else None
+    size = built.preprocessing.size or None
     try:
         found = find(built.model)
         return overflows_in_cudnn(found.adapter.layout(found.trunk, size).num_tokens)

@@ -106,7 +106,7 @@ def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell
         return assemble(config, examples.classes, crew)
 
     built, teacher, learner, merging, r = crew.together(check)
-    config = replace(config, image_size=built.preprocessing.size[0])
+    config = replace(config, image_size=built.preprocessing.size[0] if built.preprocessing.size else None)
     config = replace(config, side=config.side or config.image_size)
     parts = crew.together(lambda: make_parts(config, crew, examples, held, (built, teacher, learner, merging, r), tell))
     loop = Loop(parts)

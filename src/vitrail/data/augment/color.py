@@ -1,6 +1,6 @@
-"""Changes of colour and sharpness: a batch at once, each picture by amounts of its own.
+"""Color and sharpness of a batch, each image by amounts of its own.
 
-Pictures are (b, 3, H, W) in float, from 0 to 1; amounts are (b,).
+Images are (b, 3, H, W) in float, from 0 to 1; amounts are (b,).
 """
 
 from __future__ import annotations
@@ -9,63 +9,63 @@ import torch
 from torch import Tensor
 
 LUMA = (0.2989, 0.587, 0.114)
-"""How much red, green and blue count in the grey of a picture, as in torchvision."""
+"""Weights of red, green and blue in gray, as in torchvision."""
 
 
-def grey(images: Tensor) -> Tensor:
-    """Give the grey of pictures, (b, 1, H, W)."""
+def gray(images: Tensor) -> Tensor:
+    """Return images in gray, (b, 1, H, W)."""
     red, green, blue = images.unbind(1)
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).unsqueeze(1)
 
 
 def jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
-    """Change brightness, contrast and saturation, by factors, and clip after each.
+    """Multiply brightness, contrast and saturation by factors, clipping after each.
 
-    But for the clipping the three commute, so that a fixed order loses little against a random one.
+    Apart from clipping the three commute, so that a fixed order loses little against a random one.
     """
     images = (images * _each(brightness)).clamp(0, 1)
-    middle = grey(images).mean((2, 3), keepdim=True)
-    images = torch.lerp(middle, images, _each(contrast)).clamp(0, 1)
-    return torch.lerp(grey(images), images, _each(saturation)).clamp(0, 1)
+    mean = gray(images).mean((2, 3), keepdim=True)
+    images = torch.lerp(mean, images, _each(contrast)).clamp(0, 1)
+    return torch.lerp(gray(images), images, _each(saturation)).clamp(0, 1)
 
 
-def solarise(images: Tensor, threshold: float = 128 / 255) -> Tensor:
-    """Invert what is bright."""
+def solarize(images: Tensor, threshold: float = 128 / 255) -> Tensor:
+    """Invert pixels above a threshold."""
     return torch.where(images >= threshold, 1 - images, images)
 
 
 def blur(images: Tensor, sigma: Tensor) -> Tensor:
-    """Blur by a Gaussian of so many pixels, mirrored at the border; where it is 0, leave pictures as they are.
+    """Blur by a Gaussian of ``sigma`` pixels, mirrored at the border; a sigma of 0 changes nothing.
 
-    Along each axis this is a product with a matrix, whatever the width.
+    Along each axis this is a matrix product, whatever the width.
     """
     side = images.shape[-1]
     if images.shape[-2] != side:
-        raise ValueError("expected square pictures")
-    matrix = blurring(sigma, side)[:, None]
+        raise ValueError("expected square images")
+    matrix = blur_matrix(sigma, side)[:, None]
     return matrix @ images @ matrix.mT
 
 
-def blurring(sigma: Tensor, side: int) -> Tensor:
-    """Make the matrices (b, side, side) that blur an axis."""
+def blur_matrix(sigma: Tensor, side: int) -> Tensor:
+    """Return the matrices (b, side, side) that blur an axis."""
     place = torch.arange(side, device=sigma.device, dtype=sigma.dtype)
     here, there = place[:, None], place[None, :]
     sharp = (-0.5 / sigma.clamp(min=1e-3) ** 2)[:, None, None]
-    low, high = there > 0, there < side - 1  # the border's own pixels are not mirrored
+    low, high = there > 0, there < side - 1  # border pixels are not mirrored
     weights = torch.exp(sharp * (there - here) ** 2)
     weights = weights + low * torch.exp(sharp * (there + here) ** 2)
     weights = weights + high * torch.exp(sharp * (2 * (side - 1) - there - here) ** 2)
     return weights / weights.sum(-1, keepdim=True)
 
 
-def erase(images: Tensor, start: Tensor, size: Tensor, colour: Tensor) -> Tensor:
-    """Fill boxes (top, left) and (height, width), each (b, 2) in pixels, with a colour (b, 3)."""
-    inside = box(start, start + size, images.shape[-2], images.shape[-1])
-    return torch.where(inside[:, None], colour[..., None, None], images)
+def erase(images: Tensor, start: Tensor, size: Tensor, color: Tensor) -> Tensor:
+    """Fill boxes (top, left) and (height, width), each (b, 2) in pixels, with a color (b, 3)."""
+    inside = box_mask(start, start + size, images.shape[-2], images.shape[-1])
+    return torch.where(inside[:, None], color[..., None, None], images)
 
 
-def box(start: Tensor, end: Tensor, height: int, width: int) -> Tensor:
-    """Say which pixels are in boxes (top, left) to (bottom, right), each (b, 2): (b, height, width)."""
+def box_mask(start: Tensor, end: Tensor, height: int, width: int) -> Tensor:
+    """Return a mask (b, height, width) of the pixels in boxes (top, left) to (bottom, right), each (b, 2)."""
     rows = torch.arange(height, device=start.device)
     columns = torch.arange(width, device=start.device)
     down = (rows >= start[:, :1]) & (rows < end[:, :1])

@@ -1,7 +1,7 @@
-"""Parts of pictures at another size: a batch at once, each picture with a box and a turn of its own.
+"""Random resized crops and affine warps of a batch, each image with its own box and angle.
 
-Pictures are (b, C, S, S) in float. Boxes are in whole pixels, so that a box cut out first and resized afterwards gives
-the same.
+Images are (b, C, S, S) in float. Boxes are in whole pixels, so that cropping first and resizing afterwards gives the
+same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SHARPNESS = -0.5
-"""Of the cubic kernel, as in Pillow and in the antialiased resizing of torch."""
+"""Parameter of the cubic kernel, as in Pillow and in the antialiased resizing of torch."""
 
 
 def random_boxes(
@@ -25,16 +25,16 @@ def random_boxes(
     ratio: tuple[float, float],
     otherwise: float,
 ) -> tuple[Tensor, Tensor]:
-    """Turn numbers from 0 to 1 into boxes (top, left) and (height, width), each (b, 2): a random resized crop.
+    """Map numbers from 0 to 1 to boxes (top, left) and (height, width), each (b, 2): a random resized crop.
 
     Args:
-        areas: (b, tries): share of the picture, from the least to the most of ``scale``.
-        ratios: (b, tries): width over height, even in the logarithm.
+        areas: (b, tries): share of the image, within ``scale``.
+        ratios: (b, tries): width over height, uniform in the logarithm.
         places: (b, 2): where the box is.
-        side: height and width of the picture.
-        scale: least and most area.
-        ratio: least and most width over height.
-        otherwise: height and width of the box where no try fits into the picture; else the first that does is taken.
+        side: height and width of the image.
+        scale: smallest and largest area.
+        ratio: smallest and largest width over height.
+        otherwise: height and width of the box if no try fits into the image; otherwise the first that fits is taken.
     """
     area = (scale[0] + (scale[1] - scale[0]) * areas) * side**2
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -48,20 +48,19 @@ def random_boxes(
 
 
 def crop(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, out: int) -> Tensor:
-    """Cut boxes out and resize them to (b, C, out, out), bicubic and antialiased; ``flip`` (b,) turns left and right.
+    """Crop boxes and resize them to (b, C, out, out), bicubic and antialiased; ``flip`` (b,) mirrors horizontally.
 
-    Resizing along an axis is linear, so both axes are a matrix product each: exact for any size of box, and no
-    gathering of pixels.
+    Resizing is linear, so each axis is one matrix product: exact for any box, without gathering pixels.
     """
     side = images.shape[-1]
-    rows = resizing(start[:, 0], size[:, 0], side, out)
-    columns = resizing(start[:, 1], size[:, 1], side, out)
+    rows = resize_matrix(start[:, 0], size[:, 0], side, out)
+    columns = resize_matrix(start[:, 1], size[:, 1], side, out)
     columns = torch.where(flip[:, None, None], columns.flip(1), columns)
     return rows[:, None] @ (images @ columns[:, None].mT)
 
 
-def resizing(start: Tensor, size: Tensor, side: int, out: int) -> Tensor:
-    """Make the matrices (b, out, side) that cut out a part of an axis and resize it."""
+def resize_matrix(start: Tensor, size: Tensor, side: int, out: int) -> Tensor:
+    """Return the matrices (b, out, side) that crop a part of an axis and resize it."""
     step = size / out
     places = start[:, None] + step[:, None] * (torch.arange(out, device=start.device) + 0.5)
     pixels = torch.arange(side, device=start.device) + 0.5
@@ -72,20 +71,20 @@ def resizing(start: Tensor, size: Tensor, side: int, out: int) -> Tensor:
 
 
 def cubic(distance: Tensor) -> Tensor:
-    """Weigh pixels by their distance (Keys, 1981)."""
+    """Return the weights of pixels by distance (Keys, 1981)."""
     x, a = distance.abs(), SHARPNESS
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
     return torch.where(x <= 1, near, torch.where(x < 2, far, 0.0))
 
 
-def turning(angle: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
-    """Make the maps (b, 2, 3) from places in the outcome to places in the picture, both from -1 to 1.
+def affine(angle: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
+    """Return maps (b, 2, 3) from output to input coordinates, both from -1 to 1.
 
     Args:
         angle: (b,), clockwise, in radians.
-        shear: (b, 2), along x and along y: how far per way along the other axis.
-        shift: (b, 2), along x and along y: how far the picture moves, as a share of its side.
+        shear: (b, 2), along x and y, per distance along the other axis.
+        shift: (b, 2), along x and y, as a share of the side.
     """
     cos, sin = angle.cos(), angle.sin()
     turn = torch.stack([torch.stack([cos, sin], -1), torch.stack([-sin, cos], -1)], 1)
@@ -95,25 +94,25 @@ def turning(angle: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
     return torch.cat([linear, linear @ (-2 * shift[..., None])], 2)
 
 
-def warp(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, turns: Tensor, out: int) -> Tensor:
-    """Cut boxes out, turn and resize them to (b, C, out, out) in one bicubic sampling.
+def warp(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, maps: Tensor, out: int) -> Tensor:
+    """Crop, warp and resize boxes to (b, C, out, out) in one bicubic sampling.
 
-    What lies outside of the box is taken from the picture, and what lies outside of the picture is mirrored. Boxes
-    that shrink to a half or less are sampled from a picture of that size.
+    Pixels outside of the box come from the image, and outside of the image from its mirror image. Boxes that shrink to
+    a half or less are sampled from an image of that size.
 
     Args:
-        images: the pictures.
+        images: the images.
         start: top and left of the boxes.
         size: their height and width.
-        flip: (b,) which are turned left and right.
-        turns: of :func:`turning`; places are those in the box.
-        out: height and width of the outcome.
+        flip: (b,) which to mirror horizontally.
+        maps: of :func:`affine`, relative to the box.
+        out: height and width of the output.
     """
     side = images.shape[-1]
     half = (size / side).flip(1)
     middle = ((start + size / 2) / (side / 2) - 1).flip(1)
     mirror = torch.stack([1 - 2 * flip.to(half.dtype), torch.ones_like(half[:, 0])], 1)
-    placed = torch.cat([turns[:, :, :2] * mirror[:, None], turns[:, :, 2:]], 2) * half[..., None]
+    placed = torch.cat([maps[:, :, :2] * mirror[:, None], maps[:, :, 2:]], 2) * half[..., None]
     placed = torch.cat([placed[:, :, :2], placed[:, :, 2:] + middle[..., None]], 2)
     grid = F.affine_grid(placed, [len(images), images.shape[1], out, out], align_corners=False)
     levels = max(int(math.log2(side / out)), 0)

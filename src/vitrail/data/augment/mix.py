@@ -1,4 +1,4 @@
-"""Mixup and cutmix: pictures mixed in pairs of neighbours, and how much of each label is left."""
+"""Mixup and CutMix of neighboring images, and the share of each label that remains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.data.augment.color import box
+from vitrail.data.augment.color import box_mask
 from vitrail.data.augment.images import compiled, drawn
 from vitrail.errors import InvalidOption
 
@@ -17,12 +17,12 @@ TABLE = 2048
 
 
 class Mixed(NamedTuple):
-    """Pictures after mixing.
+    """Images after mixing.
 
     Attributes:
         images: (b, ..., H, W).
-        partner: (b,) in int64: whose picture, and so whose label, was mixed in; None if nothing is ever mixed.
-        share: (b,) in float32: weight of the picture's own label; 1 where it was not mixed.
+        partner: (b,) in int64: the image, and so the label, that was mixed in; None if nothing is ever mixed.
+        share: (b,) in float32: weight of the image's own label; 1 where it was not mixed.
     """
 
     images: Tensor
@@ -32,14 +32,14 @@ class Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class Mix:
-    """Mixes each picture with its neighbour: 0 with 1, 2 with 3, ..., so that pairs stay within a process.
+    """Mix each image with its neighbor: 0 with 1, 2 with 3, ..., so that pairs stay within a process.
 
     Attributes:
-        mixup: both numbers of the Beta distribution of a picture's own share (Zhang et al., 2018); 0 for no mixup.
-        cutmix: the same of cutmix (Yun et al., 2019), where a box of the other picture is put in: one of
-            height and width, through all other axes.
-        probability: share of pictures that are mixed.
-        switch: share of those that cutmix is used for, where both are.
+        mixup: alpha of the Beta distribution of an image's own share (Zhang et al., 2018); 0 for no Mixup.
+        cutmix: alpha of CutMix (Yun et al., 2019), which pastes a box of the other image, in height and width through
+            all other axes; 0 for none.
+        probability: share of images that are mixed.
+        switch: share of those that CutMix is used for, where both are on.
         compiled: as for :class:`~vitrail.data.augment.images.Augment`.
     """
 
@@ -52,14 +52,14 @@ class Mix:
     def __post_init__(self) -> None:
         for name in ("mixup", "cutmix"):
             if not getattr(self, name) >= 0:
-                raise InvalidOption(f"{name}={getattr(self, name)}: expected 0 (none), or a number above it.")
+                raise InvalidOption(f"{name}={getattr(self, name)}: expected 0 (off) or a number above it")
         for name in ("probability", "switch"):
             if not 0 <= getattr(self, name) <= 1:
-                raise InvalidOption(f"{name}={getattr(self, name)}: expected a share from 0 to 1.")
+                raise InvalidOption(f"{name}={getattr(self, name)}: expected a share from 0 to 1")
 
     @property
     def does_anything(self) -> bool:
-        """Whether any picture is mixed."""
+        """Whether any image is mixed."""
         return self.probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     def __call__(
@@ -70,19 +70,19 @@ class Mix:
         if not self.does_anything:
             return self.idle(images)
         if count % 2 or (rows is not None and (rows.start or 0) % 2):
-            raise InvalidOption(f"A batch of {count} pictures cannot be mixed in pairs. Expected an even number.")
+            raise InvalidOption(f"a batch of {count} images cannot be mixed in pairs; expected an even number")
         numbers = drawn(6, images, draw, rows, total)
         apply = compiled(Mix.apply) if self.compiled else Mix.apply
         mixed: Mixed = apply(self, images, numbers, self._wanted(numbers))
         return mixed
 
     def idle(self, images: Tensor) -> Mixed:
-        """Give a batch as it is, in the form that a mixed one has."""
+        """Return a batch unmixed."""
         partner = torch.arange(len(images), device=images.device) if self.does_anything else None
         return Mixed(images, partner, torch.ones(len(images), device=images.device))
 
     def _wanted(self, numbers: Tensor) -> Tensor:
-        """Turn drawn numbers into the share that mixup leaves, and that cutmix should leave, (b, 2)."""
+        """Map drawn numbers to the shares that Mixup and CutMix leave of an image, (b, 2)."""
         shares = [
             beta(numbers[:, place], alpha) if alpha > 0 else torch.ones_like(numbers[:, place])
             for place, alpha in enumerate((self.mixup, self.cutmix))
@@ -97,19 +97,19 @@ class Mix:
         switch = self.switch if self.mixup > 0 and self.cutmix > 0 else float(self.cutmix > 0)
         cut = switched < switch
         start, end = _boxes(shares[:, 1], torch.stack([place_down, place_across], 1), height, width)
-        inside = box(start, end, height, width)
+        inside = box_mask(start, end, height, width)
         own = torch.where(cut[:, None, None], (~inside).float(), shares[:, 0, None, None])
         own = torch.where(mixed[:, None, None], own, 1.0)
         left = torch.where(cut, 1 - (end - start).prod(1) / (height * width), shares[:, 0])
         others = images.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
         partner = torch.arange(len(images), device=images.device) ^ 1
-        own = own.unflatten(0, (-1, *[1] * (images.dim() - 3)))  # one for all axes before the last two
+        own = own.unflatten(0, (-1, *[1] * (images.dim() - 3)))  # the same for all axes before the last two
         blended = torch.lerp(others, images, own.to(images.dtype))
         return Mixed(blended, partner, torch.where(mixed, left, 1.0))
 
 
 def _boxes(shares: Tensor, places: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Place boxes that leave so much of a picture, in whole pixels; those that reach beyond the border are cut off."""
+    """Place boxes that leave these shares of an image, in whole pixels, clipped at the border."""
     reach = 0.5 * (1 - shares).clamp(min=0).sqrt()
     sides = [torch.full_like(shares, float(side)) for side in (height, width)]
     extent = torch.stack(sides, 1)
@@ -119,7 +119,7 @@ def _boxes(shares: Tensor, places: Tensor, height: int, width: int) -> tuple[Ten
 
 
 def beta(numbers: Tensor, alpha: float) -> Tensor:
-    """Turn numbers from 0 to 1 into ones that follow Beta(alpha, alpha), by the inverse of its distribution."""
+    """Map uniform numbers to Beta(alpha, alpha) by the inverse of its cumulative distribution."""
     table = _half(alpha, numbers.device)
     folded = torch.minimum(numbers, 1 - numbers).clamp(min=0) * 2  # the distribution is symmetric
     right = torch.searchsorted(table, folded.contiguous()).clamp(1, TABLE - 1)
@@ -131,9 +131,9 @@ def beta(numbers: Tensor, alpha: float) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _half(alpha: float, device: torch.device) -> Tensor:
-    """Give the distribution of the lower half of Beta(alpha, alpha), at x = 0.5 t^p for even steps of t from 0 to 1.
+    """Return the cumulative distribution of the lower half of Beta(alpha, alpha) at x = 0.5 t^p, t from 0 to 1.
 
-    With p = 1 / alpha for an alpha below 1, the density in t is finite where that in x is not.
+    With p = 1 / alpha for alpha < 1, the density in t is finite where that in x is not.
     """
     t = torch.linspace(0, 1, TABLE, dtype=torch.float64)
     power = max(1 / alpha, 1.0)

@@ -1,4 +1,4 @@
-"""Several views of each picture, for learning without labels: two large crops, and a sheet of four small ones."""
+"""Several views of each image, for training without labels: two global crops, and a sheet of four local ones."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from vitrail.data.augment.images import Augment
 from vitrail.errors import InvalidOption
 
-LARGE = 2
-"""Views that show much of a picture; what the teacher sees."""
+GLOBAL = 2
+"""Number of global crops, which the teacher sees."""
 
 
 @dataclass(frozen=True)
 class Views:
-    """Augments each picture several times, and takes the place of an ``Augment`` in the loop.
+    """Augment each image several times; takes the place of an ``Augment`` in the training loop.
 
-    Small views have half the height and width, so four of them fill one sheet as large as a large view. All views of
-    a picture are then one tensor, (views, 3, size, size), and a batch is cut, moved and kept as any other.
+    Local crops have half the height and width, so that four of them fill one sheet of the size of a global crop. All
+    views of an image are then one tensor, (views, 3, size, size), and a batch is handled as any other.
 
     Attributes:
-        augment: of large views; its ``size`` is theirs, its ``crop_min`` the least share of the picture they show.
-        sheets: how many sheets of four small views; 0 for large views alone.
-        small_min: least share of the picture that a small view shows.
-        small_max: most share; with ``crop_min`` at about the same, small views are parts of what large ones show.
+        augment: augmentation of global crops; ``size`` is theirs, ``crop_min`` the smallest share of the image in them.
+        sheets: number of sheets of four local crops; 0 for global crops alone.
+        small_min: smallest share of the image in a local crop.
+        small_max: largest share; with ``crop_min`` about the same, local crops are parts of global ones.
 
     Example:
         >>> views = Views(Augment("medium", 32, crop_min=0.4))
@@ -41,19 +41,19 @@ class Views:
     def __post_init__(self) -> None:
         if self.sheets < 0 or (self.sheets and self.augment.size % 2):
             raise InvalidOption(
-                f"sheets={self.sheets} of pictures of {self.augment.size} pixels: expected 0 or more, of an even size"
+                f"sheets={self.sheets} of images of {self.augment.size} pixels: expected 0 or more, of an even size"
             )
         if self.augment.strength in ("none", "flip"):
             raise InvalidOption(
-                f"strength={self.augment.strength!r} gives views that are all alike; expected light, medium or strong"
+                f"strength={self.augment.strength!r} gives equal views; expected light, medium or strong"
             )
         self._small()
 
     def __call__(
         self, images: Tensor, draw: torch.Generator, rows: slice | None = None, total: int | None = None
     ) -> Tensor:
-        """Give the views (b, views, 3, size, size) of pictures (b, 3, S, S); the rest as for ``Augment``."""
-        found = [self.augment(images, draw, rows, total) for _ in range(LARGE)]
+        """Return the views (b, views, 3, size, size) of images (b, 3, S, S); the rest as for ``Augment``."""
+        found = [self.augment(images, draw, rows, total) for _ in range(GLOBAL)]
         small = self._small()
         for _ in range(self.sheets):
             tiles = [small(images, draw, rows, total) for _ in range(4)]
@@ -70,10 +70,10 @@ class Views:
         )
 
 
-def take_apart(views: Tensor) -> tuple[Tensor, Tensor]:
-    """Give large views (2·b, 3, size, size) and small ones (n·b, 3, size / 2, size / 2), one view after the other."""
-    large, sheets = views[:, :LARGE], views[:, LARGE:]
+def split_views(views: Tensor) -> tuple[Tensor, Tensor]:
+    """Return global crops (2·b, 3, size, size) and local crops (n·b, 3, size / 2, size / 2), view after view."""
+    large, sheets = views[:, :GLOBAL], views[:, GLOBAL:]
     half = views.shape[-1] // 2
-    tiles = sheets.unflatten(3, (-1, half)).unflatten(5, (-1, half))  # b, sheet, colour, down, y, across, x
+    tiles = sheets.unflatten(3, (-1, half)).unflatten(5, (-1, half))  # b, sheet, color, down, y, across, x
     small = tiles.permute(1, 3, 5, 0, 2, 4, 6).flatten(0, 3)
     return large.transpose(0, 1).flatten(0, 1), small

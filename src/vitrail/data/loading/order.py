@@ -1,4 +1,4 @@
-"""Seeds and the order of examples: everything drawn in a step is a function of the seed and the step's number."""
+"""Seeds, and the order of samples: everything random in a step is a function of the seed and the step's number."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """Make one seed of 63 bits from several whole numbers; their order matters, and neighbours differ widely.
+    """Combine whole numbers into one seed of 63 bits; their order matters, and close numbers give distant seeds.
 
-    The state takes in one number after the other, each followed by the last stage of splitmix64.
+    The state absorbs one number after the other, each followed by the final stage of splitmix64.
 
     Example:
         >>> mix(1, 2) != mix(2, 1) != mix(1, 3)
@@ -32,24 +32,23 @@ def mix(*numbers: int) -> int:
 
 
 def generator(device: torch.device | str, *numbers: int) -> torch.Generator:
-    """Make a generator that is seeded by several numbers and nothing else."""
+    """Return a generator seeded by these numbers alone."""
     return torch.Generator(device=device).manual_seed(mix(*numbers))
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which examples each step sees. Nothing lives between steps, so that a run may go on from any of them.
+    """The samples of each step. No state between steps, so that a run can resume at any of them.
 
-    All examples are gone through in an order drawn anew for each pass; what is left over at its end and does not fill
-    a batch is dropped. With repeats, a batch holds each of its examples several times (repeated augmentation), never
-    twice in one pair of neighbours, and a pass takes so many epochs more: an epoch is always as many steps as it is
-    without them.
+    Each pass goes through all samples in a new random order; the last incomplete batch is dropped. With repeats, a
+    batch holds each of its samples several times (repeated augmentation), never twice in one pair of neighbors, and a
+    pass takes as many epochs: the number of steps in an epoch stays the same.
 
     Attributes:
-        count: how many examples there are.
-        batch: how many a step sees, over all processes.
-        seed: decides the order, with the number of the pass.
-        repeats: how often a batch holds each of its examples.
+        count: number of samples.
+        batch: samples in a step, over all processes.
+        seed: seed of the order, together with the number of the pass.
+        repeats: how often a batch holds each of its samples.
 
     Example:
         >>> Order(10, 4, seed=0).steps_per_epoch
@@ -63,31 +62,28 @@ class Order:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise InvalidOption(f"batch={self.batch}: expected 1 or more examples in a batch.")
+            raise InvalidOption(f"batch={self.batch}: expected 1 or more samples")
         if self.repeats < 1 or self.batch % self.repeats:
-            raise InvalidOption(
-                f"repeats={self.repeats}: a batch of {self.batch} cannot hold each of its examples so often. "
-                "Expected a divisor of the batch."
-            )
+            raise InvalidOption(f"repeats={self.repeats}: expected a divisor of the batch, {self.batch}")
         if self.count < self.batch:
             raise InvalidOption(
-                f"There are {self.count} examples, fewer than one batch of {self.batch} (over all processes). Choose a "
-                "smaller batch, or train on more examples."
+                f"there are {self.count} samples, fewer than one batch of {self.batch} (over all processes); choose a "
+                "smaller batch, or train on more samples"
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many steps an epoch has; the last incomplete batch is dropped."""
+        """Number of steps in an epoch; the last incomplete batch is dropped."""
         return self.count // self.batch
 
     def indices(self, step: int) -> Tensor:
-        """Give the examples of a step's batch, over all processes: (batch,) in int64, on the CPU."""
+        """Return the samples of a step, over all processes: (batch,) in int64, on the CPU."""
         if step < 0:
-            raise InvalidOption(f"step={step}: expected 0 or more.")
+            raise InvalidOption(f"step={step}: expected 0 or more")
         distinct = self.batch // self.repeats
         number, place = divmod(step, self.count // distinct)
         chosen = _permutation(self.count, self.seed, number)[place * distinct : (place + 1) * distinct]
-        # Each copy is turned by one place, so that pairs of neighbours are others in each of them.
+        # Each copy is rolled by one place, so that its pairs of neighbors are different ones.
         return torch.cat([chosen.roll(-copy) for copy in range(self.repeats)])
 
 

@@ -1,4 +1,4 @@
-"""Pictures read again for each step, by processes beside the one that trains."""
+"""A data loader that decodes samples again for each step, in worker processes."""
 
 from __future__ import annotations
 
@@ -9,43 +9,40 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from vitrail.data.dataset import Examples
-from vitrail.data.loading.loader import Batch, KnownFeed, Share, Unreadable
-from vitrail.data.loading.memory import default_workers, to_device
+from vitrail.data.dataset import Dataset
+from vitrail.data.loading.loader import LoadedBatch, Loader, Shard, Unreadable, to_device
 from vitrail.errors import ImageError, TrainingError
 
 
 class _Read(NamedTuple):
-    """What a worker read: pictures, which examples they are, and what could not be read."""
+    """What a worker read: images, their indices, and the samples that could not be read."""
 
     images: Tensor
     indices: Tensor
     faults: list[tuple[int, str]]
 
 
-class WorkerFeed(KnownFeed):
-    """Examples that are read when they are wanted, some steps ahead; any step may be the first."""
+class WorkerLoader(Loader):
+    """Samples read on demand, some steps ahead; any step may be the first."""
 
     def __init__(
         self,
-        examples: Examples,
-        share: Share,
-        side: int,
+        dataset: Dataset,
+        shard: Shard,
+        image_size: int,
         device: torch.device,
         unreadable: Unreadable,
-        workers: int | None = None,
+        workers: int = 0,
     ) -> None:
-        super().__init__(examples, share, side, device, unreadable)
-        self._examples = examples
-        self._workers = default_workers() if workers is None else workers
+        super().__init__(dataset, shard, image_size, device, unreadable)
+        self._workers = workers
         self._next = -1
         self._batches: Iterator[_Read] = iter(())
 
-    def batch(self, step: int) -> Batch:
-        """Give this process's part of a step's batch; steps one after the other are read ahead."""
+    def batch(self, step: int) -> LoadedBatch:
         if step != self._next:
-            self._share.step(step)  # an error is raised here and not among the workers
-            self._batches = iter(self._loader(_Steps(self._share, step), replace=True))
+            self._shard.step(step)  # raise an error here, not in a worker
+            self._batches = iter(self._loader(_Steps(self._shard, step), replace=True))
         self._next = -1  # until the batch is there
         try:
             read = next(self._batches)
@@ -54,37 +51,35 @@ class WorkerFeed(KnownFeed):
                 raise
             self.close()
             raise TrainingError(
-                f"A process that reads pictures ended, or could not hand them over ({error or type(error).__name__}). "
-                "Where memory is short, use fewer workers or a smaller batch."
+                f"a data loader's worker ended, or could not send its images ({error or type(error).__name__}); "
+                "if memory is short, use fewer workers or a smaller batch"
             ) from error
         self._next = step + 1
         return self._at(read)
 
-    def sweep(self, batch: int) -> Iterator[Batch]:
-        """Give every readable example once, in order: those of this process, so many at a time."""
-        for read in self._loader(self._share.every(batch), replace=False):
+    def sweep(self, batch: int) -> Iterator[LoadedBatch]:
+        for read in self._loader(self._shard.sweep(batch), replace=False):
             made = self._at(read)
             if len(made.indices):
                 yield made
 
     def close(self) -> None:
-        """Let the workers go."""
         self._batches, self._next = iter(()), -1
 
-    def _at(self, read: _Read) -> Batch:
+    def _at(self, read: _Read) -> LoadedBatch:
         for index, reason in read.faults:
             if index not in self._unreadable:
                 self._unreadable.add(index, reason)
         images = read.images.to(self._device, non_blocking=True)
-        labels = self._examples.labels[read.indices]
-        return Batch(images, to_device(labels, self._device), to_device(read.indices, self._device))
+        labels = self._dataset.labels[read.indices]
+        return LoadedBatch(images, to_device(labels, self._device), to_device(read.indices, self._device))
 
     def _loader(self, parts: Any, *, replace: bool) -> DataLoader[_Read]:
         several: dict[str, Any] = {}
         if self._workers:
             several = {"prefetch_factor": 2, "multiprocessing_context": _context()}
         return DataLoader(
-            _Reader(self._examples.bare(), self.side, replace),  # type: ignore[arg-type]
+            _Reader(self._dataset.bare(), self.image_size, replace),  # type: ignore[arg-type]
             batch_size=None,
             sampler=parts,
             num_workers=self._workers,
@@ -96,49 +91,49 @@ class WorkerFeed(KnownFeed):
 class _Steps:
     """The indices of one step after the other, from a step on, without an end."""
 
-    def __init__(self, share: Share, start: int) -> None:
-        self._share = share
+    def __init__(self, shard: Shard, start: int) -> None:
+        self._shard = shard
         self._start = start
 
     def __iter__(self) -> Iterator[Tensor]:
         step = self._start
         while True:
-            yield self._share.step(step)
+            yield self._shard.step(step)
             step += 1
 
 
 class _Reader:
-    """What runs in a worker: reads the pictures of one batch."""
+    """Reads the samples of one batch; runs in a worker."""
 
-    def __init__(self, examples: Examples, side: int, replace: bool) -> None:
-        self._examples = examples
-        self._side = side
+    def __init__(self, dataset: Dataset, image_size: int, replace: bool) -> None:
+        self._dataset = dataset
+        self._image_size = image_size
         self._replace = replace
 
     def __getitem__(self, indices: Tensor) -> _Read:
-        """Read a batch in rising order, which is quicker in some files, and give it in the order that was asked for."""
+        """Read a batch in rising order, which is faster in some files, and return it in the given order."""
         found: dict[int, Tensor] = {}
-        stands: dict[int, int] = {}
+        replacements: dict[int, int] = {}
         faults: dict[int, str] = {}
         for index in indices.unique().tolist():
             place = index
-            for _ in range(len(self._examples) if self._replace else 1):
+            for _ in range(len(self._dataset) if self._replace else 1):
                 if place not in found and place not in faults:
                     try:
-                        found[place] = self._examples.read(place, self._side)
+                        found[place] = self._dataset.tensor(place, self._image_size)
                     except ImageError as error:
                         faults[place] = str(error)
                 if place in found:
-                    stands[index] = place
+                    replacements[index] = place
                     break
-                place = (place + 1) % len(self._examples)
-        places = [stands[index] for index in indices.tolist() if index in stands]
+                place = (place + 1) % len(self._dataset)
+        places = [replacements[index] for index in indices.tolist() if index in replacements]
         images = [found[place] for place in places]
-        form = self._examples.form(self._side)
-        empty = torch.empty(0, *form.shape, dtype=form.dtype)
+        spec = self._dataset.spec_at(self._image_size)
+        empty = torch.empty(0, *spec.shape, dtype=spec.dtype)
         return _Read(torch.stack(images) if images else empty, torch.tensor(places).long(), sorted(faults.items()))
 
 
 def _context() -> str:
-    """Workers start from a clean process: one that trains may hold a device, and threads."""
+    """Return the start method of workers: a clean process, as the parent may hold a device and threads."""
     return "forkserver" if "forkserver" in torch.multiprocessing.get_all_start_methods() else "spawn"

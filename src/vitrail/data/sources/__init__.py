@@ -1,1 +1,103 @@
-"""Sources: where samples come from."""
+"""Sources of samples, one file for each data format, and the choice between them.
+
+To add a format, derive a class from :class:`~vitrail.data.sources.base.Source` in a file of its own, and choose it in
+:func:`open_source`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from glob import has_magic
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from vitrail.data.decode import EXTENSIONS, find_images
+from vitrail.data.sources.arrays import Arrays
+from vitrail.data.sources.base import Labels, Source, matching
+from vitrail.data.sources.folder import FolderSource
+from vitrail.data.sources.hub import HubSource, open_hub
+from vitrail.data.sources.parquet import ParquetSource, is_parquet
+from vitrail.data.sources.shards import ShardSource, find_shards
+from vitrail.data.sources.torch_dataset import TorchSource, open_torchvision
+from vitrail.errors import InvalidOption
+
+__all__ = ["Arrays", "Labels", "Source", "are_paths", "open_source"]
+
+PathLike = str | os.PathLike[str]
+
+
+def open_source(source: Any, columns: Sequence[str] = ()) -> Source:
+    """Open any source of samples; ``columns`` names the labels of a torch dataset that has several."""
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, Tensor | np.ndarray):
+        return Arrays(source)
+    if hasattr(source, "features") and hasattr(source, "cast_column"):
+        return HubSource(source)
+    if not are_paths(source):
+        return TorchSource(source, columns)
+    given = [source] if isinstance(source, str | os.PathLike) else list(source)
+    if len(given) == 1:
+        kind, _, rest = os.fspath(given[0]).partition(":")
+        if kind == "hf":
+            return open_hub(rest)
+        if kind == "torchvision":
+            return open_torchvision(rest, columns)
+        if kind == "wds":
+            return ShardSource(find_shards(rest))
+    return _open_files(given)
+
+
+def are_paths(source: Any) -> bool:
+    """Return whether a source is a path, or a list of paths."""
+    if isinstance(source, list | tuple):
+        return bool(source) and all(isinstance(one, str | os.PathLike) for one in source)
+    return isinstance(source, str | os.PathLike)
+
+
+def _open_files(given: Sequence[PathLike]) -> Source:
+    """Open parquet files, shards or images, by what the paths are."""
+    if all(os.fspath(path).endswith(".tar") or _has_shards(Path(path)) for path in given):
+        return ShardSource([shard for path in given for shard in find_shards(os.fspath(path))])
+    paths = [found for path in given for found in _matches(path)]
+    tables = _find_tables(paths)
+    if tables:
+        return ParquetSource(tables)
+    root = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
+    return FolderSource(find_images(paths), root)
+
+
+def _matches(path: PathLike) -> list[Path]:
+    """Return the files that a glob pattern matches; a path that exists, or matches nothing, as it is."""
+    text = os.fspath(path)
+    found = [] if Path(path).exists() or not has_magic(text) else matching(text)
+    return found or [Path(path)]
+
+
+def _has_shards(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.tar"))
+
+
+def _find_tables(paths: Sequence[Path]) -> list[Path]:
+    """Find parquet files: those named, and those of a folder without images."""
+    found: list[Path] = []
+    others: list[Path] = []
+    for path in paths:
+        inside = _tables_in(path) if path.is_dir() else [path] if is_parquet(path) else []
+        found += inside
+        others += [] if inside else [path]
+    if found and others:
+        raise InvalidOption(
+            f"{found[0]} is a parquet file, and {others[0]} is not; open images and parquet files one after the other"
+        )
+    return found
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    tables = sorted(path for path in folder.rglob("*.parquet") if path.is_file())
+    has_images = bool(tables) and any(path.suffix.lower() in EXTENSIONS for path in folder.rglob("*"))
+    return [] if has_images else tables

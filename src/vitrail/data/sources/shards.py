@@ -1,8 +1,8 @@
-"""Webdataset shards: tar files with one file after the other for each example, read with the standard library.
+"""WebDataset shards: tar files with the files of one sample after the other.
 
-A tar file that is not compressed says in front of each file how long it is. All headers are read once, when shards are
-opened; after that every picture has a place, any example can be asked for, and each process reads what it needs and
-nothing else: shards need no dealing out among processes or workers, and a run goes on exactly from any step.
+Kept instead of the ``webdataset`` library, which streams: here all headers of an uncompressed tar file are read once,
+every image gets an offset, and any sample can be read by any process. Shards need no assignment to ranks or workers,
+and a run resumes exactly at any step.
 """
 
 from __future__ import annotations
@@ -11,103 +11,90 @@ import json
 import re
 import tarfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from vitrail.data.decode import EXTENSIONS, decode_image
-from vitrail.data.sample import clean
-from vitrail.data.sources.labelled import Decode, Labelled, numbered
+from vitrail.data.sample import Sample
+from vitrail.data.sources.base import Labels, Source, clean, matching, number_classes
 from vitrail.errors import ImageError, InvalidOption
 
 LABELS = ("cls", "label", "class")
-"""Which column says the class, where nobody names one: a file ``NAME.cls``, or a field of ``NAME.json``."""
+"""Columns that are taken for the label where none is chosen: a file ``NAME.cls``, or a field of ``NAME.json``."""
 
 MAX_TEXT = 1_000_000
-"""Longer files beside a picture are not looked into."""
+"""Longer files beside an image are not read."""
 
 
-class ShardPictures:
-    """The examples of tar files, one after the other.
+class ShardSource(Source):
+    """The samples of tar files, one file after the other.
 
-    Columns of classes are the fields of ``NAME.json``, and the files ``NAME.COLUMN`` that hold a number or a word.
-
-    Attributes:
-        names: what to call each picture: its file's name.
+    Label columns are the fields of ``NAME.json``, and the files ``NAME.COLUMN`` that hold a number or text.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = list(paths)
         self._shards, self._offsets, self._sizes = array("q"), array("q"), array("q")
-        self.names: list[str] = []
         self._columns: dict[str, dict[int, Any]] = {}
+        names: list[str] = []
         for number, path in enumerate(self._paths):
-            for name, place, texts in _examples(path):
-                row = len(self.names)
-                self.names.append(clean(name))
-                self._shards.append(number)
-                self._offsets.append(place[0])
-                self._sizes.append(place[1])
+            for name, (offset, size), texts in _samples(path):
                 for column, value in texts.items():
-                    self._columns.setdefault(column, {})[row] = value
-        if not self.names:
-            raise ImageError(f"{self._paths[0]}: no pictures found in {len(self._paths)} shards.")
+                    self._columns.setdefault(column, {})[len(names)] = value
+                names.append(clean(name))
+                self._shards.append(number)
+                self._offsets.append(offset)
+                self._sizes.append(size)
+        if not names:
+            raise ImageError(f"{self._paths[0]}: no images found in {len(self._paths)} shards")
+        self.names = names
 
-    def labels(self, column: str | None) -> Labelled:
+    def labels(self, column: str | None) -> Labels:
         if column is None:
             column = next((name for name in LABELS if name in self._columns), None)
             if column is None:
-                return Labelled([None] * len(self.names), None)
+                return Labels([None] * len(self))
         if column not in self._columns:
-            raise InvalidOption(
-                f"labels={column!r}: the shards have no such column of classes. Expected one of "
-                f"{', '.join(sorted(self._columns)) or 'none: there is nothing beside the pictures'}."
-            )
+            known = ", ".join(sorted(self._columns)) or "none: there is nothing beside the images"
+            raise InvalidOption(f"labels={column!r}: the shards have no such label column; expected one of {known}")
         found = self._columns[column]
-        return numbered([found.get(row) for row in range(len(self.names))])
+        return number_classes([found.get(row) for row in range(len(self))])
 
-    def fetch(self, row: int) -> Decode:
+    def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         path, size = self._paths[self._shards[row]], self._sizes[row]
-        called = f"{path.name}, {self.names[row]}"
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets[row])
                 data = file.read(size)
         except OSError as error:
-            raise ImageError(f"{path}: the shard cannot be read ({error.strerror}). Check that it is there.") from error
+            raise ImageError(f"{path}: the shard cannot be read ({error.strerror}); check that it is there") from error
         if len(data) < size:
-            raise ImageError(f"{called}: the shard ends before the picture does. Fetch or write it again.")
-        return partial(decode_image, data, called)
+            raise ImageError(f"{path.name}, {self.names[row]}: the shard is cut off; fetch or write it again")
+        return partial(_decode, data, self.names[row], path.name)
 
 
 def find_shards(source: str) -> list[Path]:
-    """Find tar files by a pattern: ``{000..012}`` counts, ``{a,b}`` lists, ``*`` stands for anything; or a folder.
+    """Find tar files by a pattern: ``{000..012}`` counts, ``{a,b}`` lists, ``*`` matches anything; or in a folder.
 
     Raises:
         ImageError: there is no such file.
     """
     found: list[Path] = []
-    for text in _spelt_out(source):
-        path = Path(text)
-        if path.is_dir():
-            matches = sorted(path.glob("*.tar"))
-        elif any(letter in text for letter in "*?["):
-            anchor = Path(path.anchor) if path.is_absolute() else Path()
-            matches = sorted(anchor.glob(str(path.relative_to(anchor))))
-        else:
-            matches = [path]
+    for text in _expanded(source):
+        matches = sorted(Path(text).glob("*.tar")) if Path(text).is_dir() else matching(text)
         if not matches or not all(match.is_file() for match in matches):
-            raise ImageError(f"{text}: there is no such shard. Expected tar files. Check the path and the numbers.")
+            raise ImageError(f"{text}: there is no such shard; check the path and the numbers")
         found += matches
     return found
 
 
-def _spelt_out(source: str) -> Iterator[str]:
-    pieces = re.split(r"\{([^{}]*)\}", source)
+def _expanded(source: str) -> Iterator[str]:
+    """Yield every path that the braces of a pattern stand for."""
     choices: list[list[str]] = []
-    for number, piece in enumerate(pieces):
+    for number, piece in enumerate(re.split(r"\{([^{}]*)\}", source)):
         counted = re.fullmatch(r"(\d+)\.\.(\d+)", piece)
         if number % 2 == 0:
             choices.append([piece])
@@ -119,8 +106,12 @@ def _spelt_out(source: str) -> Iterator[str]:
     return ("".join(parts) for parts in product(*choices))
 
 
-def _examples(path: Path) -> Iterator[tuple[str, tuple[int, int], dict[str, Any]]]:
-    """Give each example of a shard: the picture's name, where its bytes are and how many, and what is beside it."""
+def _decode(data: bytes, name: str, shard: str) -> Sample:
+    return Sample(decode_image(data, f"{shard}, {name}"), name)
+
+
+def _samples(path: Path) -> Iterator[tuple[str, tuple[int, int], dict[str, Any]]]:
+    """Yield each sample of a shard: the image's name, its offset and size, and the values beside it."""
     key: str | None = None
     name = ""
     place: tuple[int, int] | None = None
@@ -143,12 +134,12 @@ def _examples(path: Path) -> Iterator[tuple[str, tuple[int, int], dict[str, Any]
 
 
 def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
-    """Read the headers of a shard, and the short files that are no pictures."""
+    """Yield the headers of a shard, with the content of short files that are no images."""
     try:
         end = 0
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # headers are not needed again, and shards are long
+                tar.members = []  # type: ignore[attr-defined]  # shards are long, and headers are not needed again
                 end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 if not member.isreg() or member.issparse():
                     continue
@@ -157,19 +148,19 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
                     file = tar.extractfile(member)
                     text = None if file is None else file.read()
                 yield member, text
-        with path.open("rb") as rest:  # a damaged header looks like the end
+        with path.open("rb") as rest:  # tarfile takes a damaged header for the end
             rest.seek(end)
             if any(rest.read(tarfile.BLOCKSIZE)):
                 raise tarfile.ReadError("damaged header")
     except (tarfile.TarError, OSError) as error:
         raise ImageError(
-            f"{path}: this is not a tar file, or it is compressed or cut off ({error}). Expected a complete tar file "
-            "without compression. Fetch or write it again."
+            f"{path}: not a tar file, or compressed or cut off ({error}); expected a complete tar file without "
+            "compression"
         ) from error
 
 
-def _values(kind: str, data: bytes, called: str) -> dict[str, Any]:
-    """Read what is beside a picture: numbers and words by column."""
+def _values(kind: str, data: bytes, name: str) -> dict[str, Any]:
+    """Return the numbers and texts of a file beside an image, by column."""
     try:
         text = data.decode("utf-8").strip()
         if kind != "json":
@@ -177,7 +168,7 @@ def _values(kind: str, data: bytes, called: str) -> dict[str, Any]:
         found = json.loads(text)
     except ValueError as error:
         if kind not in ("json", *LABELS):
-            return {}  # something else than classes
-        raise ImageError(f"{called}: it cannot be read ({error}). Expected text in UTF-8.") from error
+            return {}  # no label
+        raise ImageError(f"{name}: cannot be read ({error}); expected text in UTF-8") from error
     plain = found.items() if isinstance(found, dict) else ()
     return {name: value for name, value in plain if isinstance(value, int | str) and not isinstance(value, bool)}

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from vitrail._distributed import Crew, joined
-from vitrail.data.augment.normalize import Expects
-from vitrail.data.dataset import LABEL, open_examples
-from vitrail.data.loading.loader import Keep, make_feed
-from vitrail.data.spec import Preprocessing
+from vitrail.data.dataset import open_dataset
+from vitrail.data.loading.loader import Keep, make_loader
+from vitrail.data.sources.base import LABEL
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 from vitrail.surgery.recording import evaluating
 from vitrail.training.config.syntax import read_merge
@@ -73,7 +73,7 @@ def evaluate(
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
         classes = None if known is None else _classes(known, columns)
-        examples = open_examples(data, labels=columns, classes=classes)
+        examples = open_dataset(data, labels=columns, classes=classes, labeled=True)
         expects = (known.preprocessing if known else None) or expected_by(net)
         expects = _sized(expected_of(examples, expects, type(net).__name__), size, net)
 
@@ -81,9 +81,9 @@ def evaluate(
             _tell(crew, progress, "reading", done, total)
 
         count = len(examples)
-        feed = make_feed(
-            examples, side=expects.size[0] or 1, device=crew.device,
-            rank=crew.rank, world=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
+        feed = make_loader(
+            examples, image_size=expects.size[0] if expects.size else 1, device=crew.device,
+            rank=crew.rank, world_size=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
             progress=reading,
         )  # fmt: skip
         plain = prepares(expects).plain
@@ -107,11 +107,11 @@ def _loaded(model: str | Path | nn.Module | tuple[nn.Module, Labels]) -> tuple[n
     return model if isinstance(model, tuple) else load_trained(model)
 
 
-def _sized(expects: Expects, size: int | None, net: nn.Module) -> Expects:
+def _sized(expects: InputSpec, size: int | None, net: nn.Module) -> InputSpec:
     """Say how pictures of another size are prepared; refuse one that the model does not take, before any is read."""
     if size is None:
         return expects
-    if not isinstance(expects, Preprocessing):
+    if expects.is_array:
         raise InvalidOption(f"size={size} is for pictures; arrays are given to a model as they are")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InvalidOption(f"size={size!r}: expected a number of pixels, 1 or more")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.data.augment.views import LARGE, take_apart
+from vitrail.data.augment.views import GLOBAL, split_views
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads.pooling import linear
 from vitrail.models import ViT
@@ -127,12 +127,12 @@ class SelfLearner(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor | None = None, mixed: Any = None, taught: Any = None) -> Terms:
         """Give the loss of a batch of views (B, views, C, size, size); labels and all else are not looked at."""
-        if images.ndim != 5 or images.shape[1] < LARGE:
+        if images.ndim != 5 or images.shape[1] < GLOBAL:
             raise UnsupportedInput(f"expected views (pictures, views, colours, y, x); got {tuple(images.shape)}")
         batch = len(images)
-        large, small = take_apart(images)
+        large, small = split_views(images)
         targets, about_patches = self._targets(large)
-        targets = targets.unflatten(0, (LARGE, batch))
+        targets = targets.unflatten(0, (GLOBAL, batch))
         seen, mask = self._hide(large)
         features = self.model.forward_features(seen)
         said = [self.projection(self._pooled(features))]
@@ -140,7 +140,7 @@ class SelfLearner(nn.Module):
             said.append(self.projection(self._pooled(self.model.forward_features(small))))
         log_q = (torch.cat(said) / STUDENT_TEMPERATURE).log_softmax(-1).unflatten(0, (-1, batch))
         each = -torch.einsum("vbk,wbk->vw", targets, log_q) / batch
-        pairs = each.numel() - LARGE  # a view is not compared with itself
+        pairs = each.numel() - GLOBAL  # a view is not compared with itself
         dino = (each.sum() - each.diagonal().sum()) / pairs
         parts = {"dino": dino, "entropy": torch.special.entr(targets).sum(-1).mean()}
         total = dino

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from vitrail.data.dataset import LABEL
+from vitrail.data.sources.base import LABEL
 from vitrail.errors import InvalidOption
 from vitrail.heads.by_role import PATCH
 from vitrail.models import ViT

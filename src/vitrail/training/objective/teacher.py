@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters.registry import declared_spec
-from vitrail.data.spec import Preprocessing
+from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.training.evaluation.outputs import answer, answer_with_map, width_of
 
@@ -47,8 +47,8 @@ class Teacher:
         self,
         model: nn.Module,
         *,
-        given: Preprocessing | None = None,
-        expects: Preprocessing | None = None,
+        given: InputSpec | None = None,
+        expects: InputSpec | None = None,
         features: bool = False,
         outputs: Sequence[int] | None = None,
         device: torch.device | str | None = None,
@@ -89,12 +89,12 @@ class Teacher:
         return Taught(logits.float(), None if features is None else features.float())
 
 
-def expected_by(model: nn.Module) -> Preprocessing | None:
+def expected_by(model: nn.Module) -> InputSpec | None:
     """Return a model's preprocessing as its library declares it; None if unknown."""
     return declared_spec(model)
 
 
-def _renormalise(given: Preprocessing, expects: Preprocessing, device: torch.device) -> tuple[Tensor | None, Tensor]:
+def _renormalise(given: InputSpec, expects: InputSpec, device: torch.device) -> tuple[Tensor | None, Tensor]:
     """Give the scale and shift (3, 1, 1) from one normalisation to another; no scale where they are the same."""
     (mean, std), (wanted_mean, wanted_std) = (
         (torch.tensor(one.mean, device=device), torch.tensor(one.std, device=device)) for one in (given, expects)

@@ -1,0 +1,127 @@
+"""Run a model on one image, with and without merging, and compare its predictions and cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import vitrail
+from vitrail.cli._summary import Cost, Guess, Guesses, Result
+from vitrail.cli.model import Loaded
+from vitrail.data import to_tensor
+from vitrail.drawing import stained_glass
+from vitrail.errors import UnsupportedInput
+from vitrail.heads import Output
+
+GUESSES = 3
+"""Number of most likely classes to name."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A model's output as one vector, whether it scores classes, its latency, and the most likely classes."""
+
+    values: Tensor
+    is_classes: bool
+    seconds: float
+    guesses: Guesses
+
+
+def cost_of(loaded: Loaded, merging: vitrail.Merging) -> Cost:
+    """Count tokens and FLOPs for one image."""
+    size = loaded.preprocessing.size
+    after = merging.tokens_per_layer(size)
+    before = [loaded.layout.num_tokens] * len(after)
+    return Cost(before, after, merging.flops(size, merged=False), merging.flops(size))
+
+
+@torch.inference_mode()
+def predict(loaded: Loaded, image: Image.Image) -> Prediction:
+    """Run the model, merged or not, on one image."""
+    batch = to_tensor([image], loaded.preprocessing).to(loaded.device)
+    start = _now(loaded.device)
+    try:
+        output = _call(loaded, batch)
+    except (AssertionError, ValueError) as error:  # how libraries refuse a size
+        height, width = loaded.preprocessing.size
+        raise UnsupportedInput(
+            f"{loaded.name} does not take images of {height} × {width} pixels ({error}); leave --size out"
+        ) from error
+    seconds = _now(loaded.device) - start
+    values, is_classes = _values(loaded.model, output)
+    return Prediction(values.flatten().double().cpu(), is_classes, seconds, _guesses(loaded, output))
+
+
+def paint(
+    loaded: Loaded, merging: vitrail.Merging, image: Image.Image, name: str, before: Prediction
+) -> tuple[Image.Image, Result]:
+    """Run the merged model on one image; return its stained glass, and the comparison with the unmerged model."""
+    with merging.track() as trace:
+        after = predict(loaded, image)
+    groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
+    panes = int(trace.groups[0].unique().numel())
+    result = Result(
+        name, panes, _cosine(before, after), _same(before, after), before.seconds, after.seconds, before.guesses,
+        after.guesses,
+    )  # fmt: skip
+    return stained_glass(image, groups), result
+
+
+def _call(loaded: Loaded, batch: Tensor) -> Any:
+    if not loaded.questions:
+        return loaded.model(batch)
+    from vitrail.training.evaluation.outputs import answer
+
+    return answer(loaded.model, batch)
+
+
+def _guesses(loaded: Loaded, output: Any) -> Guesses:
+    """Return the most likely classes of each label column."""
+    found: Guesses = {}
+    for question in loaded.questions:
+        scores = question.read(output.logits if question.own else output.by_role[question.name])[0]
+        likely, places = scores.double().softmax(0).topk(min(GUESSES, len(scores)))
+        pairs = zip(places.tolist(), likely.tolist(), strict=True)
+        found[question.name] = [Guess(question.classes[place], probability) for place, probability in pairs]
+    return found
+
+
+def _same(before: Prediction, after: Prediction) -> bool | None:
+    """Return whether the most likely class stays the same, in every label column; None without classes."""
+    if before.guesses:
+        return all(best[0].name == after.guesses[name][0].name for name, best in before.guesses.items())
+    return bool(before.values.argmax() == after.values.argmax()) if before.is_classes else None
+
+
+def _cosine(before: Prediction, after: Prediction) -> float | None:
+    """Return the cosine of two outputs; None if one is zero or not finite."""
+    norms = float(before.values.norm() * after.values.norm())
+    cosine = float(before.values @ after.values) / norms if norms > 0 else float("nan")
+    return min(max(cosine, -1.0), 1.0) if cosine == cosine else None
+
+
+def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
+    """Return a model's output for the whole image: class scores, else pooled features, else all tokens."""
+    if isinstance(output, Tensor):
+        return output, output.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
+    for name in ("logits", "pooler_output", "last_hidden_state"):
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value, name == "logits"
+    if isinstance(output, Output):  # task tokens alone
+        return torch.cat([scores.flatten(1) for scores in output.by_role.values()], 1), False
+    raise UnsupportedInput(
+        f"the model returned a {type(output).__name__}; expected a tensor, or an output with logits, pooler_output or "
+        "last_hidden_state. Use vitrail.merge from Python for this model"
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

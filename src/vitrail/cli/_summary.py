@@ -1,0 +1,165 @@
+"""Results of ``vitrail merge`` and ``vitrail demo``: a table, Markdown, and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from vitrail import __version__
+from vitrail.cli.files import write_text
+
+COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
+LEGEND = (
+    "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
+    "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
+    "most likely class stays the same. Ms: latency of a single pass each, so a rough figure."
+)
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A class and its probability."""
+
+    name: str
+    probability: float
+
+
+Guesses = dict[str, list[Guess]]
+"""Most likely classes, in descending order, by label column."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Tokens after each block and FLOPs of one image, without and with merging."""
+
+    tokens_before: list[int]
+    tokens_after: list[int]
+    flops_before: int
+    flops_after: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Comparison of the merged with the unmerged model on one image; field names are JSON keys.
+
+    ``cosine`` and ``same_top1`` are None where they are undefined; guesses are empty without class names.
+    """
+
+    picture: str
+    panes: int
+    cosine: float | None
+    same_top1: bool | None
+    seconds_before: float
+    seconds_after: float
+    guesses_before: Guesses = field(default_factory=dict)
+    guesses_after: Guesses = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def top1(self) -> str:
+        """The most likely class before and after, in a few words."""
+        if self.same_top1 is None:
+            return "–"
+        if not self.guesses_before:
+            return "same" if self.same_top1 else "other"
+        before, after = first_names(self.guesses_before), first_names(self.guesses_after)
+        return f"same: {before}" if before == after else f"{before} → {after}"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An image that could not be read."""
+
+    picture: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One model, merged in one way at one input size, over some images; field names are JSON keys."""
+
+    model: str
+    weights: str
+    device: str
+    input_size: tuple[int, ...]
+    merging: dict[str, Any]
+    cost: Cost
+    pictures: list[Result]
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of the table, one for each image."""
+        cost = self.cost
+        return [
+            (
+                result.picture,
+                str(result.panes),
+                f"{cost.tokens_before[-1]} → {cost.tokens_after[-1]}",
+                f"{cost.flops_before / 1e9:.3g} → {cost.flops_after / 1e9:.3g}",
+                "–" if result.cosine is None else f"{result.cosine:.4f}",
+                result.top1,
+                f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
+            )
+            for result in self.pictures
+        ]
+
+
+def first_names(guesses: Guesses) -> str:
+    """Return the most likely class of each label column, joined by commas."""
+    return ", ".join(best[0].name for best in guesses.values())
+
+
+def table(runs: Sequence[Summary], title: str) -> Table:
+    """Return the table for the terminal."""
+    made = Table(*COLUMNS, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in made.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for run in runs:
+        for row in run.rows():
+            made.add_row(*row)
+    return made
+
+
+def markdown(runs: Sequence[Summary], heading: str, remarks: Sequence[str] = ()) -> str:
+    """Return the Markdown text: the table, its legend, tokens per layer, and skipped images."""
+    lines = [f"# {heading}", ""]
+    lines += [line for remark in remarks for line in (remark, "")]
+    lines += [markdown_row(COLUMNS), "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
+    lines += [markdown_row(row) for run in runs for row in run.rows()]
+    lines += ["", LEGEND, ""]
+    lines += dict.fromkeys(line for run in runs for line in _details(run))  # once where runs agree
+    return "\n".join([*lines, "", f"Written by Vitrail {__version__}.", ""])
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _details(run: Summary) -> list[str]:
+    height, width = run.input_size
+    settings = ", ".join(f"{name}={value}" for name, value in run.merging.items())
+    tokens = " ".join(str(count) for count in run.cost.tokens_after)
+    return [
+        f"- {run.model} ({run.weights} weights, {run.device}), input {height} × {width}, merged with "
+        f"{settings}: {tokens} tokens after each block, instead of {run.cost.tokens_before[-1]}.",
+        *(f"- Skipped: {skipped.reason}" for skipped in run.skipped),
+    ]
+
+
+def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
+    """Write ``summary.json`` and ``summary.md``."""
+    content = json.dumps({"vitrail": __version__, **data}, indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(folder / "summary.json", content + "\n")
+    write_text(folder / "summary.md", text)
+
+
+def as_data(run: Summary) -> dict[str, Any]:
+    """Return a summary as JSON values."""
+    return asdict(run)

@@ -28,8 +28,8 @@ PUBLIC = {
     ),
     "vitrail.cli": "app main",
     "vitrail.data": (
-        "Arrays Batch Dataset InputSpec MAX_PIXELS Sample Source as_rgb check_image find_images open_dataset read_image "
-        "samples to_tensor"
+        "Arrays Batch Dataset InputSpec MAX_PIXELS Sample Source as_rgb check_image find_images open_dataset "
+        "read_image samples to_tensor"
     ),
     "vitrail.drawing": "contact_sheet stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",

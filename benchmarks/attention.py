@@ -1,11 +1,11 @@
-"""Attention with a bias per key, in every form that PyTorch offers, beside the kernel of our own.
+"""Attention with a bias per key: PyTorch's implementations against our kernel.
 
     python benchmarks/attention.py               ViT-B at batch 256, ViT-L at batch 64, DINOv2-L at batch 16
-    python benchmarks/attention.py --backward    the gradients, too
+    python benchmarks/attention.py --backward    gradients, too
     python benchmarks/attention.py --tokens 197 554
 
-Medians in µs of CUDA-graph replays, and the largest error against float64 for the first pictures, as a part of the
-largest number. `plain` has no bias and is the limit; its error is that of leaving the sizes out.
+Prints the median time of CUDA graph replays in µs, and the largest error against float64 on the first images, relative
+to the largest value. `plain` has no bias and is the lower bound on time; its error is that of ignoring the sizes.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from vitrail.merging import proportional_attention
 SHAPES = (
     [(256, 12, n) for n in (197, 165, 101, 37)] + [(64, 16, n) for n in (554, 301)] + [(16, 16, n) for n in (1324, 524)]
 )
-"""Batch, heads and tokens; heads have 64 channels."""
+"""Batch, heads and tokens; each head has 64 channels."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
-    """No bias."""
+    """Attend without a bias."""
     return F.scaled_dot_product_attention(q, k, v)
 
 
 def mask(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
-    """The bias as a mask."""
+    """Pass the bias as a mask."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=size.log().to(q.dtype)[:, None, None])
 
 
 def channels(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
-    """The bias in two more channels of the keys, eight with what fills them up."""
+    """Put the bias into two more channels of the keys, padded to eight."""
     bias = (size.log() * q.shape[-1] ** 0.5).unsqueeze(1).expand(-1, q.shape[1], -1)
     high = bias.to(k.dtype)
     low = (bias - high.float()).to(k.dtype)
@@ -57,7 +57,7 @@ def channels(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
 
 
 def flex() -> Attend:
-    """FlexAttention with the bias as a change of scores, compiled."""
+    """Return compiled FlexAttention with the bias as ``score_mod``."""
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -75,7 +75,7 @@ def flex() -> Attend:
 
 
 def own(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
-    """The kernel of our own, tokens before heads as it gives them."""
+    """Use our kernel; its output has tokens before heads."""
     attend = ops.attend_keep if q.requires_grad else ops.attend
     out = attend(q, k, v, size.log2(), q.shape[-1] ** -0.5)
     out = out[0] if isinstance(out, tuple) else out
@@ -84,7 +84,7 @@ def own(q: Tensor, k: Tensor, v: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries, keys and values (B, H, N, D), sizes (B, N), a gradient of the output, and what is exact for some."""
+    """Queries, keys and values (B, H, N, D), sizes (B, N), an output gradient, and float64 results for some images."""
 
     parts: tuple[Tensor, Tensor, Tensor]
     size: Tensor
@@ -94,7 +94,7 @@ class Problem:
 
     @classmethod
     def draw(cls, batch: int, heads: int, length: int, device: str = "cuda", first: int = 2) -> Problem:
-        """Draw one; queries, keys and values lie in one tensor, as a linear layer gives them."""
+        """Draw a random problem; queries, keys and values share one tensor, like the output of a linear layer."""
         packed = torch.randn(batch, length, 3, heads, 64, device=device, dtype=torch.bfloat16)
         q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         size = torch.randint(1, 5, (batch, length), device=device).float()
@@ -105,20 +105,20 @@ class Problem:
         return cls((q, k, v), size, grad, exact.detach(), exact_grads)
 
 
-def forward(form: Attend, problem: Problem) -> str:
-    """Say how long a form takes, and how far it is from the exact one."""
+def forward(attend: Attend, problem: Problem) -> str:
+    """Return time and error of the forward pass."""
     with torch.no_grad():
-        error = distance(form(*problem.parts, problem.size), problem.exact)
-        return f"{time_graph(lambda: form(*problem.parts, problem.size)):.0f} (error {error:.0e})"
+        error = distance(attend(*problem.parts, problem.size), problem.exact)
+        return f"{time_graph(lambda: attend(*problem.parts, problem.size)):.0f} (error {error:.0e})"
 
 
-def gradients(form: Attend, problem: Problem) -> str:
-    """Say how long the gradients take, and how far they are from the exact ones."""
+def gradients(attend: Attend, problem: Problem) -> str:
+    """Return time and error of the backward pass."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # gradients run where the forward ran: that must be where they are recorded
+    with torch.cuda.stream(stream):  # backward runs on the stream of the forward, which must be the captured one
         q, k, v = (part.detach().requires_grad_() for part in problem.parts)
-        out = form(q, k, v, problem.size)
+        out = attend(q, k, v, problem.size)
         grad = torch.empty_like(out).copy_(problem.grad)
 
         def back() -> tuple[Tensor, ...]:
@@ -129,12 +129,12 @@ def gradients(form: Attend, problem: Problem) -> str:
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """Largest error among the first pictures, as a part of the largest number."""
+    """Return the largest error on the first images, relative to the largest value."""
     return float((found[: len(exact)].double() - exact).abs().max() / exact.abs().max())
 
 
 def time_graph(call: Callable[[], object], stream: torch.cuda.Stream | None = None) -> float:
-    """Median time of a call in µs, recorded on a stream."""
+    """Return the median time of a call in µs, captured as a CUDA graph on a stream."""
     stream = torch.cuda.Stream() if stream is None else stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -148,7 +148,7 @@ def time_graph(call: Callable[[], object], stream: torch.cuda.Stream | None = No
 
 
 def time_calls(call: Callable[[], object], repeats: int = 50) -> float:
-    """Median time of a call in µs, by device events."""
+    """Return the median time of a call in µs, by CUDA events."""
     samples = []
     for _ in range(repeats + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -161,40 +161,49 @@ def time_calls(call: Callable[[], object], repeats: int = 50) -> float:
 
 
 def main(backward: bool, tokens: Sequence[int], wanted: Sequence[str]) -> None:
-    """Measure forms on shapes: all of them unless some are asked for."""
-    forms: dict[str, Attend] = {"plain": plain, "mask": mask, "channels": channels, "flex": flex(), "own": own}
-    torch._dynamo.config.recompile_limit = 128  # every length is compiled by itself
-    torch._functorch.config.donated_buffer = False  # gradients are asked for more than once
+    """Measure the wanted implementations (all by default) on the wanted shapes."""
+    implementations: dict[str, Attend] = {
+        "plain": plain,
+        "mask": mask,
+        "channels": channels,
+        "flex": flex(),
+        "own": own,
+    }
+    torch._dynamo.config.recompile_limit = 128  # each length is compiled separately
+    torch._functorch.config.donated_buffer = False  # backward runs more than once
     for batch, heads, length in SHAPES:
         if tokens and length not in tokens:
             continue
         say(f"batch {batch}, {heads} heads, {length} tokens")
         problem = Problem.draw(batch, heads, length)
-        for name, form in forms.items():
+        for name, attend in implementations.items():
             if wanted and name not in wanted:
                 continue
-            told = [attempt(part, form, problem) for part in ([forward, gradients] if backward else [forward])]
-            say(f"    {name:8} {', '.join(told)}")
+            texts = [attempt(part, attend, problem) for part in ([forward, gradients] if backward else [forward])]
+            say(f"    {name:8} {', '.join(texts)}")
 
 
-def attempt(part: Callable[[Attend, Problem], str], form: Attend, problem: Problem) -> str:
-    """Measure; whatever goes wrong is said."""
+def attempt(part: Callable[[Attend, Problem], str], attend: Attend, problem: Problem) -> str:
+    """Measure, or return the error."""
     try:
-        return part(form, problem)
+        return part(attend, problem)
     except Exception as error:
         return f"failed, {type(error).__name__}: {error}"[:500]
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print and flush."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--backward", action="store_true", help="time the gradients, too")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[], help="only shapes with so many tokens")
-    parser.add_argument("--forms", nargs="*", default=[], help="only these forms: plain, mask, channels, flex, own")
+    parser.add_argument("--backward", action="store_true", help="time gradients, too")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[], help="only shapes with these numbers of tokens")
+    parser.add_argument("--only", nargs="*", default=[], help="only these: plain, mask, channels, flex, own")
+    parser.add_argument(
+        "--forms", dest="only", nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )  # the old name of --only
     options = parser.parse_args()
-    main(options.backward, options.tokens, options.forms)
+    main(options.backward, options.tokens, options.only)

@@ -1,15 +1,15 @@
-"""Check on a GPU that what is fast is also right: every kernel over a grid of shapes, then whole merged models.
+"""Check the kernels on a GPU: each kernel over a grid of shapes, then whole merged models.
 
     python benchmarks/check_kernels.py            everything
-    python benchmarks/check_kernels.py --quick    a few of each
+    python benchmarks/check_kernels.py --quick    some of each
 
-Kernels are compared with the reference functions in float64. What they write is poisoned first and stands between
-guards, what they read is surrounded by NaN, and the same input must give the same bits twice. Models are compared with
-the reference functions in the same dtype and in a longer one: inference, gradients, CUDA graphs and torch.compile.
+Kernels are compared with the reference functions in float64. Output buffers are poisoned and surrounded by guards,
+inputs are surrounded by NaN, and the same input must give the same bits twice. Models are compared with the reference
+functions in the same dtype and in a longer one: inference, gradients, CUDA graphs and torch.compile.
 
 Most of the time goes into compiling kernels, so several processes share the work. With `--workers 0` everything runs
-in this one, as a debugger or `compute-sanitizer` wants it. Failures come first, the table last; the exit code is 1
-where anything failed.
+in one process, for a debugger or `compute-sanitizer`. Failures are printed first, the table last; the exit code is 1
+if anything failed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHANNELS = (192, 384, 768, 1024, 1280, 1664)
 
 
 def attention_cases() -> Iterator[Case]:
-    """Every length, every width in every dtype on either side of each change of kernel, every layout."""
+    """Yield every length; every width and dtype on both sides of each kernel switch; every layout."""
     for length in (*LENGTHS, *LONG):
         yield Attention(length=length, width=64, dtype="bfloat16", heads=3)
     for width, dtype, length in product(WIDTHS, DTYPES, (17, 128, 129, 256, 577)):
@@ -62,7 +62,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def attention_backward_cases() -> Iterator[Case]:
-    """Every length; every width in every dtype on either side of each change of blocks, in both forms; every layout."""
+    """Yield every length; every width and dtype on both sides of each block size, fused and split; every layout."""
     for length in (*LENGTHS, *LONG):
         yield AttentionBackward(length=length, width=64, dtype=HALF_TYPES[length % 2], heads=3)
     for width, dtype, length in product(WIDTHS, DTYPES, (17, 64, 197)):
@@ -81,7 +81,7 @@ def attention_backward_cases() -> Iterator[Case]:
 
 
 def matching_cases() -> Iterator[Case]:
-    """Every length, with 0 to 9 protected tokens in turn; ties, crowds and broken pictures; every width and layout."""
+    """Yield every length with 0 to 9 protected tokens; ties, crowds and NaN images; every width and layout."""
     turn = count()
     for length, keys in product((*LENGTHS, *LONG), ("random", "lattice")):
         protected = min(next(turn) % 10, length - 2)
@@ -98,7 +98,7 @@ def matching_cases() -> Iterator[Case]:
 
 
 def merging_cases() -> Iterator[Case]:
-    """Every width in every dtype with everything; every part of it alone; norms, sums and gradients."""
+    """Yield every width and dtype with all options and with each one off; norms, sums and gradients."""
     everything = {"y": True, "gamma": True, "add": True, "norm": True, "sizes": True}
     shape: dict[str, Any] = {"length": 197, "kept": 150, "batch": 8}
     for channels, dtype in product(CHANNELS, DTYPES):
@@ -121,7 +121,7 @@ def merging_cases() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Task:
-    """Something to try in some process."""
+    """A check to run in some process."""
 
     topic: str
     name: str
@@ -129,7 +129,7 @@ class Task:
 
 
 def kernel_tasks(cases: Sequence[Case], device: str) -> list[Task]:
-    """Make one task of each case."""
+    """Return one task per case."""
     return [Task(case.topic, str(case), partial(_run_case, case, device)) for case in cases]
 
 
@@ -140,7 +140,7 @@ def _run_case(case: Case, device: str) -> Outcome:
 
 
 def model_tasks(quick: bool) -> list[Task]:
-    """Whole models in every dtype, trained, recorded and compiled."""
+    """Return whole models in every dtype: inference, training, CUDA graphs and compiled."""
     tasks = [
         Task("model", f"{subject.name} {dtype}", partial(outcomes, subject, dtype, "cuda", train))
         for subject in (LARGE[:1] if quick else LARGE)
@@ -164,7 +164,7 @@ def model_tasks(quick: bool) -> list[Task]:
 
 
 def beyond_tasks(device: str, small: bool = False) -> list[Task]:
-    """Inputs beyond what 32 bits count; small ones, where only the check itself is tried."""
+    """Return inputs beyond 32-bit indices; with ``small``, small inputs that only exercise the check."""
     if small:
         calls = [
             ("attention_outcome", (3, 20, 2, 16)),
@@ -175,7 +175,7 @@ def beyond_tasks(device: str, small: bool = False) -> list[Task]:
         calls = [
             ("attention_outcome", (2_800, 256, 16, 64)),
             ("attention_outcome", (1_200, 600, 16, 64)),
-            ("attention_outcome", (8_200, 260, 8, 16)),  # more heads than a grid's second axis has programs
+            ("attention_outcome", (8_200, 260, 8, 16)),  # more heads than the second grid axis allows
             ("matching_outcome", (2_800, 256, 16, 64)),
             ("matching_outcome", (1_200, 600, 16, 64)),
             ("merging_outcome", (8_200, 257, 1_024)),
@@ -191,7 +191,7 @@ def _run_beyond(name: str, *arguments: Any) -> Outcome:
 
 
 def all_tasks(device: str, quick: bool) -> list[Task]:
-    """Give what can run on a device, whatever takes longest first."""
+    """Return what can run on a device, longest first."""
     cases = [*attention_cases(), *attention_backward_cases(), *matching_cases(), *merging_cases()]
     if device == "cuda":
         if quick:
@@ -200,23 +200,23 @@ def all_tasks(device: str, quick: bool) -> list[Task]:
     models = [Task("model", subject.name, partial(outcomes, subject, "fp32", device)) for subject in SMALL]
     if os.environ.get("TRITON_INTERPRET") != "1":
         return models
-    # products of bfloat16 are wrong in the interpreter
+    # the interpreter computes bfloat16 products wrongly
     small = [case for case in cases if getattr(case, "length", 0) <= 300 and case.dtype != "bfloat16"]
     return [*models, *beyond_tasks(device, small=True), *kernel_tasks(small[:: 16 if quick else 1], device)]
 
 
 class _Process:
     broken = ""
-    """The task after which this process's GPU can no longer be used."""
+    """The task that left this process's GPU unusable."""
 
 
 def work(task: Task) -> list[Outcome]:
-    """Run a task; whatever goes wrong is its outcome."""
+    """Run a task; errors become its outcome."""
     if _Process.broken:
         return [Outcome(task.topic, task.name, why=f"not run: {_Process.broken} broke the process")]
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
-    warnings.simplefilter("ignore", VitrailWarning)  # that not all merges asked for are possible is meant
+    warnings.simplefilter("ignore", VitrailWarning)  # cases merge more than possible on purpose
     try:
         found = task.call()
         if torch.cuda.is_available():
@@ -230,7 +230,7 @@ def work(task: Task) -> list[Outcome]:
 
 
 def run_all(tasks: Sequence[Task], workers: int) -> Iterator[Outcome]:
-    """Give outcomes as they come."""
+    """Yield outcomes as they finish."""
     if workers == 0:
         for task in tasks:
             yield from work(task)
@@ -242,7 +242,7 @@ def run_all(tasks: Sequence[Task], workers: int) -> Iterator[Outcome]:
 
 
 def table(found: Sequence[Outcome]) -> str:
-    """One line for each topic and each model, with whatever came nearest to its limit."""
+    """Return one line per topic and model, with the outcome closest to its limit."""
     rows = [("what", "checks", "failed", "worst error", "allowed", "in")]
     parts: dict[str, list[Outcome]] = {}
     for outcome in found:
@@ -260,17 +260,17 @@ def table(found: Sequence[Outcome]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the checks and print what came out."""
+    """Run the checks and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a few cases of each kind")
-    parser.add_argument("--only", metavar="TEXT", nargs="+", help="only what has one of these in its topic or name")
-    parser.add_argument("--workers", type=int, help="processes that share the work; 0 for none but this")
+    parser.add_argument("--quick", action="store_true", help="some cases of each kind")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="only tasks with one of these in topic or name")
+    parser.add_argument("--workers", type=int, help="processes that share the work; 0 to run in this one")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     begun = time.monotonic()
     say(f"Kernels: {kernels.describe()}")
     if device == "cpu":
-        say("Without a GPU there is little to see: models run on the reference functions, and agree with themselves.")
+        say("Without a GPU, models run on the reference functions, so this checks little.")
     tasks = all_tasks(device, options.quick)
     wanted = options.only or [""]
     tasks = [task for task in tasks if any(text in f"{task.topic} {task.name}" for text in wanted)]
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print and flush."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

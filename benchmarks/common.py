@@ -1,6 +1,6 @@
-"""What the benchmark scripts share: rows with targets, one process for each, and files of results.
+"""Shared by the benchmark scripts: rows with targets, one process per row, and result files.
 
-Results are JSON files named DATE-MACHINE-COMMIT.json with a Markdown table of the same name beside them.
+Results are JSON files named DATE-MACHINE-COMMIT.json, each with a Markdown table of the same name.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from vitrail.bench import BenchConfig, run  # noqa: E402
-from vitrail.bench.config import FORMS  # noqa: E402
+from vitrail.bench import MODES, BenchConfig, run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
 class Target:
-    """One row of a table of targets: what to measure and what is hoped for; None where nothing is."""
+    """One row of the table of targets: what to measure, and the ratios to reach; None for no target."""
 
     title: str
     config: BenchConfig
@@ -38,7 +37,7 @@ class Target:
     eager_efficiency: float | None = None
 
     def missed(self, result: Mapping[str, Any]) -> list[str]:
-        """Name the targets that a result does not reach."""
+        """Return the targets that a result does not reach."""
         wanted = {
             "speedup": ("speed-up floor", self.floor),
             "efficiency": ("efficiency", self.efficiency),
@@ -55,7 +54,7 @@ class Target:
 
 
 def main(rows: Mapping[str, Target], description: str | None, script: str, arguments: Sequence[str]) -> int:
-    """Measure the chosen rows, each in a process of its own, and write what came out."""
+    """Measure the chosen rows, each in its own process, and write the results."""
     options = _parser(rows, description).parse_args(arguments)
     if options.child:
         return _child(rows[options.child], options)
@@ -73,23 +72,23 @@ def main(rows: Mapping[str, Target], description: str | None, script: str, argum
         say(f"{name}: {rows[name].title}")
         found[name] = {**_in_child(script, name, options), "command": _command(script, name, options)}
         data = {"commit": options.commit or commit(), "rows": found}
-        path = save(data, rows, options.out)  # after each row: a later one may take too long
+        path = save(data, rows, options.out)  # after each row: a later one may time out
     say(path.with_suffix(".md").read_text(encoding="utf-8"))
     say(path)
     return int(any("error" in row for row in found.values()))
 
 
 def join(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the rows of several files into one; of a row that is there twice, the later file's counts."""
+    """Merge the rows of several files; if a row is repeated, the later file wins."""
     commits = {part["commit"] for part in parts}
     rows = {name: row for part in parts for name, row in part["rows"].items()}
     return {"commit": "+".join(sorted(commits)), "rows": rows}
 
 
 def save(data: Mapping[str, Any], rows: Mapping[str, Target], folder: Path) -> Path:
-    """Write the JSON file and its table, and give the file's path.
+    """Write the JSON file and its table, and return the path.
 
-    Rows that the file has already, of the same day, machine and commit, stay unless they were measured again.
+    Rows already in the file (same day, machine and commit) stay unless they were measured again.
     """
     machines = [row["machine"] for row in data["rows"].values() if "machine" in row]
     date = min((machine["date"] for machine in machines), default="")[:10] or time.strftime("%Y-%m-%d", time.gmtime())
@@ -107,7 +106,7 @@ def save(data: Mapping[str, Any], rows: Mapping[str, Target], folder: Path) -> P
 
 
 def markdown(data: Mapping[str, Any], rows: Mapping[str, Target]) -> str:
-    """Make the table of results."""
+    """Return the Markdown table of results."""
     machine = data["machine"] or {"device": "unknown machine", "python": "?", "versions": {}}
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [
@@ -125,9 +124,9 @@ def markdown(data: Mapping[str, Any], rows: Mapping[str, Target]) -> str:
             lines.append("| " + " | ".join(_cells(target, result)) + " |")
     lines += [
         "",
-        "Times are the medians of each variant's best form, in ms. Error: merged outputs against the reference in the "
+        "Times are the medians of each variant's best mode, in ms. Error: merged outputs against the reference in the "
         "same dtype, relative; equal groups: patches whose group has exactly the same members. Ready: the slowest of "
-        "the merged forms, with the compiler's start where it compiles.",
+        "the merged modes, including the compiler's start where it compiles.",
         "",
         f"Python {machine['python']}, {versions}.",
         "",
@@ -138,7 +137,7 @@ def markdown(data: Mapping[str, Any], rows: Mapping[str, Target]) -> str:
 
 
 def commit() -> str:
-    """Name the checkout: its commit, and whether anything was changed since."""
+    """Return the commit of the checkout, with ``-dirty`` if there are changes."""
     try:
         name = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"],
@@ -153,12 +152,12 @@ def commit() -> str:
 
 
 def slug(text: str) -> str:
-    """Make a name fit for a file."""
+    """Return a name that is safe in file names."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def say(text: object) -> None:
-    """Print now, also into a pipe."""
+    """Print and flush."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -170,7 +169,7 @@ def _cells(target: Target, result: Mapping[str, Any]) -> list[str]:
     ]
     start = result["startup_s"] or 0
     ready = max(
-        row["ready_s"] + (start if row["form"] not in ("eager", "graph") else 0)
+        row["ready_s"] + (start if _mode(row) not in ("eager", "graph") else 0)
         for row in result["rows"]
         if row["variant"] == "merged"
     )
@@ -178,7 +177,7 @@ def _cells(target: Target, result: Mapping[str, Any]) -> list[str]:
     check = result["check"]
     return [
         target.title,
-        *("–" if row is None else f"{row['ms']:.4g} ({row['form']})" for row in best),
+        *("–" if row is None else f"{row['ms']:.4g} ({_mode(row)})" for row in best),
         f"{_or(result['speedup'], '.2f')} ({_or(target.floor)}, {_or(target.goal)})",
         f"{_or(result['efficiency'], '.2f')} ({_or(target.efficiency)})",
         f"{_or(result['eager_efficiency'], '.2f')} ({_or(target.eager_efficiency)})",
@@ -189,17 +188,22 @@ def _cells(target: Target, result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _or(value: float | None, form: str = "g") -> str:
-    return "–" if value is None else format(value, form)
+def _mode(row: Mapping[str, Any]) -> str:
+    mode: str = row["mode"] if "mode" in row else row["form"]  # "form" in results from before 0.3
+    return mode
+
+
+def _or(value: float | None, spec: str = "g") -> str:
+    return "–" if value is None else format(value, spec)
 
 
 def _command(script: str, name: str, options: argparse.Namespace) -> str:
-    """Say how to measure a row again, anywhere."""
+    """Return the command that measures a row again."""
     return " ".join(["benchmarks/" + Path(script).name, name, *_passed_on(options)])
 
 
 def _in_child(script: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one row in a new process: a cold start, and one that can be ended."""
+    """Measure one row in a new process: a cold start, with a timeout."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "row.json"
         command = [sys.executable, script, "--child", name, "--json", str(path), *_passed_on(options)]
@@ -215,7 +219,7 @@ def _in_child(script: str, name: str, options: argparse.Namespace) -> dict[str, 
 
 def _passed_on(options: argparse.Namespace) -> list[str]:
     given = ["--seconds", str(options.seconds), "--limit", str(options.limit), "--attention", options.attention]
-    given += ["--forms", options.forms] if options.forms else []
+    given += ["--modes", options.modes] if options.modes else []
     given += ["--warm"] if options.warm else []
     return given + (["--autocast"] if options.autocast else [])
 
@@ -227,13 +231,13 @@ def _child(target: Target, options: argparse.Namespace) -> int:
         seconds=options.seconds,
         limit=options.limit,
         attention=options.attention,
-        forms=tuple(options.forms.split(",")) if options.forms else target.config.forms,
+        modes=tuple(options.modes.split(",")) if options.modes else target.config.modes,
         cold=not options.warm,
         autocast=options.autocast and target.config.dtype != "fp32",
     )
     result = run(config, tell=lambda text: say(f"  {time.perf_counter() - began:6.1f} s  {text}"))
     for row in result.rows:
-        say(f"  {row.variant:9} {row.form:15} {row.ms:9.3f} ms ±{row.spread:.1%}, ready {row.ready_s:.1f} s")
+        say(f"  {row.variant:9} {row.mode:15} {row.ms:9.3f} ms ±{row.spread:.1%}, ready {row.ready_s:.1f} s")
     data = {**result.to_dict(), "target": {**asdict(target), "config": None}}
     options.json.write_text(json.dumps(data), encoding="utf-8")
     return 0
@@ -245,16 +249,19 @@ def _parser(rows: Mapping[str, Target], description: str | None) -> argparse.Arg
         description=f"{description}\n\nRows:\n{listing}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("rows", nargs="*", metavar="ROW", help="rows to measure; all by default")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time for measuring a row (20)")
-    parser.add_argument("--limit", type=float, default=300.0, help="prepare no further form after this time (300)")
-    parser.add_argument("--timeout", type=float, default=570.0, help="end a row's process after this time (570)")
-    parser.add_argument("--forms", help=f"other forms than the row's own, with commas: {', '.join(FORMS)}")
-    parser.add_argument("--attention", default="auto", help="PyTorch's own attention: auto, flash, cudnn, …")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time to measure a row (20)")
+    parser.add_argument("--limit", type=float, default=300.0, help="prepare no further mode after this time (300)")
+    parser.add_argument("--timeout", type=float, default=570.0, help="stop a row's process after this time (570)")
+    parser.add_argument("--modes", help=f"comma-separated modes instead of the row's own: {', '.join(MODES)}")
+    parser.add_argument(
+        "--forms", dest="modes", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )  # the old name of --modes
+    parser.add_argument("--attention", default="auto", help="backend of PyTorch's attention: auto, flash, cudnn, …")
     parser.add_argument("--autocast", action="store_true", help="weights in float32, computation in the row's dtype")
-    parser.add_argument("--warm", action="store_true", help="use the compiler's caches; empty ones otherwise")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results (benchmarks/results)")
-    parser.add_argument("--commit", help="name of the checkout, where git does not know it")
-    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="join files of results, measure nothing")
+    parser.add_argument("--warm", action="store_true", help="keep the compiler's caches instead of starting empty")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results (benchmarks/results)")
+    parser.add_argument("--commit", help="name of the checkout, if it is not a git repository")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="merge result files, measure nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""The target for two CPU cores in fp32.
+"""The table of targets for two CPU cores in fp32.
 
 python benchmarks/cpu.py --seconds 60
 """

@@ -1,4 +1,4 @@
-"""The tool that makes an embedded model of a run: what it writes is the model, and what it must not take it refuses."""
+"""tools/embed.py: it writes the model and its card, and rejects what does not belong in the package."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(data=str(photos), out=str(folder / "run"), **{**FIELDS, "validation": str(photos)}).folder
 
 
-def test_the_folder_is_the_model_in_half_precision_with_a_card(run: Path, tmp_path: Path) -> None:
+def test_model_in_half_precision_with_card(run: Path, tmp_path: Path) -> None:
     out = tool.embed(run, tmp_path / "tiny", "Noise in three colours.", "CC0-1.0")
     assert sorted(path.name for path in out.iterdir()) == [
         "CARD.md", "config.json", "labels.json", "log.jsonl", "model.safetensors",
@@ -39,34 +39,32 @@ def test_the_folder_is_the_model_in_half_precision_with_a_card(run: Path, tmp_pa
     assert card.startswith("# vitrail:tiny\n")
     assert f"{sum(value.numel() for value in model.parameters()):,} parameters" in card
     assert "- Data: Noise in three colours.\n" in card
-    assert "- Licence of the weights: CC0-1.0.\n" in card
+    assert "- License of the weights: CC0-1.0.\n" in card
     assert f"| fused | {100 * labels.trained['evaluation']['accuracy']['fused']:.2f} % |" in card
-    assert "before the weights were rounded" in card
+    assert "before rounding" in card
     assert "blue, green, red" in card
     assert "tokens: cls,register=2\n" in card
     assert str(run.parent) not in card
 
 
-def test_a_card_of_several_seeds(run: Path, tmp_path: Path) -> None:
+def test_card_with_several_seeds(run: Path, tmp_path: Path) -> None:
     files = [tmp_path / f"{seed}.json" for seed in range(3)]
     for file, share in zip(files, (0.5, 0.6, 0.7), strict=True):
         file.write_text(json.dumps({"count": 1234, "dtype": "float32", "accuracy": {"fused": share}, "loss": 1.0}))
     out = tool.embed(run / "last", tmp_path / "tiny", "Noise.", evaluations=files, notes=["Its teacher is a wall."])
     card = (out / "CARD.md").read_text(encoding="utf-8")
     assert "| fused | 50.00 % | 60.00 ± 10.00 % |\n" in card
-    assert "on 1,234 pictures" in card
-    assert "before the weights were rounded" not in card
+    assert "on 1,234 held-out images" in card
+    assert "before rounding" not in card
     assert "- Its teacher is a wall.\n" in card
     assert (out / "log.jsonl").read_bytes() == (run / "log.jsonl").read_bytes()
     files[1].write_text("{}")
-    with pytest.raises(InvalidOption, match=r"1\.json is not what vitrail evaluate --json writes"):
+    with pytest.raises(InvalidOption, match=r"1\.json is not from vitrail evaluate"):
         tool.embed(run, tmp_path / "other", "Noise.", evaluations=files)
     assert not (tmp_path / "other").exists()
 
 
-def test_what_must_not_be_embedded_is_refused_and_nothing_is_written(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_models_write_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(message: str, folder: Path = run, about: str = "Noise.") -> None:
         with pytest.raises(InvalidOption, match=message):
             tool.embed(folder, tmp_path / "out", about)
@@ -74,7 +72,7 @@ def test_what_must_not_be_embedded_is_refused_and_nothing_is_written(
 
     refused("about is empty", about=" ")
     vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "alone")
-    refused("is not in the folder of a run", tmp_path / "alone")
+    refused("is not in a run directory", tmp_path / "alone")
     with monkeypatch.context() as patch:
         patch.setattr(tool, "MOST_PARAMETERS", 1000)
         refused("expected at most 1,000")

@@ -1,13 +1,13 @@
-"""Turn a trained model into one that comes with the package: half-precision weights, labels, and a card.
+"""Bundle a trained model with the package: half-precision weights, labels, and a model card.
 
     python tools/embed.py runs/tiny --name tiny --about "Imagenette (fastai): ten classes of ImageNet, …"
 
-Writes ``src/vitrail/weights/NAME/``, which `vitrail:NAME` is read from (``EMBEDDED`` in ``vitrail/adapters/saved.py``).
-A package stays small: models of more than 6 million parameters or 12 MiB are refused. What the card says is read from
-the run itself; only what the data set is, and under which terms, has to be told. Nothing is written before all is
-checked, the answers in half precision included.
+Writes ``src/vitrail/weights/NAME/``, which `vitrail:NAME` loads (``EMBEDDED`` in ``vitrail/adapters/saved.py``).
+To keep the package small, models of more than 6 million parameters or 12 MiB are rejected. The card is generated from
+the run; you only describe the dataset and its license. Nothing is written until everything is checked, including the
+outputs in half precision.
 
-How good it is, is measured with what was embedded, and then written into the card, here beside two more seeds:
+To put accuracies into the card, evaluate the bundled model and run the tool again, here with two more seeds:
 
     vitrail evaluate vitrail:tiny val.parquet --json 0.json
     python tools/embed.py runs/tiny --name tiny --about "…" --evaluation 0.json 1.json 2.json
@@ -32,57 +32,57 @@ from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder, read_labe
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
 from vitrail.models.saving import WEIGHTS, write_folder
-from vitrail.training.config.config import read_yaml
+from vitrail.training.config import read_yaml
 from vitrail.training.run_directory import BEST, LOG, SETTINGS, Labels, load_trained
 
 MOST_BYTES, MOST_PARAMETERS = 12 * 2**20, 6_000_000
 CLOSE = 0.02
-"""Largest difference of a probability that half precision may make."""
+"""Largest allowed change of a probability by half precision."""
 
-LICENCE = "Apache-2.0, as Vitrail itself"
+LICENSE = "Apache-2.0, as Vitrail itself"
 CARD = "CARD.md"
 PLACES = ("data", "validation", "teacher", "model")
-"""Settings that may be paths; the card has their last part."""
+"""Settings that may be paths; the card shows their last part only."""
 
-OF_THE_MACHINE = ("out", "device", "workers", "keep", "keep_data", "log_every", "save_every", "tensorboard", "shard")
+MACHINE_SETTINGS = ("out", "device", "workers", "keep", "keep_data", "log_every", "save_every", "tensorboard", "shard")
 
 
 def embed(
     run: Path,
     out: Path,
     about: str,
-    licence: str = LICENCE,
+    license: str = LICENSE,
     *,
     evaluations: Sequence[Path] = (),
     notes: Sequence[str] = (),
 ) -> Path:
-    """Write the folder of an embedded model from that of a run.
+    """Write the directory of a bundled model from a run directory.
 
     Args:
-        run: the folder of a run, or of one of its models (``RUN/best``, the default, or ``RUN/last``).
-        out: the folder to write, which is made or replaced file by file.
-        about: the data set in words: what it is, where it is from, under which terms.
-        licence: of the weights.
-        evaluations: what ``vitrail evaluate --json`` wrote for this model, and then for the same with other seeds.
-        notes: what else the card should say, a sentence or two each.
+        run: a run directory, or one of its models (``RUN/best``, the default, or ``RUN/last``).
+        out: the directory to write; existing files are replaced.
+        about: description of the dataset: what it is, its source, its license.
+        license: license of the weights.
+        evaluations: files from ``vitrail evaluate --json``: of this model first, then of other seeds.
+        notes: further sentences for the card.
     """
     if not about.strip():
-        raise InvalidOption("about is empty; say what the model was trained on, and under which terms")
+        raise InvalidOption("about is empty; describe the training data and its license")
     folder = model_folder(run)
     model, labels = load_trained(folder)
     settings = _settings(folder)
     if not isinstance(model, ViT) or not labels.classes:
-        raise InvalidOption(f"{folder} holds no model of ours with names of classes; expected one of vitrail train")
+        raise InvalidOption(f"{folder} has no Vitrail model with class names; expected one from vitrail train")
     states = {name: value.half() if value.is_floating_point() else value for name, value in model.state_dict().items()}
     size = _check_size(model, states)
-    difference = _check_answers(model, states)
+    difference = _check_outputs(model, states)
     found = [_read(file) for file in evaluations]
     evaluated = _evaluation(found) if found else _evaluation_of_run(labels)
-    told = [f"Half precision changes no probability by more than {difference:.1e} (16 random pictures).", *notes]
+    remarks = [f"Half precision changes no probability by more than {difference:.1e} (16 random images).", *notes]
     log = _of_run(folder, LOG)
     if log is not None:
-        told.append(f"The log of its training is {LOG}, beside this card.")
-    card = _card(out.name, model, labels, settings, size, about, licence, told, evaluated)
+        remarks.append(f"The training log is {LOG}, beside this card.")
+    card = _card(out.name, model, labels, settings, size, about, license, remarks, evaluated)
     write_folder(out, model.config.to_dict(), states, read_labels(folder))
     if log is not None:
         write_bytes(out / LOG, log.read_bytes())
@@ -92,16 +92,16 @@ def embed(
 
 
 def _of_run(folder: Path, name: str) -> Path | None:
-    """Find a file of the run that a model's folder is in, or is."""
+    """Return a file of the run that a model directory belongs to, or None."""
     return next((place / name for place in (folder, folder.parent) if (place / name).is_file()), None)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Read what the run was asked for, less what is about the machine, and paths by their names."""
+    """Return the run's settings without those of the machine, and with paths shortened."""
     file = _of_run(folder, SETTINGS)
     if file is None:
-        raise InvalidOption(f"{folder} is not in the folder of a run: there is no {SETTINGS} above it")
-    values = {name: value for name, value in read_yaml(file).items() if name not in OF_THE_MACHINE}
+        raise InvalidOption(f"{folder} is not in a run directory: there is no {SETTINGS} above it")
+    values = {name: value for name, value in read_yaml(file).items() if name not in MACHINE_SETTINGS}
     paths = {name: Path(values[name]).name for name in PLACES if isinstance(values.get(name), str)}
     return {**values, **paths}
 
@@ -118,11 +118,11 @@ def _check_size(model: ViT, states: dict[str, Tensor]) -> int:
 
 
 @torch.no_grad()
-def _check_answers(model: ViT, states: dict[str, Tensor]) -> float:
-    """Give the largest difference that half precision makes to a probability, on random pictures."""
-    overflown = [name for name, value in states.items() if not value.isfinite().all()]
-    if overflown:
-        raise InvalidOption(f"{', '.join(overflown[:3])}: weights that half precision cannot hold")
+def _check_outputs(model: ViT, states: dict[str, Tensor]) -> float:
+    """Return the largest change of a probability by half precision, on random images."""
+    overflowing = [name for name, value in states.items() if not value.isfinite().all()]
+    if overflowing:
+        raise InvalidOption(f"{', '.join(overflowing[:3])}: weights overflow in half precision")
     rounded = ViT(model.config).eval()
     rounded.load_state_dict(states)
     images = torch.randn(16, model.config.in_chans, *_sides(model), generator=torch.Generator().manual_seed(0))
@@ -146,11 +146,11 @@ def _card(
     settings: dict[str, Any],
     size: int,
     about: str,
-    licence: str,
-    told: Sequence[str],
+    license: str,
+    notes: Sequence[str],
     evaluated: Sequence[str],
 ) -> str:
-    """Write down what the model is, how it was made and how good it is."""
+    """Return the model card."""
     import yaml
 
     config, (height, width) = model.config, _sides(model)
@@ -168,14 +168,14 @@ def _card(
         f"- Classes, {classes}.",
         f"- Data: {about.strip()}",
         f"- Trained for {labels.trained.get('epochs', 0):g} epochs; weights: {labels.trained.get('weights', 'last')}.",
-        *(f"- {text}" for text in told),
-        f"- Licence of the weights: {licence}.",
+        *(f"- {note}" for note in notes),
+        f"- License of the weights: {license}.",
         "",
-        "## How good it is",
+        "## Accuracy",
         "",
         *evaluated,
         "",
-        "## How it was made",
+        "## Training",
         "",
         f"`vitrail train --config {name}.yaml -o runs/{name}`, with this file:",
         "",
@@ -192,25 +192,25 @@ def _read(file: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {name: found[name] for name in ("count", "dtype", "accuracy")}
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidOption(f"{file} is not what vitrail evaluate --json writes ({error})") from error
+        raise InvalidOption(f"{file} is not from vitrail evaluate --json ({error})") from error
 
 
 def _evaluation_of_run(labels: Labels) -> list[str]:
-    """Say how good the model was by the last evaluation of its training."""
+    """Return the accuracy from the last evaluation during training."""
     found = labels.trained.get("evaluation")
     if not found:
         return ["It was not evaluated."]
     chosen = labels.folder.name == BEST
-    best = " It is the best of the run's evaluations on these pictures, so a little too good." if chosen else ""
-    return _evaluation([found], f" and before the weights were rounded, by head.{best}")
+    best = " It is the best of the run's evaluations on these images, so slightly optimistic." if chosen else ""
+    return _evaluation([found], f", before rounding to half precision, by head.{best}")
 
 
 def _evaluation(found: Sequence[Mapping[str, Any]], ending: str = ", by head.") -> list[str]:
-    """Say how good this model is, which is the first, and all of them together where there are several."""
+    """Return the accuracy of this model, which comes first, and the mean over all seeds if there are several."""
     first, several = found[0], len(found) > 1
     heading = f" of {len(found)} seeds, mean ± standard deviation |" if several else ""
     lines = [
-        f"Accuracy on {first['count']:,} pictures that it was not trained on, in {first['dtype']}{ending}",
+        f"Accuracy on {first['count']:,} held-out images, in {first['dtype']}{ending}",
         "",
         f"| answer | accuracy |{heading}",
         f"| --- | ---: |{' ---: |' if several else ''}",
@@ -225,18 +225,24 @@ def _evaluation(found: Sequence[Mapping[str, Any]], ending: str = ", by head.") 
 
 
 def main() -> int:
-    """Read the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a run, or of one of its models")
-    parser.add_argument("--name", required=True, choices=sorted(EMBEDDED), help="which embedded model it becomes")
-    parser.add_argument("--about", required=True, help="the data set in words, with its terms")
-    parser.add_argument("--licence", default=LICENCE, help="of the weights")
-    parser.add_argument("--evaluation", type=Path, nargs="+", default=(), help="of this model, then of other seeds")
-    parser.add_argument("--note", nargs="+", default=(), help="what else the card should say")
+    parser.add_argument("run", type=Path, help="run directory, or one of its models")
+    parser.add_argument("--name", required=True, choices=sorted(EMBEDDED), help="name of the bundled model")
+    parser.add_argument("--about", required=True, help="description of the dataset, with its license")
+    parser.add_argument("--license", "--licence", default=LICENSE, help="license of the weights")
+    parser.add_argument(
+        "--evaluation",
+        type=Path,
+        nargs="+",
+        default=(),
+        help="JSON files from vitrail evaluate: this model, then other seeds",
+    )
+    parser.add_argument("--note", nargs="+", default=(), help="further sentences for the card")
     given = parser.parse_args()
     try:
         folder = embed(
-            given.run, EMBEDDED[given.name], given.about, given.licence, evaluations=given.evaluation, notes=given.note
+            given.run, EMBEDDED[given.name], given.about, given.license, evaluations=given.evaluation, notes=given.note
         )
     except VitrailError as error:
         sys.stderr.write(f"{error}\n")

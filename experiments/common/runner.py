@@ -36,7 +36,7 @@ from vitrail._atomic_files import directory_lock
 from vitrail._distributed import choose_device
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.training import Evaluation, Run, evaluate, train
-from vitrail.training.config.checks import check_value
+from vitrail.training.config import OPTIONS
 from vitrail.training.interrupt import Interrupted, Stop
 
 HELD_OUT = 0.1
@@ -220,7 +220,7 @@ class Runner:
 
     def _check(self) -> None:
         """Raise errors that would affect all runs (device, data), and `Interrupted` after an interrupt."""
-        check_value("device", self.device)
+        OPTIONS["device"].check(self.device)
         choose_device(self.device)
         self.study.data()
         if self.stop.wanted:

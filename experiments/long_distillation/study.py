@@ -9,7 +9,7 @@ from experiments.common.datasets import imagenette
 from experiments.common.plots import INK, dots, figure
 from experiments.common.results import by_arm
 from experiments.common.study import Arm, Column, Rows, RunOf, Study
-from vitrail.training.config.config import read_yaml
+from vitrail.training.config import read_yaml
 
 PUBLISHED = 94.24
 """fastai's leaderboard: a convolutional network, 128 pixels, 200 epochs, trained from scratch."""

@@ -124,10 +124,10 @@ def timed(
         if setting[0] != UNMERGED:
             merge_at(module, setting)
     modes = {setting: timing_modes(setting, images.device) for setting in settings}
-    found = time_models(models, images, forms=modes, seconds=seconds)
+    found = time_models(models, images, modes=modes, seconds=seconds)
     return {
         setting: {
-            "images_per_s": {mode: one.images_per_s for mode, one in times.forms.items()},
+            "images_per_s": {mode: one.images_per_s for mode, one in times.modes.items()},
             "failed": times.failed,
         }
         for setting, times in found.items()

@@ -111,7 +111,7 @@ def resume_training(
     given = {**options, "data": data.train, "validation": data.monitored(256), "device": device, "out": str(folder)}
     resume = any((folder / CHECKPOINTS).glob("step-*"))
     try:
-        return train(resume=resume, overwrite=not resume, seconds=seconds, tell=log, **given)
+        return train(resume=resume, overwrite=not resume, seconds=seconds, on_event=log, **given)
     except Interrupted:
         return None
 

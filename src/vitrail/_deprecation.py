@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 def renamed_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str], Any]:
@@ -44,3 +47,29 @@ def renamed_property(old: str, new: str) -> property:
         return getattr(self, new)
 
     return property(resolve, doc=f"Deprecated name of ``{new}``.")
+
+
+def renamed_arguments(**renamed: str) -> Callable[[Target], Target]:
+    """Return a decorator, for functions and classes, that accepts keyword arguments under their old names.
+
+    >>> @renamed_arguments(forms="modes")
+    ... def time_models(modes: str) -> None: ...
+    """
+
+    def decorate(target: Target) -> Target:
+        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in renamed.keys() & kwargs.keys():
+                message = f"{target.__name__}({old}=…) is deprecated and will be removed in 0.4; use {renamed[old]}=…"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                kwargs[renamed[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        if not isinstance(target, type):
+            return call  # type: ignore[return-value]
+        target.__init__ = call  # type: ignore[misc]
+        return target
+
+    return decorate

@@ -1,4 +1,4 @@
-"""What tests of measuring share."""
+"""Fixtures of the benchmark tests."""
 
 import functools
 
@@ -10,11 +10,11 @@ from tests.moments import only_moments
 
 @pytest.fixture
 def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile without making kernels, which takes long."""
+    """Compile without generating kernels, which is slow."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
 
 @pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time models for moments only: where no time is asserted, more of it would only pass."""
+def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip warm-up and long samples where no time is asserted."""
     only_moments(monkeypatch)

@@ -1,4 +1,4 @@
-"""Small models, a clock and made-up results for the tests of measuring."""
+"""Small models, a fake clock and made-up results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,15 @@ import torch
 from torch import nn
 
 from vitrail.bench import BenchConfig, BenchResult, Row
-from vitrail.bench.result import make_row
+from vitrail.bench._modes import Runner
+from vitrail.bench.benchmark import Entry
 from vitrail.bench.timing import Spread
 
 NAME = "timm:vit_tiny_patch16_224"
 
 
 class CountingClock:
-    """Every look at the clock takes a second, every timed piece of work a quarter of one."""
+    """A clock that advances a second per reading, and reports a quarter second for all work."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -30,28 +31,29 @@ class CountingClock:
 
 
 def tiny(depth: int = 3) -> nn.Module:
-    """17 tokens, three blocks."""
+    """Return a ViT with 17 tokens."""
     torch.manual_seed(0)
     return timm.create_model("vit_tiny_patch16_224", img_size=64, depth=depth, num_classes=10).eval()
 
 
 def quick(**options: Any) -> BenchConfig:
-    """A measurement of a moment."""
+    """Return a benchmark that takes a moment."""
     return BenchConfig(NAME, **{"r": 2, "batch": 2, "device": "cpu", "seconds": 0.01, "inputs": 2, **options})
 
 
-def row(variant: str, form: str, ms: float, **options: Any) -> Row:
-    """A row with a median, and a little spread around it."""
+def row(variant: str, mode: str, ms: float, **options: Any) -> Row:
+    """Return a row with a median and a small spread."""
     config = options.pop("config", BenchConfig(NAME, r=4, batch=8))
     spread = Spread(ms / 1e3, 0.99 * ms / 1e3, 1.01 * ms / 1e3, 0.98 * ms / 1e3, samples=9, loops=2)
-    given = {"peak": 5_000_000, "ready_s": 0.5, **options}
-    return make_row(config, variant, form, spread, 1_000_000_000, **given)
+    runner = Runner(lambda index: None, lambda: 0)
+    entry = Entry(variant, mode, runner, **{"peak": 5_000_000, "ready_s": 0.5, **options})
+    return entry.row(config, spread, 1_000_000_000)
 
 
 def result(*rows: Row, **options: Any) -> BenchResult:
-    """A result of these rows."""
+    """Return a result with these rows."""
     given: dict[str, Any] = {
-        "config": BenchConfig(NAME, r=4, batch=8, forms=("eager", "compiled")),
+        "config": BenchConfig(NAME, r=4, batch=8, modes=("eager", "compiled")),
         "failed": (),
         "size": (224, 224),
         "tokens_before": 197,
@@ -59,7 +61,7 @@ def result(*rows: Row, **options: Any) -> BenchResult:
         "flops_before": 2_000_000_000,
         "flops_after": 1_000_000_000,
         "check": None,
-        "kernels": "reference",
+        "kernels": {"kernels": "reference", "why": "no CUDA device"},
         "startup_s": None,
         "machine": {
             "date": "2026-01-02T03:04:05+00:00",

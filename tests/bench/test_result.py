@@ -1,4 +1,4 @@
-"""Results: ratios of best forms, plain data, and sentences."""
+"""Results: ratios of the best modes, plain data, and text."""
 
 import dataclasses
 import json
@@ -7,12 +7,12 @@ import pytest
 
 from tests.bench.models import FULL, result, row
 from vitrail.bench import BenchConfig, Check, Failure
-from vitrail.bench.words import sentences, title
+from vitrail.bench.result import summary, title
 
 CHECK = Check(0.004, 0.97, 0.006, 0.955, 0.007, 0.95, "float32", 16, 0.02, 0.03)
 
 
-def test_figures_of_a_row() -> None:
+def test_row() -> None:
     one = row("merged", "eager", 20.0)
     assert one.ms == pytest.approx(20.0)
     assert one.images_per_s == pytest.approx(8 / 0.020)
@@ -25,7 +25,7 @@ def test_figures_of_a_row() -> None:
     assert training.peak_mb is None
 
 
-def test_ratios_are_of_the_best_forms() -> None:
+def test_ratios_use_the_best_modes() -> None:
     found = result(*FULL)
     assert found.speedup == pytest.approx(20.0 / 12.5)
     assert found.efficiency == pytest.approx(12.0 / 12.5)
@@ -34,10 +34,10 @@ def test_ratios_are_of_the_best_forms() -> None:
     assert found.flops_ratio == 2.0
     best = found.best("sliced")
     assert best is not None
-    assert best.form == "compiled"
+    assert best.mode == "compiled"
 
 
-def test_ratios_without_their_rows_are_none() -> None:
+def test_ratios_without_rows() -> None:
     found = result(*(one for one in FULL if one.variant != "sliced"))
     assert found.efficiency is None
     assert found.eager_efficiency is None
@@ -45,71 +45,50 @@ def test_ratios_without_their_rows_are_none() -> None:
     assert result(FULL[0]).speedup is None
 
 
-def test_data_is_complete_and_json() -> None:
+def test_to_dict() -> None:
     broken = dataclasses.replace(FULL[4], difference=float("nan"))
-    found = result(*FULL[:4], broken, FULL[5], check=CHECK, failed=(Failure("merged", "graph", "why"),), kernels={1})
+    found = result(*FULL[:4], broken, FULL[5], check=CHECK, failed=(Failure("merged", "graph", "why"),))
     data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert {"variant", "form", "ms", "images_per_s", "peak_mb", "ready_s"} <= set(data["rows"][0])
-    assert [(entry["variant"], entry["form"]) for entry in data["rows"]] == [(one.variant, one.form) for one in FULL]
+    assert {"variant", "mode", "ms", "images_per_s", "peak_mb", "ready_s"} <= set(data["rows"][0])
+    assert [(entry["variant"], entry["mode"]) for entry in data["rows"]] == [(one.variant, one.mode) for one in FULL]
     assert data["rows"][4]["difference"] is None
     assert data["speedup"] == pytest.approx(1.6)
     assert data["efficiency"] == pytest.approx(0.96)
     assert data["check"]["equal_groups"] == 0.97
-    assert data["failed"] == [{"variant": "merged", "form": "graph", "reason": "why"}]
+    assert data["failed"] == [{"variant": "merged", "mode": "graph", "form": "graph", "reason": "why"}]
+    assert data["rows"][0]["form"] == "eager"  # names from before 0.3 stay readable
+    assert data["check"]["pictures"] == data["check"]["images"] == 16
     assert data["config"]["model"] == "timm:vit_tiny_patch16_224"
-    assert data["config"]["forms"] == ["eager", "compiled"]
+    assert data["config"]["forms"] == data["config"]["modes"] == ["eager", "compiled"]
     assert data["config"]["proportional"] is True
     assert data["machine"]["versions"] == {"torch": "2.11"}
-    assert data["kernels"] == [1]
+    assert data["kernels"]["kernels"] == "reference"
     assert data["tokens_per_layer"][-1] == 149
 
 
-def test_sentences_say_what_was_found() -> None:
+def test_summary() -> None:
     noisy = dataclasses.replace(FULL[5], ms_high=20.0)
-    text = "\n".join(
-        sentences(
-            result(
-                *FULL[:5],
-                noisy,
-                check=CHECK,
-                startup_s=7.25,
-                failed=(Failure("merged", "graph", "no time left"),),
-                kernels={"attention": "triton", "matching": "triton"},
-                notes=("A note",),
-            )
-        )
-    )
+    failed = (Failure("merged", "graph", "no time left"),)
+    text = "\n".join(summary(result(*FULL[:5], noisy, check=CHECK, startup_s=7.25, failed=failed, notes=("A note",))))
     assert "Speed-up 1.60: merged (eager, 12.5 ms) against unmerged (compiled, 20 ms)" in text
-    assert "2.00 if time followed multiply-adds. Eager only: 1.92." in text
+    assert "multiply-adds: 2.00. Eager only: 1.92." in text
     assert "Efficiency 0.96: the same model with tokens cut off for free (compiled, 12 ms)" in text
     assert "outputs differ by 4.0e-03, and 97.0% of the patches" in text
-    assert "7.0e-03 away (95.0% of the groups), and the merged model 6.0e-03 (95.5%)" in text
+    assert "7.0e-03 for the reference (95.0% equal groups), 6.0e-03 for the merged model (95.5%)" in text
     assert "Gradients differ by 2.0e-02 (rounding alone: 3.0e-02)." in text
-    assert "Times vary by more than ±5% (merged, compiled)" in text
+    assert "more than ±5% (merged, compiled)" in text
     assert "merged, graph: not measured (no time left)." in text
     assert "took 7.2 s" in text
     assert "A note." in text
-    assert "attention: triton, matching: triton." in text
+    assert "reference functions in PyTorch (no CUDA device)." in text
     assert "Some GPU, CUDA 13.0; Python 3.11, torch 2.11" in text
 
 
-def test_sentences_without_figures_are_left_out() -> None:
-    text = "\n".join(sentences(result(FULL[0], kernels=["one", "two"])))
+def test_summary_without_ratios() -> None:
+    text = "\n".join(summary(result(FULL[0], kernels={"kernels": "triton", "why": "a GPU"})))
     assert "Speed-up" not in text
     assert "Efficiency" not in text
-    assert "one, two." in text
-
-
-@pytest.mark.parametrize(
-    ("kernels", "words"),
-    [
-        ({"kernels": "reference", "why": "no CUDA device"}, "reference functions in PyTorch (no CUDA device)"),
-        ({"kernels": "triton", "why": "Triton on a GPU"}, "triton (Triton on a GPU)"),
-        ("reference functions.", "reference functions"),
-    ],
-)
-def test_kernels_are_said_in_words(kernels: object, words: str) -> None:
-    assert f"Kernels of the merged model: {words}." in sentences(result(FULL[0], kernels=kernels))
+    assert "triton (a GPU)." in text
 
 
 def test_title() -> None:

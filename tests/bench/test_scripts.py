@@ -1,4 +1,4 @@
-"""The scripts in ``benchmarks``: their rows are the table of targets, and their files say what was found."""
+"""The scripts in ``benchmarks``: their targets, options and result files."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def data(**more: Any) -> dict[str, Any]:
     return {**result(*FULL).to_dict(), "command": "h200.py", **more}
 
 
-def test_rows_are_the_targets(scripts: dict[str, ModuleType]) -> None:
+def test_targets(scripts: dict[str, ModuleType]) -> None:
     rows = scripts["h200"].ROWS
     found = {
         name: (row.config.model, row.config.batch, row.config.r, row.floor, row.goal, row.efficiency)
@@ -44,7 +44,7 @@ def test_rows_are_the_targets(scripts: dict[str, ModuleType]) -> None:
     }
     assert [name for name, row in rows.items() if row.eager_efficiency == 1.0] == list(rows)[:4]
     assert [name for name, row in rows.items() if row.config.train] == ["training"]
-    assert "compiled-graph" in rows["one-picture"].config.forms
+    assert "compiled-graph" in rows["one-picture"].config.modes
     assert all(row.config.dtype == "bf16" and row.config.device == "cuda" for row in rows.values())
     (cpu,) = scripts["cpu"].ROWS.values()
     config = cpu.config
@@ -53,7 +53,7 @@ def test_rows_are_the_targets(scripts: dict[str, ModuleType]) -> None:
     )
 
 
-def test_missed_targets_are_named(scripts: dict[str, ModuleType]) -> None:
+def test_missed_targets(scripts: dict[str, ModuleType]) -> None:
     row = scripts["h200"].ROWS["vit-b-224"]
     assert row.missed({"speedup": 2.1, "efficiency": 1.1, "eager_efficiency": 1.0}) == []
     assert row.missed({"speedup": 1.7, "efficiency": 1.1, "eager_efficiency": 0.9}) == [
@@ -64,7 +64,7 @@ def test_missed_targets_are_named(scripts: dict[str, ModuleType]) -> None:
     ]
 
 
-def test_files_are_named_and_rows_of_later_runs_added(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_result_files_accumulate_rows(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     common, rows = scripts["common"], scripts["h200"].ROWS
     first = {"commit": "abc1234", "rows": {"vit-b-224": data(command="one"), "vit-l-224": data(command="old")}}
     path = common.save(first, rows, tmp_path / "new")
@@ -88,7 +88,7 @@ def test_files_are_named_and_rows_of_later_runs_added(scripts: dict[str, ModuleT
     assert [path.name for path in tmp_path.rglob(".*")] == []
 
 
-def test_parts_of_several_machines_calls_are_joined(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_join(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     common, h200 = scripts["common"], scripts["h200"]
     for name in ("vit-b-224", "training"):
         common.save({"commit": "abc", "rows": {name: data()}}, h200.ROWS, tmp_path / name)
@@ -98,7 +98,7 @@ def test_parts_of_several_machines_calls_are_joined(scripts: dict[str, ModuleTyp
     assert set(json.loads(joined.read_text(encoding="utf-8"))["rows"]) == {"vit-b-224", "training"}
 
 
-def test_each_row_runs_in_a_process_that_can_be_ended(
+def test_each_row_has_its_own_process(
     scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common, rows = scripts["common"], scripts["h200"].ROWS
@@ -118,23 +118,34 @@ def test_each_row_runs_in_a_process_that_can_be_ended(
     stored = json.loads(next(tmp_path.glob("*.json")).read_text(encoding="utf-8"))
     assert stored["rows"]["training"] == {
         "error": "took longer than 9 s",
-        "command": "benchmarks/h200.py training --seconds 3.0 --limit 300.0 --attention auto --forms eager",
+        "command": "benchmarks/h200.py training --seconds 3.0 --limit 300.0 --attention auto --modes eager",
     }
     assert "vit-b-224: ViT-B/16 224, 256, r 16" in capsys.readouterr().out
     assert common.main(rows, "", "h200.py", ["vit-c", "--out", str(tmp_path)]) == 2
     assert "no row named vit-c; there are vit-b-224," in capsys.readouterr().out
 
 
-def test_a_row_is_measured_with_the_options_given(
+def test_options_reach_the_benchmark(
     scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common, rows = scripts["common"], scripts["h200"].ROWS
     measured: list[Any] = []
     monkeypatch.setattr(common, "run", lambda config, tell: measured.append(config) or result(*FULL, config=config))
     path = tmp_path / "row.json"
-    given = ["--seconds", "3", "--limit", "4", "--forms", "eager,blocks", "--attention", "cudnn", "--autocast"]
+    given = ["--seconds", "3", "--limit", "4", "--modes", "eager,blocks", "--attention", "cudnn", "--autocast"]
     assert common.main(rows, "", "h200.py", ["--child", "training", "--json", str(path), *given]) == 0
     (config,) = measured
-    assert (config.seconds, config.limit, config.forms) == (3.0, 4.0, ("eager", "blocks"))
+    assert (config.seconds, config.limit, config.modes) == (3.0, 4.0, ("eager", "blocks"))
     assert (config.attention, config.autocast, config.cold, config.train) == ("cudnn", True, True, True)
     assert json.loads(path.read_text(encoding="utf-8"))["target"]["floor"] == 1.6
+
+
+def test_kept_results_are_readable(scripts: dict[str, ModuleType]) -> None:
+    rows = {**scripts["h200"].ROWS, **scripts["cpu"].ROWS}
+    for path in (FOLDER / "results").glob("*.json"):
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        table = [line for line in scripts["common"].markdown(stored, rows).splitlines() if line.startswith("| ")]
+        kept = [
+            line for line in path.with_suffix(".md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+        ]
+        assert [line.split(" | ")[1:] for line in table] == [line.split(" | ")[1:] for line in kept]

@@ -1,4 +1,4 @@
-"""The limit: as many tokens as a merged model, the library's own values for them, and nothing else."""
+"""The lower bound: as many tokens as a merged model, with the library's own values."""
 
 import copy
 
@@ -9,15 +9,15 @@ import torch
 import vitrail
 from tests.extras import always
 from tests.surgery.models import ALL, FEW, distance, leaving, main_output, run, trunk_blocks
-from vitrail.bench.models import copy_model
-from vitrail.bench.sliced import slice_tokens
+from vitrail.bench._sliced import slice_tokens
+from vitrail.bench._variants import copy_model
 from vitrail.errors import InvalidOption
 
-CASES = [name for name in ALL if "backbone" not in name]  # a backbone's maps need every patch
+CASES = [name for name in ALL if "backbone" not in name]  # feature maps of a backbone need every patch
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_sliced_is_the_library_s_own_model(name: str) -> None:
+def test_full_lengths_are_the_library_model(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     sliced = copy.deepcopy(model)
@@ -28,7 +28,7 @@ def test_nothing_sliced_is_the_library_s_own_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_as_many_tokens_as_merged_in_every_layer(name: str) -> None:
+def test_token_counts_equal_merged(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     size = tuple(images.shape[-2:])
@@ -40,7 +40,7 @@ def test_as_many_tokens_as_merged_in_every_layer(name: str) -> None:
     assert expected[0] - expected[-1] == 2 * (len(expected) - 1)
 
 
-def test_values_are_those_of_cutting_by_hand() -> None:
+def test_values() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, init_values=0.3).double().eval()
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     sliced = copy_model(model, share=True)
@@ -56,7 +56,7 @@ def test_values_are_those_of_cutting_by_hand() -> None:
         assert distance(sliced(images), model(images)) > 1e-6
 
 
-def test_tokens_may_be_passed_by_name() -> None:
+def test_tokens_by_keyword() -> None:
     case = ALL["hf-vit"]
     model = case.model()
     slice_tokens(model, [6, 5, 4])
@@ -79,7 +79,7 @@ def test_compiles_in_one_graph(name: str) -> None:
         assert distance(run(compiled, images, case), expected) < 1e-12
 
 
-def test_lengths_must_fit_the_blocks() -> None:
+def test_one_length_per_block() -> None:
     model = ALL[FEW[0]].model()
-    with pytest.raises(InvalidOption, match="3 blocks need as many lengths; got 2"):
+    with pytest.raises(InvalidOption, match="each of 3 blocks; got 2"):
         slice_tokens(model, [4, 4])

@@ -1,4 +1,4 @@
-"""Medians, spread, turns and time limits, on clocks that do not depend on the machine."""
+"""Medians, spread, interleaving and time limits, on fake clocks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from vitrail.bench.timing import CpuClock, CudaClock, Spread, clock_for, measure
 
 
 class FakeClock:
-    """Time passes only when a step says so."""
+    """A clock that only steps advance."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -28,7 +28,7 @@ class FakeClock:
 
 
 def taking(clock: FakeClock, times: Iterator[float], log: list[int] | None = None) -> Callable[[int], None]:
-    """A step whose calls take these times in turn."""
+    """Return a step whose calls take these times."""
 
     def step(index: int) -> None:
         clock.seconds += next(times)
@@ -58,15 +58,15 @@ def test_spread(samples: list[float], median: float, low: float, high: float) ->
     assert (spread.least, spread.samples, spread.loops) == (min(samples), len(samples), 7)
 
 
-def test_median_of_the_rounds_without_the_warm_up() -> None:
+def test_warm_up_is_not_counted() -> None:
     clock = FakeClock()
-    # Three slow steps to warm up, then five samples of which one is disturbed.
+    # three slow warm-up steps, then five samples with one outlier
     times = iter([90.0, 9.0, 9.0, 1.0, 2.0, 50.0, 3.0, 4.0])
     found = measure({"a": taking(clock, times)}, clock, seconds=1.0)
     assert found["a"] == Spread(3.0, 2.0, 4.0, 1.0, samples=5, loops=1)
 
 
-def test_rows_take_turns_in_changing_order() -> None:
+def test_steps_are_interleaved_in_random_order() -> None:
     clock, log = FakeClock(), []
 
     def step(name: str) -> Callable[[int], None]:
@@ -77,32 +77,32 @@ def test_rows_take_turns_in_changing_order() -> None:
         return work
 
     found = measure({name: step(name) for name in "abc"}, clock, seconds=30.0)
-    rounds = ["".join(log[start : start + 3]) for start in range(9, len(log), 3)]  # after 3 × 3 to warm up
+    rounds = ["".join(log[start : start + 3]) for start in range(9, len(log), 3)]  # after 3 × 3 warm-up steps
     assert {"".join(sorted(turn)) for turn in rounds} == {"abc"}
     assert len(set(rounds)) > 1
     assert len(rounds) == 10
     assert {spread.samples for spread in found.values()} == {10}
 
 
-def test_stops_in_time_and_not_before_a_few_rounds() -> None:
+def test_time_budget_and_minimum_rounds() -> None:
     clock = FakeClock()
     assert measure({"slow": taking(clock, always(7.0))}, clock, seconds=1.0)["slow"].samples == timing.MIN_ROUNDS
     assert measure({"quick": taking(clock, always(0.5))}, clock, seconds=10.0)["quick"].samples == 20
 
 
-def test_short_steps_are_repeated_in_a_sample() -> None:
+def test_short_steps_are_repeated() -> None:
     clock, log = FakeClock(), []
     found = measure({"a": taking(clock, always(0.002), log)}, clock, seconds=0.2, inputs=4)
     assert found["a"].loops == round(timing.SAMPLE_S / 0.002) == 10
     assert found["a"].median == pytest.approx(0.002)
     assert clock.timed[-1] == pytest.approx(0.02)
-    # Inputs take turns within a sample, and the next sample begins with another one.
+    # inputs rotate within a sample, and the next sample starts with another one
     assert set(log) == {0, 1, 2, 3}
     assert log[-10:-5] != log[-20:-15]
     assert log[-9] == (log[-10] + 1) % 4
 
 
-def test_steps_without_any_time_do_not_divide_by_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MAX_ROUNDS", 6)
     clock = FakeClock()
     spread = measure({"a": lambda index: None}, clock, seconds=1.0)["a"]
@@ -117,7 +117,7 @@ def test_wall_clock() -> None:
     assert clock.now() >= before
 
 
-def test_device_clock_waits_for_an_idle_device_and_reads_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
     class Event:

@@ -1,4 +1,4 @@
-"""Commands speak plainly in tests, also where the environment asks for colours (as many build machines do)."""
+"""Fixtures of the command line's tests."""
 
 from pathlib import Path
 
@@ -7,11 +7,12 @@ import torch
 from rich.console import Console
 
 from tests.cli.reports import FakeReports
-from vitrail.cli import console
+from vitrail.cli import _console as console
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print without color, even if the environment forces it, as CI often does."""
     for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("typer.rich_utils.FORCE_TERMINAL", None)
@@ -21,7 +22,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def saved_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of transformers in a folder, with random weights."""
+    """Return a directory with a small transformers model."""
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""``vitrail bench``: what it prints and writes, and how it answers mistakes."""
+"""``vitrail bench``: output, files and errors."""
 
 import io
 import json
@@ -13,9 +13,10 @@ from typer.testing import CliRunner, Result
 
 from tests.bench.models import FULL, result
 from tests.cli.words import one_line
-from vitrail.bench import FORMS, BenchConfig, BenchResult
+from vitrail.bench import MODES, BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
-from vitrail.cli import app, console
+from vitrail.cli import _console as console
+from vitrail.cli import app
 from vitrail.cli.bench import COLUMNS, cells
 from vitrail.errors import UnsupportedInput
 
@@ -28,7 +29,7 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
-    """Configurations that would have been measured; every measurement finds the same."""
+    """Configurations passed to a fake benchmark."""
     configs: list[BenchConfig] = []
 
     def fake(config: BenchConfig, **options: Any) -> BenchResult:
@@ -40,23 +41,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[BenchConfig]:
 
 
 def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure in a way of the test's own, on any device and without a model."""
+    """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli.model.load", lambda name, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli._model.load", lambda name, **options: SimpleNamespace(model=name))
 
 
-# ---------------------------------------------------------------- good use
-
-
-def test_a_real_measurement(saved_vit: Path, tmp_path: Path) -> None:
+def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     done = run(f"hf:{saved_vit}", "--r", 3, "--batch", 2, "--device", "cpu", "--seconds", "0.01", "--json", path)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     data = json.loads(lines[-1])
     assert json.loads(path.read_text(encoding="utf-8")) == data
-    assert [(row["variant"], row["form"]) for row in data["rows"]] == [
+    assert [(row["variant"], row["mode"]) for row in data["rows"]] == [
         *(("unmerged", "eager"), ("sliced", "eager"), ("merged", "eager")),
     ]
     times = {row["variant"]: row["ms"] for row in data["rows"]}
@@ -74,7 +72,7 @@ def test_a_real_measurement(saved_vit: Path, tmp_path: Path) -> None:
     assert "Machine: " in done.stdout
 
 
-def test_table_has_a_line_for_each_row(measured: list[BenchConfig]) -> None:
+def test_table(measured: list[BenchConfig]) -> None:
     done = run(MODEL, "-r", 16, "-b", 8, "--compile")
     text = done.stdout.splitlines()
     assert [name for name in COLUMNS if name in text[2]] == list(COLUMNS)
@@ -84,7 +82,7 @@ def test_table_has_a_line_for_each_row(measured: list[BenchConfig]) -> None:
     assert max(len(line) for line in text[2:10]) <= 80
 
 
-def test_options_reach_the_measurement(measured: list[BenchConfig]) -> None:
+def test_options_reach_the_benchmark(measured: list[BenchConfig]) -> None:
     options = "--dtype bf16 --device cuda --size 384x512 --compile --graph --blocks --pretrained --cold --no-check"
     more = "--seconds 3 --limit 60 --threads 2 --attention cudnn --schedule decreasing --no-proportional"
     done = run(MODEL, "--r", 16, "--batch", 256, *options.split(), *more.split())
@@ -97,7 +95,7 @@ def test_options_reach_the_measurement(measured: list[BenchConfig]) -> None:
             dtype="bf16",
             device="cuda",
             size=(384, 512),
-            forms=FORMS,
+            modes=MODES,
             pretrained=True,
             cold=True,
             check=False,
@@ -111,10 +109,10 @@ def test_options_reach_the_measurement(measured: list[BenchConfig]) -> None:
     ]
     run(MODEL, "--r", 16, "--train", "--dtype", "bf16", "--autocast", "--schedule", "0.5")
     assert (measured[1].train, measured[1].autocast, measured[1].schedule) == (True, True, 0.5)
-    assert (measured[1].forms, measured[1].pretrained) == (("eager",), False)
+    assert (measured[1].modes, measured[1].pretrained) == (("eager",), False)
 
 
-def test_a_sweep_is_one_json_line(measured: list[BenchConfig], tmp_path: Path) -> None:
+def test_sweep(measured: list[BenchConfig], tmp_path: Path) -> None:
     done = run(MODEL, "--r", "0,4,8", "--batch", 8, "--json", tmp_path / "sweep.json")
     assert done.exit_code == 0, done.output
     assert [config.r for config in measured] == [0, 4, 8]
@@ -123,14 +121,12 @@ def test_a_sweep_is_one_json_line(measured: list[BenchConfig], tmp_path: Path) -
     assert [entry["config"]["r"] for entry in data["runs"]] == [0, 4, 8]
     assert json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8")) == data
     assert done.stdout.count("Speed-up 1.60") == 3
-    assert done.stdout.count("Ready s: from the untouched model") == 1
+    assert done.stdout.count("Ready s:") == 1
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["8", "149", "1", "20", "12", "12.5", "1.60", "0.96"] in lines
 
 
-def test_results_have_their_own_lines_on_a_terminal(
-    measured: list[BenchConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_line_is_cleared(measured: list[BenchConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     for name in ("out", "err"):
         monkeypatch.setattr(console, name, Console(file=screen, force_terminal=True, color_system=None, width=120))
@@ -140,7 +136,7 @@ def test_results_have_their_own_lines_on_a_terminal(
     assert all(text.endswith("\x1b[2K") for text in before)  # the line was cleared
 
 
-def test_a_sweep_loads_its_model_once_as_every_command_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def load(name: str, **options: object) -> SimpleNamespace:
@@ -152,7 +148,7 @@ def test_a_sweep_loads_its_model_once_as_every_command_does(tmp_path: Path, monk
         return result(*FULL, config=config)
 
     measure_with(fake, monkeypatch)
-    monkeypatch.setattr("vitrail.cli.model.load", load)
+    monkeypatch.setattr("vitrail.cli._model.load", load)
     done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
     assert done.exit_code == 0, done.output
     assert asked == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
@@ -160,7 +156,7 @@ def test_a_sweep_loads_its_model_once_as_every_command_does(tmp_path: Path, monk
     assert asked[1] == (MODEL, {"random": True, "size": None, "device": "cpu", "shown": False})
 
 
-def test_a_sweep_that_is_interrupted_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(config: BenchConfig, **options: Any) -> BenchResult:
         if config.r == 8:
             raise KeyboardInterrupt
@@ -170,29 +166,27 @@ def test_a_sweep_that_is_interrupted_writes_no_file(tmp_path: Path, monkeypatch:
     (tmp_path / "sweep.json").write_text("old")
     done = run(MODEL, "--r", "0,4,8,16", "--json", tmp_path / "sweep.json", "--plot", tmp_path / "sweep.svg")
     assert done.exit_code == 130
-    assert "Stopped after 2 of 4 values of r; no file was written" in one_line(done.stderr)
+    assert "Interrupted after 2 of 4 values of r" in one_line(done.stderr)
     data = json.loads(done.stdout.splitlines()[-1])
     assert [entry["config"]["r"] for entry in data["runs"]] == [0, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
     assert (tmp_path / "sweep.json").read_text() == "old"
 
 
-def test_trained_weights_out_of_reach_are_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vitrail.cli.model._unreachable_hub", lambda: "hub.example")
+def test_unreachable_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("vitrail.cli._model._unreachable_hub", lambda: "hub.example")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     done = run(MODEL, "--r", 4, "--pretrained", "--device", "cpu")
     assert done.exit_code == 2
-    assert one_line(done.stderr) == (
-        f"Error: {MODEL}: its trained weights are not on this machine, and hub.example cannot be reached. "
-        "Check the network, or add --random-weights to go on without trained ones."
-    )
+    assert "hub.example cannot be reached" in one_line(done.stderr)
+    assert "--random-weights" in one_line(done.stderr)
     done = run("hf:nobody/never-fetched", "--r", 4, "--device", "cpu")
     assert done.exit_code == 2
     assert "it is not on this machine, and hub.example cannot be reached" in one_line(done.stderr)
 
 
-def test_a_sweep_that_ends_early_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sweep_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(config: BenchConfig, **options: Any) -> BenchResult:
         if config.batch > 8:
             raise UnsupportedInput("batch 64 does not fit")
@@ -206,8 +200,8 @@ def test_a_sweep_that_ends_early_keeps_what_it_found(tmp_path: Path, monkeypatch
     assert [entry["config"]["batch"] for entry in data["runs"]] == [1, 8]
 
 
-def test_a_plot_is_written(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "check_plot", lambda form: None)
+def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "require_matplotlib", lambda form: None)
     monkeypatch.setattr(sweeping, "plot", lambda results, name, form: f"{name} {form} {len(results)}".encode())
     path = tmp_path / "sweep.SVG"
     done = run(MODEL, "--r", 4, "--batch", "1,8", "--plot", path)
@@ -216,43 +210,38 @@ def test_a_plot_is_written(measured: list[BenchConfig], tmp_path: Path, monkeypa
     assert str(path) in done.stdout
 
 
-# ---------------------------------------------------------------- mistakes
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--r", "4", "--dtype", "int8"], "dtype is one of fp32, bf16, fp16; got 'int8'"),
+        (["--r", "4", "--dtype", "int8"], "dtype must be one of"),
         (["--r", "-4"], "--r '-4' is not a number of 0 or more"),
         (["--r", "4,"], "--r '4,' is not a number of 0 or more"),
         (["--r", "4,x"], "like --r 4,8,16"),
-        (["--r", "4,4"], "names a value twice"),
-        (["--r", "16,16,8,8"], "one number for each layer is measured from Python"),
+        (["--r", "4,4"], "repeats a value"),
+        (["--r", "16,16,8,8"], "one number per layer, use Python"),
         (["--r", "4", "--batch", "0"], "--batch '0' is not a number of 1 or more"),
         (["--r", "4", "--batch", "many"], "--batch 'many' is not a number of 1 or more"),
-        (["--r", "4,8", "--batch", "1,2"], "A sweep is over one of --r and --batch"),
-        (["--r", "4", "--plot", "x.png"], "--plot draws a sweep"),
-        (["--r", "4", "--device", "cuda"], "no CUDA device can be used here"),
-        (["--r", "4", "--device", "tpu"], "device is cpu or cuda; got 'tpu'"),
+        (["--r", "4,8", "--batch", "1,2"], "Sweep either --r or --batch"),
+        (["--r", "4", "--plot", "x.png"], "--plot needs a sweep"),
+        (["--r", "4", "--device", "cuda"], "no CUDA device"),
+        (["--r", "4", "--device", "tpu"], "device must be one of cpu, cuda; got 'tpu'"),
         (["--r", "4", "--graph", "--device", "cpu"], "CUDA graphs need a CUDA device"),
-        (["--r", "4", "--graph", "--train"], "not recorded as a CUDA graph"),
+        (["--r", "4", "--graph", "--train"], "train=True does not work with CUDA graphs"),
         (["--r", "4", "--size", "big"], "'big' is not a size"),
         (["--r", "4", "--size", "70", "--device", "cpu"], "not a whole number of patches"),
-        (["--r", "4", "--seconds", "0"], "seconds is a time above 0"),
-        (["--r", "4", "--threads", "0"], "threads is a whole number above 0"),
+        (["--r", "4", "--seconds", "0"], "seconds must be a positive number"),
+        (["--r", "4", "--threads", "0"], "threads must be an integer"),
         (["--r", "4", "--schedule", "steep", "--device", "cpu"], "schedule is one of"),
-        (["--r", "4", "--attention", "quick"], "attention is one of"),
+        (["--r", "4", "--attention", "quick"], "attention must be one of"),
         (["--r", "4", "--json", "no/such/folder/x.json"], "no file can be written there"),
-        (["--r", "4", "--json", "/proc/x.json"], "Name another one with --json"),
-        (["--r", "4", "--threads", "100000"], "threads 100000: there are"),
+        (["--r", "4", "--json", "/proc/x.json"], "Name another file with --json"),
+        (["--r", "4", "--threads", "100000"], "threads is 100000, but"),
         (["--r", "4", "--batch", "100000000000", "--device", "cpu"], "Choose a smaller batch"),
         (["--r", "4,8", "--plot", "x.bmp"], "plots are png, svg, pdf files; got 'bmp'"),
         (["--batch", "4"], "Missing option"),
     ],
 )
-def test_mistakes_are_answered_in_words(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = run(MODEL, *arguments)
@@ -262,14 +251,14 @@ def test_mistakes_are_answered_in_words(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_models_are_answered_in_words() -> None:
+def test_unknown_models() -> None:
     for name, message in (("timm:no_such_vit", "timm has no model named"), ("vit", "a model is named timm:NAME")):
         done = run(name, "--r", 4, "--device", "cpu")
         assert done.exit_code == 2
         assert message in one_line(done.stderr)
 
 
-def test_missing_matplotlib_is_said_before_measuring(
+def test_missing_matplotlib_stops_before_measuring(
     measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> Any:
@@ -278,13 +267,11 @@ def test_missing_matplotlib_is_said_before_measuring(
     monkeypatch.setattr(sweeping, "import_module", missing)
     done = run(MODEL, "--r", "4,8", "--plot", tmp_path / "x.png")
     assert done.exit_code == 2
-    assert "needs matplotlib" in one_line(done.stderr)
+    assert "need matplotlib" in one_line(done.stderr)
     assert measured == []
 
 
-def test_a_file_that_cannot_be_written_is_named(
-    measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
@@ -292,17 +279,17 @@ def test_a_file_that_cannot_be_written_is_named(
     done = run(MODEL, "--r", 4, "--json", tmp_path / "x.json")
     assert done.exit_code == 2
     assert "No space left on device" in one_line(done.stderr)
-    assert "Name another one with --json" in one_line(done.stderr)
+    assert "Name another file with --json" in one_line(done.stderr)
     assert json.loads(done.stdout.splitlines()[-1])["speedup"] == pytest.approx(1.6)
 
 
-def test_fp16_on_a_cpu_is_noted(saved_vit: Path) -> None:
+def test_fp16_on_cpu_notes(saved_vit: Path) -> None:
     done = run(f"hf:{saved_vit}", "--r", 2, "-b", 1, "--device", "cpu", "--dtype", "fp16", "--seconds", "0.01")
     assert done.exit_code == 0, done.output
     assert "Note: fp16 on a CPU" in done.stderr
 
 
-def test_help_says_what_the_variants_are() -> None:
+def test_help() -> None:
     text = one_line(CliRunner().invoke(app, ["bench", "-h"]).stdout)
     assert "the others cut off for free" in text
     assert "Speed does not depend" in text

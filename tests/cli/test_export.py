@@ -1,4 +1,4 @@
-"""``vitrail export``: what it writes and says, and how it answers mistakes."""
+"""``vitrail export``: output, files and errors."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 import vitrail
 from tests.cli.words import one_line
 from vitrail.cli import app
-from vitrail.export.pt2 import NOTES
+from vitrail.export.formats import METADATA
 
 MODEL = "timm:vit_tiny_patch16_224"
 
@@ -25,7 +25,7 @@ def saved(saved_vit: Path) -> str:
     return f"hf:{saved_vit}"
 
 
-def test_onnx_is_written_and_explained(saved: str, tmp_path: Path) -> None:
+def test_onnx(saved: str, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason="exporting to ONNX needs it")
     runtime = pytest.importorskip("onnxruntime", reason="what was exported runs in it")
@@ -47,7 +47,7 @@ def test_onnx_is_written_and_explained(saved: str, tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(logits), model(images).logits, atol=1e-4)
 
 
-def test_options_reach_the_program(saved: str, tmp_path: Path) -> None:
+def test_pt2_options(saved: str, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     flags = ("--format", "pt2", "--schedule", "decreasing", "--order", "original", "--no-proportional")
     result = run(saved, "--keep", "0.5", *flags, "--batch", "2", "--dtype", "bf16", "--random-weights", "-o", path)
@@ -55,22 +55,22 @@ def test_options_reach_the_program(saved: str, tmp_path: Path) -> None:
     assert "torch.export program, bfloat16" in result.stdout
     assert "images 2 × 3 × 32 × 32" in result.stdout
     assert "random weights" in result.stderr
-    extra = {NOTES: ""}
+    extra = {METADATA: ""}
     program = torch.export.load(path, extra_files=extra)
     assert program.module()(torch.zeros(2, 3, 32, 32, dtype=torch.bfloat16)).shape == (2, 5)
-    notes = json.loads(extra[NOTES])
+    notes = json.loads(extra[METADATA])
     assert notes["tokens"] == [9, 9]
     options = {"schedule": "decreasing", "order": "original", "proportional": False}
     assert notes["merging"] == vitrail.merge(vitrail.load_model(saved), keep=0.5, **options).config
 
 
-def test_the_help_has_examples() -> None:
+def test_help() -> None:
     text = CliRunner().invoke(app, ["export", "-h"]).stdout
     assert "Examples" in text
     assert "--opset" in text
 
 
-MISTAKES = {
+INVALID = {
     "no file": ((MODEL, "--r", "1"), "Missing option '-o' / '--out'"),
     "nothing to merge by": ((MODEL, "-o", "a.onnx"), "one of -r, --keep and --gflops"),
     "r and keep": ((MODEL, "--r", "1", "--keep", "0.5", "-o", "a.onnx"), "one of -r, --keep and --gflops"),
@@ -81,11 +81,11 @@ MISTAKES = {
         "a.tflite: expected a file name that ends in .onnx or .pt2",
     ),
     "another ending": ((MODEL, "--r", "1", "--format", "onnx", "-o", "a.pt2"), "a.pt2: expected a file name that ends"),
-    "no folder": ((MODEL, "--r", "1", "-o", "no/a.pt2"), "there is no folder no"),
-    "folder of the system": ((MODEL, "--r", "1", "-o", "/proc/a.pt2"), "/proc/a.pt2 could not be written"),
-    "batch of none": ((MODEL, "--r", "1", "--batch", "0", "-o", "a.pt2"), "'0' is not a number of pictures"),
-    "batch is a word": ((MODEL, "--r", "1", "--batch", "many", "-o", "a.pt2"), "'many' is not a number of pictures"),
-    "unknown precision": ((MODEL, "--r", "1", "--dtype", "fp4", "-o", "a.pt2"), "'fp4' is not a precision"),
+    "no folder": ((MODEL, "--r", "1", "-o", "no/a.pt2"), "no file can be written there"),
+    "folder of the system": ((MODEL, "--r", "1", "-o", "/proc/a.pt2"), "/proc/a.pt2"),
+    "batch of none": ((MODEL, "--r", "1", "--batch", "0", "-o", "a.pt2"), "'0' is not a batch size"),
+    "batch is a word": ((MODEL, "--r", "1", "--batch", "many", "-o", "a.pt2"), "'many' is not a batch size"),
+    "unknown precision": ((MODEL, "--r", "1", "--dtype", "fp4", "-o", "a.pt2"), "'fp4' is unknown"),
     "opset of another format": ((MODEL, "--r", "1", "--opset", "20", "-o", "a.pt2"), "leave it out"),
     "unknown model": (("timm:no_such_model", "--r", "1", "-o", "a.pt2"), "no_such_model"),
     "unknown order": (
@@ -103,12 +103,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_answered_in_words(
-    mistake: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", INVALID)
+def test_errors(case: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments, expected = MISTAKES[mistake]
+    arguments, expected = INVALID[case]
     result = run(*(saved if text == "SAVED" else text for text in arguments))
     assert result.exit_code == 2, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)

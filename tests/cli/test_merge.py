@@ -239,7 +239,7 @@ MISTAKES = {
 def test_mistakes_are_answered_in_words(
     photos: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.cli.model._unreachable_hub", lambda: None)  # tests do not ask the network
+    monkeypatch.setattr("vitrail.cli._model._unreachable_hub", lambda: None)  # tests do not ask the network
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     arguments, expected = MISTAKES[mistake]

@@ -11,9 +11,10 @@ from typer.testing import CliRunner, Result
 from tests.cli.words import one_line
 from tests.training.toys import make_photos
 from vitrail.cli import app
+from vitrail.cli import train as command
 from vitrail.training import Config, Event
 from vitrail.training import trainer as training
-from vitrail.training.loop import Loop
+from vitrail.training.config import OPTIONS
 
 SMALL = ("--preset", "tiny", "--image-size", "32", "--device", "cpu", "--epochs", "2", "--batch-size", "8")
 SMALL += ("--set", "options={width: 32, depth: 2, heads: 2}")
@@ -41,7 +42,7 @@ def test_training_says_how_it_goes_where_things_are_and_what_to_do_next(trained:
     assert "step 2 of 4 loss" in text
     assert "images/s" in text
     assert "step 4 of 4 fused" in text
-    assert f"The run is in {folder}" in text
+    assert f"Run directory: {folder}" in text
     assert f"vitrail evaluate {folder}/last DATA" in text
     assert f"vitrail inspect vitrail:{folder}/last" in text
     config = Config.from_yaml(folder / "config.yaml")
@@ -54,8 +55,8 @@ def test_what_comes_next_works(trained: tuple[Path, Result], photos: Path, tmp_p
     result = run("evaluate", folder, photos, "--merge", "r=2", "--confusion", "--json", values, "--device", "cpu")
     assert result.exit_code == 0, result.output
     text = one_line(result.stdout)
-    assert "24 pictures, merged: r=2" in text
-    for word in ("fused", "cls", "calibration error", "Loss", "images/s", "true class by row", "blue green red"):
+    assert "24 images, merged: r=2" in text
+    for word in ("fused", "cls", "calibration error", "Loss", "images/s", "true class in rows", "blue green red"):
         assert word in text
     found = json.loads(values.read_text())
     assert found["count"] == 24
@@ -69,7 +70,7 @@ def test_a_run_is_resumed_replaced_or_left_alone(trained: tuple[Path, Result], p
     before = (folder / "log.jsonl").read_text()
     refused = run("train", "--data", photos, *SMALL, "-o", folder)
     assert refused.exit_code == 2
-    assert "holds a run already, and nothing was changed" in one_line(refused.stderr)
+    assert "already holds a run; nothing was changed" in one_line(refused.stderr)
     assert (folder / "log.jsonl").read_text() == before
     resumed = run("train", "-o", folder, "--resume")
     assert resumed.exit_code == 0, resumed.output
@@ -111,7 +112,7 @@ def test_out_of_time_it_ends_with_a_code_of_its_own(photos: Path, tmp_path: Path
     result = run("train", "--data", photos, *SMALL, "--set", "log_every=1", "-o", out, "--seconds", "1e-9")
     assert result.exit_code == 3, result.output
     assert "Stopped after step 1 of" in one_line(result.stderr)
-    assert "the time being over. Go on with" in one_line(result.stderr)
+    assert "the time limit is reached. Resume with" in one_line(result.stderr)
     result = run("train", "-o", out, "--resume", "--seconds", "inf")
     assert result.exit_code == 0, result.output
     assert (out / "last" / "labels.json").is_file()
@@ -120,25 +121,29 @@ def test_out_of_time_it_ends_with_a_code_of_its_own(photos: Path, tmp_path: Path
 def test_stopped_in_the_last_evaluation_it_ends_as_a_finished_run(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(self: Loop, count: int, done: int) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    def interrupt(_: object, __: object, event: Event) -> None:
+        if event.kind == "evaluating":
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Loop, "_said", told)  # is called while a run is evaluated
+    monkeypatch.setattr(command, "_update_bar", interrupt)
     result = run("train", "--data", photos, *SMALL, "--epochs", "1", "-o", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert "Note: Asked to stop when all steps were done" in one_line(result.stderr)
+    assert "Note: Interrupted after the last step" in one_line(result.stderr)
     assert (tmp_path / "run" / "last" / "labels.json").is_file()
 
 
 MISTAKES = {
     "no data": ((), "data is missing"),
     "unknown model": (("--data", "PHOTOS", "--model", "vit"), "model='vit'"),
-    "unknown field": (("--data", "PHOTOS", "--set", "clips=1"), "no option 'clips'; did you mean 'clip'?"),
-    "no value": (("--data", "PHOTOS", "--set", "clip"), "--set clip: expected a field and its value"),
-    "distillation without teacher": (("--data", "PHOTOS", "--tokens", "cls,distillation"), "teacher is not given"),
+    "unknown field": (
+        ("--data", "PHOTOS", "--set", "clips=1"),
+        "unknown training option 'clips'; did you mean 'clip'?",
+    ),
+    "no value": (("--data", "PHOTOS", "--set", "clip"), "--set clip: expected NAME=VALUE"),
+    "distillation without teacher": (("--data", "PHOTOS", "--tokens", "cls,distillation"), "needs a teacher"),
     "no such data": (("--data", "nowhere"), "nowhere"),
-    "no such file": (("--config", "nowhere.yaml"), "nowhere.yaml could not be read"),
-    "nothing to resume": (("-o", "runs/x", "--resume"), "holds no run to resume"),
+    "no such file": (("--config", "nowhere.yaml"), "cannot read nowhere.yaml"),
+    "nothing to resume": (("-o", "runs/x", "--resume"), "has no run to resume"),
 }
 
 
@@ -161,9 +166,21 @@ def test_evaluation_of_nothing_is_explained(photos: Path, tmp_path: Path) -> Non
     assert "holds no model; expected a run directory" in one_line(result.stderr)
 
 
-def test_help_has_examples() -> None:
-    for command in ("train", "evaluate"):
-        assert "Examples" in run(command, "-h").stdout
+def test_help_has_examples_and_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run("train", "-h").stdout
+    assert all(flag.split("/")[0] in shown for option in OPTIONS.values() for flag in option.flags)
+    assert "default: small" in shown
+    for name in ("train", "evaluate"):
+        assert "Examples" in run(name, "-h").stdout
+
+
+def test_options_reach_the_config(photos: Path, tmp_path: Path) -> None:
+    given = ("--clip", "0.5", "--no-tensorboard", "--options", "{width: 32, depth: 1, heads: 2}", "--save-every", "2")
+    result = run("train", "--data", photos, *SMALL[:-2], *given, "--validation", "none", "-o", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    config = Config.from_yaml(tmp_path / "run" / "config.yaml")
+    assert (config.clip, config.tensorboard, config.options["depth"], config.save_every) == (0.5, False, 1, "2")
 
 
 def test_events_are_plain_data() -> None:

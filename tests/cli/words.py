@@ -1,8 +1,8 @@
-"""What a command said, as plain text."""
+"""Output of a command as plain text."""
 
 import re
 
 
 def one_line(text: str) -> str:
-    """The text of a message, whatever box and lines it was set in."""
+    """Return a message without its box and line breaks."""
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())

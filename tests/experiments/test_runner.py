@@ -234,7 +234,7 @@ def test_long_run_resumes_from_its_checkpoint(tmp_path: Path, monkeypatch: pytes
                 raise KeyboardInterrupt
 
         calls.append(given["resume"])
-        return train(**given, tell=tell if len(calls) == 1 else None)
+        return train(**given, on_event=tell if len(calls) == 1 else None)
 
     Runner(study, tmp_path / "whole", device="cpu").run()
     monkeypatch.setattr(runner_module, "train", cut_off)

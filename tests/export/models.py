@@ -1,4 +1,4 @@
-"""Small models of each kind that is exported, each with its way of merging."""
+"""Small merged models to export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parity.models_transformers import vit as hf_vit
 
 @dataclass(frozen=True)
 class Example:
-    """A model with two blocks, how it is merged, and how many tokens leave its blocks then."""
+    """A model with two blocks, its merging options, and the tokens that leave its blocks."""
 
     make: Callable[[], nn.Module]
     tokens: list[int]
@@ -74,5 +74,5 @@ EXAMPLES = {
 }
 
 
-def pictures(count: int, seed: int = 11) -> torch.Tensor:
+def random_images(count: int, seed: int = 11) -> torch.Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))

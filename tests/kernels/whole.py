@@ -20,9 +20,9 @@ import vitrail
 from tests.kernels.cases import Outcome
 from vitrail import kernels
 from vitrail.bench import BenchConfig
-from vitrail.bench.check import compare, tensor_error
-from vitrail.bench.forms import RecordedGraph, values_of
-from vitrail.bench.models import build
+from vitrail.bench._agreement import compare, relative_error
+from vitrail.bench._modes import CapturedGraph, output_tensor
+from vitrail.bench._variants import build
 
 PICTURES = 64
 """How many pictures a GPU compares in half precision, whatever a model's batch."""
@@ -90,8 +90,7 @@ def outcomes(subject: Subject, dtype: str, device: str, train: bool = False) -> 
     base = build(config, lively(subject.make()))
     seeds = range(1 if dtype == "fp32" or device == "cpu" else PICTURES // subject.pictures)
     batches = [pictures(subject.pictures, base.size, device, seed).to(config.weight_dtype) for seed in seeds]
-    checks = [check for check in (compare(base, batch, gradients=train) for batch in batches) if check is not None]
-    assert len(checks) == len(batches)
+    checks = [compare(base, batch, gradients=train) for batch in batches]
 
     def mean(name: str) -> float:
         return sum(getattr(check, name) for check in checks) / len(checks)
@@ -118,9 +117,9 @@ def graph_outcome(subject: Subject, dtype: torch.dtype) -> Outcome:
     vitrail.merge(model, r=subject.r)
     one, two = (pictures(subject.pictures, size, "cuda", seed).to(dtype) for seed in (0, 1))
     with torch.inference_mode():
-        graph = RecordedGraph(lambda batch: values_of(model(batch)))
+        graph = CapturedGraph(lambda batch: output_tensor(model(batch)))
         graph(one)
-        error = tensor_error(graph(two).clone(), values_of(model(two)))
+        error = relative_error(graph(two).clone(), output_tensor(model(two)))
     # what runs is the same, but libraries may choose other algorithms while a graph is recorded
     return Outcome(
         "model", f"{subject.name} {_name(dtype)} CUDA graph", error, 1e-5 if dtype == torch.float32 else 2e-2
@@ -137,9 +136,9 @@ def streams_outcome(subject: Subject, dtype: torch.dtype, rounds: int = 20) -> O
     with torch.inference_mode():
         for turn in range(rounds):
             given = batch.roll(7 * turn, -1)
-            beside = values_of(model(given))
+            beside = output_tensor(model(given))
             with mock.patch.object(kernels, "BESIDE", 0):
-                others += not torch.equal(beside, values_of(model(given)))
+                others += not torch.equal(beside, output_tensor(model(given)))
     return Outcome("model", f"{subject.name} {_name(dtype)} streams", others, 0)
 
 
@@ -150,12 +149,12 @@ def compiled_outcome(subject: Subject, dtype: torch.dtype, device: str) -> Outco
     batch = pictures(subject.pictures, size, device).to(dtype)
     vitrail.merge(model, r=subject.r)
     with torch.inference_mode():
-        eager = values_of(model(batch))
-        compiled = values_of(torch.compile(model, fullgraph=True, dynamic=False)(batch))
+        eager = output_tensor(model(batch))
+        compiled = output_tensor(torch.compile(model, fullgraph=True, dynamic=False)(batch))
         with kernels.reference():
-            exact = values_of(model.double()(batch.double()))
-    limit = 1e-3 if dtype == torch.float32 else 1.5 * tensor_error(eager, exact) + 1e-3
-    return Outcome("model", f"{subject.name} {_name(dtype)} compiled", tensor_error(compiled, exact), limit)
+            exact = output_tensor(model.double()(batch.double()))
+    limit = 1e-3 if dtype == torch.float32 else 1.5 * relative_error(eager, exact) + 1e-3
+    return Outcome("model", f"{subject.name} {_name(dtype)} compiled", relative_error(compiled, exact), limit)
 
 
 def pictures(count: int, size: tuple[int, int], device: str, seed: int = 0) -> Tensor:

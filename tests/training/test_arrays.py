@@ -103,10 +103,10 @@ def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
         return Arrays(clips(32, seed)._values.float(), clips(32, seed).labels(None).numbers)
 
     with pytest.raises(KeyboardInterrupt):
-        train(data=floats(0), out=str(tmp_path / "run"), tell=stop, **{**fields, "validation": floats(1)})
-    with pytest.raises(InvalidOption, match="data: the run was started with a data set from Python; give it again"):
+        train(data=floats(0), out=str(tmp_path / "run"), on_event=stop, **{**fields, "validation": floats(1)})
+    with pytest.raises(InvalidOption, match="data: the run was started with a dataset from Python"):
         train(out=str(tmp_path / "run"), resume=True)
-    with pytest.raises(InvalidOption, match="validation: the run was started with a data set from Python"):
+    with pytest.raises(InvalidOption, match="validation: the run was started with a dataset from Python"):
         train(out=str(tmp_path / "run"), resume=True, data=floats(0))
     resumed = train(out=str(tmp_path / "run"), resume=True, data=floats(0), validation=floats(1))
     whole = train(data=floats(0), out=str(tmp_path / "whole"), **{**fields, "validation": floats(1)})
@@ -123,12 +123,14 @@ def test_a_run_goes_on_with_the_data_that_it_was_started_with(tmp_path: Path) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(data=Arrays(values, labels), out=out, tell=stop, **{**CLIP, "save_every": "1 steps"})
+        train(data=Arrays(values, labels), out=out, on_event=stop, **{**CLIP, "save_every": "1 steps"})
 
     def on(values: Tensor, labels: Tensor) -> Any:
         return train(data=Arrays(values, labels), out=out, resume=True)
 
-    with pytest.raises(TrainingError, match=r"data: the samples have other values than before\. resume goes on with"):
+    with pytest.raises(
+        TrainingError, match=r"data: the samples have other values than before\. Resume with the same data"
+    ):
         on(values + 1, labels)
     with pytest.raises(TrainingError, match="data: the samples have other classes than before, or another order"):
         on(values, labels.flip(0))
@@ -198,7 +200,7 @@ def test_sizes_in_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert Config.from_yaml(tmp_path / "config.yaml") == config
     for wrong in ([8], (0, 4), (8, 4.0), True, 0, (1, 2, 3, 4), "8"):
-        with pytest.raises(InvalidOption, match=r"patch_size=.*expected a whole number, 1 or more, or two or three"):
+        with pytest.raises(InvalidOption, match=r"patch_size=.*expected an integer of at least 1, or two or three"):
             Config(data="x", patch_size=wrong)  # type: ignore[arg-type]
 
 
@@ -237,10 +239,10 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidOption, match="ViT does not say how numbers are normalised"):
         evaluate(load_trained(run.last)[0], sounds(4), labels=("tone", "voice"))
     pictures = [(torch.zeros(3, 16, 16), 0)] * 16
-    with pytest.raises(InvalidOption, match="was trained on arrays; give Arrays as data"):
+    with pytest.raises(InvalidOption, match="was trained on arrays; give Arrays as data, not pictures"):
         train(data=pictures, model=str(run.last), out=str(tmp_path / "on"), preset="tiny", device="cpu")
     student = {"tokens": "cls,distillation", "distillation": "features", "teacher": str(run.last)}
-    with pytest.raises(InvalidOption, match="teachers are for pictures, and one of the two models is not"):
+    with pytest.raises(InvalidOption, match="needs a teacher and a student for images"):
         train(data=pictures, out=str(tmp_path / "student"), **{**FIELDS, **student})
     labels = Labels({}, load_trained(run.last)[1].preprocessing)
     monkeypatch.setattr(

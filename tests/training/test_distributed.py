@@ -15,7 +15,7 @@ from vitrail._distributed import Crew
 from vitrail.errors import TrainingError
 from vitrail.models import create_model
 from vitrail.training import Event, train
-from vitrail.training.distributed import broken_links, repeated
+from vitrail.training.distributed import explain_failures, find_blocks
 
 ALONE = Crew(0, 1, torch.device("cpu"))
 MIXED = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "ema": 0.9, "validation": 0.25, "epochs": 2}
@@ -39,7 +39,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
     photos = make_photos(folder / "photos")
     with pytest.raises(Cut):
-        train(data=str(photos), out=str(folder / "alone"), save_every="2 steps", tell=cut_at(5), **FIELDS)
+        train(data=str(photos), out=str(folder / "alone"), save_every="2 steps", on_event=cut_at(5), **FIELDS)
     shutil.copytree(folder / "alone", folder / "alone-fsdp")
     for code, _, errors in finish(start(2, "-m", "tests.training.together", str(folder))):
         assert code == 0, errors
@@ -68,16 +68,16 @@ def test_fsdp_checkpoint_goes_on_in_one_process(together: Path) -> None:
     assert (checkpoints / "step-00000002" / "shards" / ".metadata").is_file()
     shutil.rmtree(checkpoints / "step-00000004")
     said: list[str] = []
-    run = train(out=str(folder), resume=True, tell=lambda event: said.append(event.text))
+    run = train(out=str(folder), resume=True, on_event=lambda event: said.append(event.text))
     assert difference(weights(run.last), expected) < 1e-5
-    assert any("had 2 processes with 4 pictures each, and now has 1 with 8" in text for text in said)
+    assert any("world size changed from 2 (4 images per rank) to 1 (8)" in text for text in said)
 
 
 @pytest.mark.parametrize("name", ["alone", "alone-fsdp"])
 def test_run_of_one_process_goes_on_with_two_and_says_so(together: Path, name: str) -> None:
     assert difference(weights(together / name / "last"), trained(together, f"whole-{name}")) < 1e-5
     said = (together / "said.txt").read_text()
-    assert "The run had 1 process with 8 pictures each, and now has 2 with 4." in said
+    assert "world size changed from 1 (8 images per rank) to 2 (4)" in said
 
 
 def test_killed_process_ends_the_others_with_a_message(tmp_path: Path) -> None:
@@ -102,22 +102,22 @@ def test_killed_process_ends_the_others_with_a_message(tmp_path: Path) -> None:
     assert killed == -signal.SIGKILL
     assert code == 2, errors
     text = " ".join(errors.split())
-    assert "Process 0 of 2 lost the others" in text
-    assert "Go on with resume=True (--resume) from" in text
+    assert "rank 0 of 2 lost the connection" in text
+    assert "Resume with resume=True (--resume) from" in text
 
 
 def test_lost_link_and_full_device_are_explained() -> None:
     pair = Crew(1, 2, torch.device("cpu"))
-    lost = pytest.raises(TrainingError, match=r"lost the others.*Connection closed by peer.*Go on")
-    with lost, broken_links(pair, lambda: "Go on."):
+    lost = pytest.raises(TrainingError, match=r"lost the connection.*Connection closed by peer.*Go on")
+    with lost, explain_failures(pair, lambda: "Go on."):
         raise RuntimeError("[gloo] Connection closed by peer")
-    with pytest.raises(RuntimeError, match="a bug"), broken_links(pair, str):
+    with pytest.raises(RuntimeError, match="a bug"), explain_failures(pair, str):
         raise RuntimeError("a bug")
-    with pytest.raises(TrainingError, match="larger accumulate"), broken_links(ALONE, str):
+    with pytest.raises(TrainingError, match="Increase accumulate"), explain_failures(ALONE, str):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_blocks_are_found() -> None:
     model = create_model("vit_tiny_patch16", width=32, heads=2, depth=3)
-    assert repeated(model) == list(model.blocks)
-    assert repeated(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+    assert find_blocks(model) == list(model.blocks)
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vitrail.errors import InvalidOption, VitrailWarning
-from vitrail.training.log import Log, Meter, board_writer, read_log
+from vitrail.training.log import Log, Meter, read_log, tensorboard_writer
 from vitrail.training.objective.objective import Terms
 
 
@@ -26,7 +26,7 @@ def test_means_and_their_way_through_a_checkpoint() -> None:
     for one in (meter, other):
         one.add(terms(3.0, cls=5.0), 1)
         assert one.means(lambda sums: sums) == {"loss": 2.0, "cls": 3.5}
-        assert one.fault() is None
+        assert one.first_nonfinite() is None
         one.reset()
         assert one.means(lambda sums: sums) == {}
     meter.add(terms(1.0, cls=1.0), 2)
@@ -39,10 +39,10 @@ def test_the_first_step_that_is_not_finite_is_remembered() -> None:
     meter.add(terms(1.0, cls=1.0, distillation=1.0), 4)
     meter.add(terms(inf, cls=1.0, distillation=inf), 5)
     meter.add(terms(nan, cls=nan, distillation=nan), 6)
-    assert meter.fault() == (5, ["distillation"])
+    assert meter.first_nonfinite() == (5, ["distillation"])
     alone = Meter(torch.device("cpu"))
     alone.add(terms(nan, cls=1.0), 2)
-    assert alone.fault() == (2, ["loss"])
+    assert alone.first_nonfinite() == (2, ["loss"])
 
 
 def test_lines_are_taken_back_to_a_step(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_lines_are_taken_back_to_a_step(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_written_is_a_warning_once(tmp_path: Path) -> None:
     log = Log(tmp_path / "no folder" / "log.jsonl")
-    with pytest.warns(VitrailWarning, match="training goes on"):
+    with pytest.warns(VitrailWarning, match="training continues"):
         log.write("epoch", step=1)
     log.write("epoch", step=2)
 
@@ -97,4 +97,4 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
 def test_missing_tensorboard_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(InvalidOption, match=r"pip install vitrail\[train\]"):
-        board_writer()
+        tensorboard_writer()

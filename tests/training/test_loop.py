@@ -26,7 +26,7 @@ def run(photos: str, folder: Path, **fields: Any) -> Run:
 
 def test_it_learns_and_says_where_everything_is(photos: str, tmp_path: Path) -> None:
     events: list[Event] = []
-    done = run(photos, tmp_path / "run", epochs=12, validation=0.25, tell=events.append, lr=3e-3)
+    done = run(photos, tmp_path / "run", epochs=12, validation=0.25, on_event=events.append, lr=3e-3)
     assert done.evaluation.accuracy["fused"] == 1
     assert {path.name for path in done.folder.iterdir()} == {"best", "checkpoints", "config.yaml", "last", "log.jsonl"}
     kinds = {"start", "reading", "train", "epoch", "evaluating", "evaluation", "saved"}
@@ -81,11 +81,11 @@ def test_averaged_weights_are_those_that_are_evaluated_and_written(photos: str, 
 def load_first(photos: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The weights before the first step."""
     from vitrail._distributed import Crew
-    from vitrail.training.setup import assemble
+    from vitrail.training.setup import make_models
 
     config = Config.from_dict({"data": photos, **FIELDS}).resolved(18)
-    built = assemble(config, {"label": ("blue", "green", "red")}, Crew(0, 1, torch.device("cpu")))[0]
-    return {name: value.detach().clone() for name, value in built.model.state_dict().items()}
+    models = make_models(config, {"label": ("blue", "green", "red")}, Crew(0, 1, torch.device("cpu")))
+    return {name: value.detach().clone() for name, value in models.model.state_dict().items()}
 
 
 def test_a_loss_that_is_not_finite_stops_with_what_is_needed(
@@ -148,11 +148,11 @@ def test_every_checkpoint_is_a_model_folder(photos: str, tmp_path: Path) -> None
     assert merged[0] == merged[1] != lines[-1]["loss"]
     for model in (done.folder / "best", done.last):  # as in a run that is still going on
         rmtree(model)
-    with pytest.raises(ModelLoadError, match=f"no model yet; its newest checkpoint is .*{folders[-1].name}"):
+    with pytest.raises(ModelLoadError, match=f"without a model yet; its newest checkpoint, .*{folders[-1].name}"):
         load_trained(done.folder)
     (folders[0] / "config.json").unlink()
     (folders[0] / "shards").mkdir()
-    with pytest.raises(ModelLoadError, match="held a part of the model each"):
+    with pytest.raises(ModelLoadError, match="sharded checkpoint"):
         load_trained(folders[0])
 
 
@@ -174,11 +174,11 @@ def test_what_is_asked_for_is_compiled(photos: str, tmp_path: Path, monkeypatch:
     for module in (augment, mixing):
         monkeypatch.setattr(module, "compiled", compiled)
     pictures = {"Augment.apply", "Mix.apply"}
-    wanted = {"off": set(), "pictures": pictures, "blocks": {"Block", *pictures}, "whole": {"Learner", *pictures}}
+    wanted = {"off": set(), "augment": pictures, "blocks": {"Block", *pictures}, "whole": {"Learner", *pictures}}
     for how, what in wanted.items():
         asked.clear()
         said: list[Event] = []
-        run(photos, tmp_path / how, compile=how, epochs=1, mixup=0.8, tell=said.append)
+        run(photos, tmp_path / how, compile=how, epochs=1, mixup=0.8, on_event=said.append)
         assert set(asked) == what
         notes = [event.text for event in said if event.kind == "note"]
         wait = f"The first steps compile (--compile {how}), up to some minutes on a CPU."
@@ -207,7 +207,7 @@ def test_tasks_have_tokens_or_share_one(tmp_path: Path) -> None:
 
 
 def test_learning_without_labels_and_going_on_with_them(photos: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match=r"'patchs' is none of prototypes, .*; did you mean 'patches'\?"):
+    with pytest.raises(InvalidOption, match=r"recipe_options: .*'patchs'; did you mean 'patches'"):
         run(photos, tmp_path / "dino", recipe="dino", recipe_options={"patchs": 1}, validation=0.25, epochs=1)
     alone = run(photos, tmp_path / "dino", recipe="dino", recipe_options={"prototypes": 16}, validation=0.25, epochs=1)
     assert alone.evaluation.accuracy.keys() == {"neighbours"}
@@ -248,9 +248,11 @@ def test_unreadable_pictures_are_named_on_screen_and_in_the_log(keep: str, tmp_p
     folder = make_photos(tmp_path / "photos")
     (folder / "red" / "0.png").write_bytes(b"no picture")
     said: list[Event] = []
-    done = run(str(folder), tmp_path / "run", epochs=1, max_unreadable=0.1, keep_data=keep, workers=0, tell=said.append)
+    done = run(
+        str(folder), tmp_path / "run", epochs=1, max_unreadable=0.1, keep_data=keep, workers=0, on_event=said.append
+    )
     told = [event.text for event in said if event.kind == "note"]
-    assert any("1 pictures cannot be read" in text and "0.png" in text for text in told)
+    assert any("1 unreadable images" in text and "0.png" in text for text in told)
     (line,) = read_log(done.folder / "log.jsonl", "unreadable")
     assert (line["count"], len(line["names"])) == (1, 1)
     (line,) = read_log(done.folder / "log.jsonl", "setting")

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from vitrail.cli.app import app
+from vitrail.cli import app
 from vitrail.models import MODELS
 from vitrail.training.config.presets import PRESETS
 
@@ -74,8 +74,8 @@ def test_runs_of_other_libraries_go_by_the_same_names(small: Path) -> None:
     first, second = (evaluate(name, "photos", seconds=0) for name in ("vitrail:runs/timm", "runs/timm"))
     assert first.accuracy == second.accuracy
     found = evaluate("runs/timm/last", "photos", look=0, seconds=0)
-    assert found.notes[0] == f"measured: {Path('runs/timm/last')}"
+    assert found.notes[0] == f"evaluated: {Path('runs/timm/last')}"
     assert labels.classes == {"label": ("cat", "dog")}
     result = CliRunner().invoke(app, ["train", "--data", "photos", "--teacher", "runs/none", "--preset", "tiny"])
     assert result.exit_code != 0
-    assert "there is no such directory" in " ".join(result.output.split())
+    assert "there is no such folder" in " ".join(result.output.split())

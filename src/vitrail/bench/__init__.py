@@ -1,22 +1,22 @@
-"""How fast merging is: a model unmerged, merged, and with its tokens cut off for free, measured by turns.
+"""Benchmarks: a model unmerged, merged, and with its tokens cut off for free, timed interleaved.
 
 >>> from vitrail.bench import BenchConfig, run
 >>> config = BenchConfig("timm:vit_base_patch16_224", r=16, batch=256, dtype="bf16", device="cuda")
 >>> result = run(config)                        # doctest: +SKIP
 >>> result.speedup, result.efficiency           # doctest: +SKIP
 
-`time_models` takes models that are there already, changed in whatever way.
+`time_models` times models of your own, merged or changed in any way.
 """
 
-from vitrail.bench.check import Check
-from vitrail.bench.config import FORMS, VARIANTS, BenchConfig
-from vitrail.bench.measuring import run
-from vitrail.bench.models import copy_model
+from vitrail._deprecation import renamed_attributes
+from vitrail.bench._agreement import Check
+from vitrail.bench._variants import copy_model
+from vitrail.bench.benchmark import ModelTimes, Timed, run, time_models
+from vitrail.bench.config import MODES, VARIANTS, BenchConfig
 from vitrail.bench.result import BenchResult, Failure, Row
-from vitrail.bench.several import ModelTimes, Timed, time_models
 
 __all__ = [
-    "FORMS",
+    "MODES",
     "VARIANTS",
     "BenchConfig",
     "BenchResult",
@@ -29,3 +29,5 @@ __all__ = [
     "run",
     "time_models",
 ]
+
+__getattr__ = renamed_attributes(__name__, {"FORMS": "vitrail.bench:MODES"})

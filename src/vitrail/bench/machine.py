@@ -1,4 +1,4 @@
-"""What a measurement ran on: device, versions, date."""
+"""The machine a result comes from: device, versions, date."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "timm", "transformers")
+PACKAGES = ("triton", "timm", "transformers")
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Name the device, the processor, the versions and the date."""
+    """Return the device, the processor, the versions and the date."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _processor(),
@@ -23,7 +23,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": {"vitrail": _own_version(), **_versions()},
+        "versions": _versions(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -38,27 +38,23 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def in_words(machine: dict[str, Any]) -> str:
-    """Say it in a line."""
+def machine_line(machine: dict[str, Any]) -> str:
+    """Return a description of a machine in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     cuda = f", CUDA {machine['cuda']}" if machine.get("cuda") else f", {machine['threads']} of {machine['cores']} cores"
     return f"{machine['device']}{cuda}; Python {machine['python']}, {versions}; {machine['date']}"
 
 
-def _own_version() -> str:
+def _versions() -> dict[str, str]:
     from vitrail import __version__
 
-    return __version__
-
-
-def _versions() -> dict[str, str]:
-    found = {}
+    found = {"vitrail": __version__, "torch": torch.__version__}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found | {"torch": torch.__version__}
+    return found
 
 
 def _processor() -> str:

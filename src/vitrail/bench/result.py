@@ -1,40 +1,50 @@
-"""BenchResult: the rows of one measurement and what they say, for people and for programs."""
+"""BenchResult: the rows of one benchmark, as data and as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from vitrail.bench.check import Check
+from vitrail._deprecation import renamed_property
+from vitrail.bench._agreement import Check
 from vitrail.bench.config import BenchConfig
-from vitrail.bench.timing import Spread
+from vitrail.bench.machine import machine_line
+
+LEGEND = (
+    "ms: median time of one step on the whole batch, ± half the interquartile range; all rows are interleaved. "
+    "TFLOP/s: the model's own operations, two per multiply-add. Peak MB: weights, one batch and what a step allocates "
+    "(10⁶ bytes; CUDA only). Ready s: from the unchanged model to its first result, including compilation. Diff: "
+    "relative distance of the output from the eager one."
+)
+NOISE = 0.05
+"""Rows with a larger relative spread are unreliable."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant in one form.
+    """One variant in one mode.
 
     Attributes:
         variant: unmerged, sliced or merged.
-        form: how it is run.
-        ms: median of one step over the whole batch, in milliseconds.
-        images_per_s: pictures in a second, at that.
-        peak_mb: most memory in use in a step, as if nothing else were on the device: weights, one batch, and what
-            the step allocates; 10⁶ bytes. None on the CPU.
-        ready_s: from the untouched model to the end of the first step, compilation included.
-        ms_low: a quarter of the samples is below.
-        ms_high: a quarter is above.
-        ms_least: the smallest sample; on a machine that others use, the best guess at its real speed.
-        samples: how many samples there are.
+        mode: how it runs.
+        ms: median time of one step on the whole batch, in milliseconds.
+        images_per_s: throughput at that time.
+        peak_mb: peak memory of a step with the model alone on the device: weights, one batch, and what the step
+            allocates; 10⁶ bytes. None on the CPU.
+        ready_s: time from the unchanged model to the end of the first step, including compilation.
+        ms_low: first quartile of the samples.
+        ms_high: third quartile.
+        ms_least: the minimum; on a shared machine the best estimate of its real speed.
+        samples: number of samples.
         loops: steps in each sample.
-        tflops: 10¹² floating-point operations in a second (two for each multiply-add, three passes in training).
+        tflops: 10¹² floating-point operations per second (two per multiply-add, three passes in training).
         difference: ‖output − eager output‖ / ‖eager output‖ of the same variant; None for eager and in training.
     """
 
     variant: str
-    form: str
+    mode: str
     ms: float
     images_per_s: float
     peak_mb: float | None
@@ -47,38 +57,42 @@ class Row:
     tflops: float
     difference: float | None = None
 
+    form = renamed_property("form", "mode")
+
     @property
     def spread(self) -> float:
-        """Half of the width of the middle half of the samples, over the median."""
+        """Half the interquartile range over the median."""
         return (self.ms_high - self.ms_low) / 2 / self.ms
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A form that could not be had, and why; it counts for nothing."""
+    """A variant and mode that could not be measured, and why."""
 
     variant: str
-    form: str
+    mode: str
     reason: str
+
+    form = renamed_property("form", "mode")
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What one measurement found.
+    """Result of one benchmark.
 
     Attributes:
-        rows: each variant in each form.
-        failed: forms that failed, or that there was no time for.
-        size: height and width of the pictures.
-        tokens_before: tokens in each layer without merging.
+        rows: each variant in each mode.
+        failed: modes that failed, or that ran out of time.
+        size: height and width of the input.
+        tokens_before: tokens per layer without merging.
         tokens_per_layer: tokens that leave each block, merged.
-        flops_before: multiply-adds for one picture without merging.
-        flops_after: with merging.
-        check: the merged model against the reference; None where there is nothing to compare.
-        kernels: what merged models compute with.
-        startup_s: starting the compiler, once in a process and in no row's ``ready_s``; None where not needed.
+        flops_before: multiply-adds per image without merging.
+        flops_after: multiply-adds per image with merging.
+        check: agreement of the merged model with the reference; None without the check.
+        kernels: which kernels merged models use, and why.
+        startup_s: time to start the compiler, once per process and not part of ``ready_s``; None if unused.
         machine: device, versions and date.
-        notes: what else there is to know.
+        notes: further remarks.
     """
 
     config: BenchConfig
@@ -90,49 +104,54 @@ class BenchResult:
     flops_before: int
     flops_after: int
     check: Check | None
-    kernels: Any
+    kernels: dict[str, Any]
     startup_s: float | None
     machine: dict[str, Any]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
-    def best(self, variant: str, form: str | None = None) -> Row | None:
-        """Give the fastest row of a variant, in any form or in one."""
-        rows = [row for row in self.rows if row.variant == variant and form in (None, row.form)]
+    def best(self, variant: str, mode: str | None = None) -> Row | None:
+        """Return the fastest row of a variant, in any mode or in one; None if there is none."""
+        rows = [row for row in self.rows if row.variant == variant and mode in (None, row.mode)]
         return min(rows, key=lambda row: row.ms, default=None)
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as the unmerged model the merged one is, each in its best form."""
+        """Time of the unmerged model over time of the merged one, each in its best mode."""
         return self._ratio("unmerged")
 
     @property
     def efficiency(self) -> float | None:
-        """Time of the sliced model over time of the merged one, each in its best form; 1 is merging for free."""
+        """Time of the sliced model over time of the merged one, each in its best mode; at 1, merging is free."""
         return self._ratio("sliced")
 
     @property
     def eager_speedup(self) -> float | None:
-        """The speed-up without compiling or recording."""
+        """The speed-up in eager mode."""
         return self._ratio("unmerged", "eager")
 
     @property
     def eager_efficiency(self) -> float | None:
-        """The efficiency without compiling or recording."""
+        """The efficiency in eager mode."""
         return self._ratio("sliced", "eager")
 
     @property
     def flops_ratio(self) -> float:
-        """How many times fewer multiply-adds there are with merging: the speed-up if time followed them."""
+        """Multiply-adds without merging over those with it: the ideal speed-up, if time followed them."""
         return self.flops_before / self.flops_after
 
-    def _ratio(self, variant: str, form: str | None = None) -> float | None:
-        other, merged = self.best(variant, form), self.best("merged", form)
+    def _ratio(self, variant: str, mode: str | None = None) -> float | None:
+        other, merged = self.best(variant, mode), self.best("merged", mode)
         return None if other is None or merged is None else other.ms / merged.ms
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain data for JSON; what is not a finite number is None."""
+        """Return plain data for JSON; numbers that are not finite become None.
+
+        Rows and failures also have the key ``form``, the configuration ``forms`` and the check ``pictures``: names
+        from before 0.3 for ``mode``, ``modes`` and ``images``.
+        """
+        check = None if self.check is None else {**asdict(self.check), "pictures": self.check.images}
         data = {
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [{**asdict(row), "form": row.mode} for row in self.rows],
             "speedup": self.speedup,
             "efficiency": self.efficiency,
             "eager_speedup": self.eager_speedup,
@@ -143,52 +162,88 @@ class BenchResult:
             "tokens_before": self.tokens_before,
             "tokens_per_layer": self.tokens_per_layer,
             "size": self.size,
-            "check": None if self.check is None else asdict(self.check),
+            "check": check,
             "kernels": self.kernels,
             "startup_s": self.startup_s,
-            "failed": [asdict(failure) for failure in self.failed],
+            "failed": [{**asdict(failure), "form": failure.mode} for failure in self.failed],
             "notes": self.notes,
-            "config": asdict(self.config),
+            "config": {**asdict(self.config), "forms": self.config.modes},
             "machine": self.machine,
         }
         plain: dict[str, Any] = _plain(data)
         return plain
 
 
-def make_row(
-    config: BenchConfig,
-    variant: str,
-    form: str,
-    spread: Spread,
-    flops: int,
-    *,
-    peak: int | None,
-    ready_s: float,
-    difference: float | None = None,
-) -> Row:
-    """Turn what was measured for one variant and form into a row."""
-    passes = 3 if config.train else 1
-    return Row(
-        variant=variant,
-        form=form,
-        ms=spread.median * 1e3,
-        images_per_s=config.batch / spread.median,
-        peak_mb=None if peak is None else peak / 1e6,
-        ready_s=ready_s,
-        ms_low=spread.low * 1e3,
-        ms_high=spread.high * 1e3,
-        ms_least=spread.least * 1e3,
-        samples=spread.samples,
-        loops=spread.loops,
-        tflops=2 * flops * config.batch * passes / spread.median / 1e12,
-        difference=difference,
+def title(result: BenchResult) -> str:
+    """Return what was measured, in one line."""
+    config, (height, width) = result.config, result.size
+    r = config.r if isinstance(config.r, int) else " ".join(map(str, config.r))
+    sizes = "" if config.proportional else ", sizes ignored"
+    task = "training step (forward, backward, AdamW)" if config.train else "inference"
+    weights = "pretrained" if config.pretrained else "random"
+    dtype = f"{config.dtype} through autocast" if config.autocast else config.dtype
+    return (
+        f"{config.model}, {height} × {width}, batch {config.batch}, r = {r}{sizes}, {dtype}, {task}, "
+        f"{weights} weights: {result.tokens_before} → {result.tokens_per_layer[-1]} tokens, "
+        f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GFLOPs"
     )
 
 
-def reason(error: BaseException) -> str:
-    """Say in one line why a form failed."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+def summary(result: BenchResult) -> list[str]:
+    """Return sentences about speed-up, efficiency, agreement with the reference, and the machine."""
+    lines = [*_ratios(result), *([] if result.check is None else [_agreement(result.check)])]
+    noisy = [f"{row.variant}, {row.mode}" for row in result.rows if row.spread > NOISE]
+    if noisy:
+        lines.append(
+            f"Times vary by more than ±{NOISE:.0%} ({'; '.join(noisy)}): the machine is busy, so the ratios are not "
+            "reliable. Measure again when it is idle, or for longer."
+        )
+    lines += [f"{failure.variant}, {failure.mode}: not measured ({failure.reason})." for failure in result.failed]
+    if result.startup_s is not None:
+        lines.append(f"Starting the compiler took {result.startup_s:.1f} s, once, not included in any row.")
+    functions = " functions in PyTorch" if result.kernels["kernels"] == "reference" else ""
+    return [
+        *lines,
+        *(f"{note}." for note in result.notes),
+        f"Kernels of the merged model: {result.kernels['kernels']}{functions} ({result.kernels['why']}).",
+        f"Machine: {machine_line(result.machine)}.",
+    ]
+
+
+def _ratios(result: BenchResult) -> list[str]:
+    merged, unmerged, sliced = (result.best(variant) for variant in ("merged", "unmerged", "sliced"))
+    lines = []
+    if merged is not None and unmerged is not None:
+        lines.append(
+            f"Speed-up {result.speedup:.2f}: merged ({merged.mode}, {merged.ms:.4g} ms) against unmerged "
+            f"({unmerged.mode}, {unmerged.ms:.4g} ms), each in its best mode. Ideal by multiply-adds: "
+            f"{result.flops_ratio:.2f}.{_eager(result.eager_speedup)}"
+        )
+    if merged is not None and sliced is not None:
+        lines.append(
+            f"Efficiency {result.efficiency:.2f}: the same model with tokens cut off for free ({sliced.mode}, "
+            f"{sliced.ms:.4g} ms) over merged. At 1, merging is free; below, matching, sizes and unmerging cost time; "
+            f"above, the merged model's kernels are faster than the library's.{_eager(result.eager_efficiency)}"
+        )
+    return lines
+
+
+def _eager(value: float | None) -> str:
+    return "" if value is None else f" Eager only: {value:.2f}."
+
+
+def _agreement(check: Check) -> str:
+    text = (
+        f"Against the reference on {check.images} images: outputs differ by {check.error:.1e}, and "
+        f"{check.equal_groups:.1%} of the patches have exactly the same group. For scale, distance from the reference "
+        f"in {check.precise}: {check.error_of_dtype:.1e} for the reference ({check.equal_groups_of_dtype:.1%} equal "
+        f"groups), {check.error_precise:.1e} for the merged model ({check.equal_groups_precise:.1%})."
+    )
+    if check.gradient_error is None or check.gradient_error_of_dtype is None:
+        return text
+    return (
+        f"{text} Gradients differ by {check.gradient_error:.1e} (rounding alone: {check.gradient_error_of_dtype:.1e})."
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Clocks, and the loop that lets all rows take turns."""
+"""Clocks, and interleaved timing of several steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Protocol, TypeVar
 import torch
 
 Step = Callable[[int], object]
-"""One iteration of a row; the number says which input it takes."""
+"""One iteration; the argument is the index of the input to use."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 SAMPLE_S = 0.02
-"""A sample lasts at least about this long: short steps are repeated, as they would be in use."""
+"""Minimum length of a sample: shorter steps are repeated within it."""
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_LOOPS = 5, 5000, 200
 WARM_STEPS, WARM_S = 3, 0.3
@@ -27,10 +27,10 @@ class Clock(Protocol):
     """A way to time work on a device."""
 
     def now(self) -> float:
-        """Give the present time in seconds, once all work given so far is done."""
+        """Return the time in seconds, after all work queued so far has finished."""
 
     def time(self, work: Callable[[], object]) -> float:
-        """Run work and give the seconds that it took on the device."""
+        """Run work and return the seconds it took on the device."""
 
 
 class CpuClock:
@@ -46,7 +46,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Device events, from an idle device to the end of the work: time to launch counts where it is not hidden."""
+    """CUDA events, from an idle device to the end of the work, so launch overhead counts where it is not hidden."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,20 +66,20 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Give the clock of a device."""
+    """Return the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Samples in short: seconds of one step.
+    """Summary of samples, each in seconds per step.
 
     Attributes:
-        median: the middle one.
-        low: a quarter of the samples is below.
-        high: a quarter is above.
-        least: the smallest.
-        samples: how many there are.
+        median: the median.
+        low: the first quartile.
+        high: the third quartile.
+        least: the minimum.
+        samples: number of samples.
         loops: steps in each sample.
     """
 
@@ -92,48 +92,54 @@ class Spread:
 
     @classmethod
     def of(cls, samples: list[float], loops: int = 1) -> Spread:
-        """Sum up samples, each the seconds of one step."""
+        """Summarize samples."""
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
         return cls(median, low, high, min(samples), len(samples), loops)
+
+    @property
+    def relative(self) -> float:
+        """Half the interquartile range over the median."""
+        return (self.high - self.low) / 2 / self.median
 
 
 def measure(
     steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: int = 1, seed: int = 0
 ) -> dict[Key, Spread]:
-    """Time several steps by turns: one sample of each, in an order drawn anew, round after round.
+    """Time several steps interleaved: one sample of each per round, in a new random order each round.
 
-    So a machine that grows warm, or is disturbed, disturbs all of them alike.
+    Thermal drift and other load on the machine then affect all steps alike.
 
     Args:
         steps: what to time.
         clock: how to time it.
         seconds: when to stop, after at least :data:`MIN_ROUNDS` rounds.
-        inputs: number of inputs that take turns.
+        inputs: number of inputs to rotate through.
+        seed: seed of the order.
     """
     loops = {key: _warm_up(step, clock, inputs) for key, step in steps.items()}
     samples: dict[Key, list[float]] = {key: [] for key in steps}
-    order, draw = list(steps), random.Random(seed)
+    order, generator = list(steps), random.Random(seed)
     end = clock.now() + seconds
     for done in range(MAX_ROUNDS):
         if done >= MIN_ROUNDS and clock.now() >= end:
             break
-        draw.shuffle(order)
+        generator.shuffle(order)
         for key in order:
-            samples[key].append(clock.time(_repeated(steps[key], loops[key], done, inputs)) / loops[key])
+            samples[key].append(clock.time(_repeat(steps[key], loops[key], done, inputs)) / loops[key])
     return {key: Spread.of(values, loops[key]) for key, values in samples.items()}
 
 
 def _warm_up(step: Step, clock: Clock, inputs: int) -> int:
-    """Run a step until its speed has settled, and say how often to repeat it in a sample."""
+    """Run a step until its speed settles, and return how often to repeat it in a sample."""
     taken: list[float] = []
     while len(taken) < WARM_STEPS or (sum(taken) < WARM_S and len(taken) < MAX_LOOPS):
-        taken.append(clock.time(_repeated(step, 1, len(taken), inputs)))
-    # work that is queued behind other work may take less: the median of single steps is an upper bound
+        taken.append(clock.time(_repeat(step, 1, len(taken), inputs)))
+    # steps queued back to back may take less: the median of single steps is an upper bound
     typical = statistics.median(taken[-5:])
     return max(1, min(MAX_LOOPS, round(SAMPLE_S / typical))) if typical > 0 else MAX_LOOPS
 
 
-def _repeated(step: Step, loops: int, first: int, inputs: int) -> Callable[[], None]:
+def _repeat(step: Step, loops: int, first: int, inputs: int) -> Callable[[], None]:
     def work() -> None:
         for index in range(first, first + loops):
             step(index % inputs)

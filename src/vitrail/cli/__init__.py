@@ -1,5 +1,5 @@
-"""The command line: thin, and quick to start; commands import what is heavy when they run."""
+"""The command line: one file per command, which imports heavy modules only when it runs."""
 
-from vitrail.cli.app import app, main
+from vitrail.cli._app import app, main
 
 __all__ = ["app", "main"]

@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.cli._model import Loaded
 from vitrail.cli._summary import Cost, Guess, Guesses, Result
-from vitrail.cli.model import Loaded
 from vitrail.data import to_tensor
 from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput
@@ -75,9 +75,9 @@ def paint(
 def _call(loaded: Loaded, batch: Tensor) -> Any:
     if not loaded.questions:
         return loaded.model(batch)
-    from vitrail.training.evaluation.outputs import answer
+    from vitrail.training.evaluation.outputs import forward_output
 
-    return answer(loaded.model, batch)
+    return forward_output(loaded.model, batch)
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:

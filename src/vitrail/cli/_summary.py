@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from vitrail import __version__
-from vitrail.cli.files import write_text
+from vitrail.cli._output import write_text
 
 COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (

@@ -9,7 +9,8 @@ import typer
 
 from vitrail._distributed import Crew
 from vitrail.adapters.registry import split_name
-from vitrail.cli import console, options
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
 from vitrail.cli.inspect import (
     Images,
     Labels,

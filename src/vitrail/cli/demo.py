@@ -18,13 +18,13 @@ import vitrail
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import PREFIX, named
 from vitrail.analysis.attention import token_maps
-from vitrail.cli import console
+from vitrail.cli import _console as console
 from vitrail.cli._demo_sheet import Column, draw_sheet
+from vitrail.cli._model import Loaded, load
+from vitrail.cli._output import Names, make_directory, write_image
 from vitrail.cli._prediction import cost_of, paint, predict
 from vitrail.cli._summary import Cost, Guesses, Result, Summary, as_data, markdown, markdown_row, write_summary
-from vitrail.cli.files import Names, make_folder, write_picture
 from vitrail.cli.merge import check_images, file_names
-from vitrail.cli.model import Loaded, load
 from vitrail.data import Dataset, open_dataset, samples, to_tensor
 from vitrail.data.decode import EXTENSIONS
 from vitrail.data.sample_images import drawings
@@ -58,7 +58,7 @@ def run_demo(out: Path, model: str | None = None, images: Sequence[Path] = ()) -
     """
     given = _open_readable(images) if images else None
     loaded = _load(model or MODEL)
-    folder = make_folder(out)
+    folder = make_directory(out)
     dataset = open_dataset(_default_images(folder)) if given is None else given
     if len(dataset) > MOST:
         console.note(f"Only the first {MOST} of {len(dataset)} images are shown.")
@@ -101,11 +101,11 @@ def _load(name: str) -> Loaded:
 
 def _default_images(folder: Path) -> list[Path]:
     """Write the drawings to a folder beside the results; return their paths and those of the samples."""
-    place = make_folder(folder / "pictures")
+    place = make_directory(folder / "pictures")
     paths = []
     for name, draw in drawings().items():
         paths.append(place / f"{name}.png")
-        write_picture(paths[-1], draw())
+        write_image(paths[-1], draw())
     return [*paths, *samples().values()]
 
 
@@ -119,12 +119,12 @@ def _show(loaded: Loaded, dataset: Dataset, folder: Path) -> dict[str, Summary]:
     with console.progress() as bar:
         task = bar.add_task("Merging", total=len(dataset))
         for index, path in enumerate(paths):
-            file = names.for_picture(path)["sheet"]
+            file = names.for_image(path)["sheet"]
             sample = dataset.read(index)
             sheet, found = _one_image(
                 loaded, sample.image, _title(sample.name), {name: cost for name, (cost, _) in costs.items()}
             )
-            write_picture(file, sheet)
+            write_image(file, sheet)
             for strength, result in found.items():
                 result.files["sheet"] = file.name
                 results[strength].append(result)

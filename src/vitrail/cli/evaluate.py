@@ -1,4 +1,4 @@
-"""``vitrail evaluate``: how good a trained model is, head by head and fused, merged or not."""
+"""``vitrail evaluate``: accuracy of a trained model, head by head and fused, merged or not."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import typer
 from rich import box
 from rich.table import Table
 
-from vitrail.cli import console, options
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 
 if TYPE_CHECKING:
     from vitrail.training import Evaluation
 
-SHOWN = 30
-"""Most classes of which the table of confusions is printed; the JSON has all."""
+MAX_CONFUSION = 30
+"""Largest number of classes for which a confusion matrix is printed; the JSON has all."""
 
 EVALUATE_EPILOG = (
     "Examples:\n\n"
@@ -30,42 +31,38 @@ EVALUATE_EPILOG = (
 
 
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Folder of a run or of a model.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="Labelled pictures, as for training.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Run or model directory.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="Labeled images, as for training.")],
     merge: Annotated[
-        str | None, typer.Option(metavar="MERGE", help="Merge tokens, like r=8 or keep=0.5,schedule=decreasing.")
+        str | None, typer.Option(metavar="MERGE", help="Merge tokens, such as r=8 or keep=0.5,schedule=decreasing.")
     ] = None,
     labels: Annotated[
         str | None,
-        typer.Option(
-            "--labels", "--tasks", metavar="COLUMNS", help="Columns of labels; by default all those of the training."
-        ),
+        typer.Option("--labels", "--tasks", metavar="COLUMNS", help="Label columns; by default those of the training."),
     ] = None,
     size: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Pixels to show pictures at; by default as in training.", show_default=False
-        ),
+        typer.Option(min=1, metavar="N", help="Input size in pixels; by default the model's.", show_default=False),
     ] = None,
     batch: options.Batch = 256,
     device: options.DeviceOf = None,
-    dtype: Annotated[str, typer.Option(metavar="D", help="fp32 or bf16 (autocast).")] = "fp32",
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="float32, or bfloat16 autocast.")] = "fp32",
     max_unreadable: Annotated[
-        float, typer.Option("--max-unreadable", metavar="F", help="Share of pictures that may be unreadable.")
+        float, typer.Option("--max-unreadable", metavar="X", help="Fraction of images that may be unreadable.")
     ] = 0.01,
-    confusion: Annotated[bool, typer.Option("--confusion", help="Print which classes are taken for which.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all values here.")] = None,
+    confusion: Annotated[bool, typer.Option("--confusion", help="Print the confusion matrix.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
-    """Measure a trained model on labelled pictures: accuracy of each head and fused, calibration, confusion, speed."""
-    with one_speaks(), console.user_errors(), console.notes():
-        from vitrail.cli.files import check_writable, write_text
-        from vitrail.training import evaluate as measure
+    """Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput."""
+    with first_rank_prints(), console.user_errors(), console.notes():
+        from vitrail import training
+        from vitrail.cli._output import check_writable, write_text
 
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
-        with console.bars() as progress, said_once():
-            found = measure(
+        with console.bars() as progress, first_rank_reports():
+            found = training.evaluate(
                 checkpoint,
                 data,
                 labels=columns,
@@ -79,40 +76,40 @@ def evaluate(
             )
         if json_file is not None and not console.out.quiet:
             write_text(json_file, json.dumps(found.to_dict(), ensure_ascii=False, indent=2) + "\n", "--json")
-        show(found, confusion)
+        _print(found)
+        if confusion:
+            _print_confusion(found)
 
 
-def show(found: Evaluation, confusion: bool) -> None:
-    """Print the figures as a table."""
-    merged = "not merged" if found.merge is None else f"merged: {_settings(found.merge)}"
-    console.say(f"{found.count} pictures, {merged}", style="bold")
+def _print(found: Evaluation) -> None:
+    merged = "not merged" if found.merge is None else f"merged: {_merge_text(found.merge)}"
+    console.say(f"{found.count} images, {merged}", style="bold")
     table = Table(box=box.SIMPLE)
-    for title in ("answer", "accuracy", "top 5", "calibration error"):
-        table.add_column(title, justify="left" if title == "answer" else "right")
+    for title in ("head", "accuracy", "top 5", "calibration error"):
+        table.add_column(title, justify="left" if title == "head" else "right")
     for name, share in found.accuracy.items():
-        more = (_percent(values.get(name)) for values in (found.top5, found.calibration))
-        table.add_row(name, _percent(share), *more)
+        table.add_row(name, *(_percent(value) for value in (share, found.top5.get(name), found.calibration.get(name))))
     console.out.print(table)
     console.say(f"Loss {found.loss:.4f}")
-    for line in _disagreement(found):
-        console.say(line)
+    if heads := found.disagreement:
+        for i, j in combinations(range(len(heads.heads)), 2):
+            share = 100 * heads.argmax[i, j].item()
+            console.say(f"{heads.heads[i]} and {heads.heads[j]} differ on {share:.2f} % of images")
     if found.outliers.get("outlier_share") is not None:
         console.say(f"Artifact tokens: {found.outliers['verdict']} ({100 * found.outliers['outlier_share']:.3g} %)")
     if found.images_per_s is not None:
-        console.say(f"{found.images_per_s:,.0f} images/s, {found.dtype} on {found.device}, batches of {found.batch}")
+        console.say(f"{found.images_per_s:,.0f} images/s, {found.dtype} on {found.device}, batch size {found.batch}")
     for text in found.notes:
         console.note(text)
-    if confusion:
-        _show_confusion(found)
 
 
-def _show_confusion(found: Evaluation) -> None:
+def _print_confusion(found: Evaluation) -> None:
     for name, counts in found.confusion.items():
         classes = found.classes[name]
-        if len(classes) > SHOWN:
-            console.note(f"{name}: {len(classes)} classes are too many to print; --json writes the table")
+        if len(classes) > MAX_CONFUSION:
+            console.note(f"{name}: {len(classes)} classes are too many to print; --json writes the confusion matrix")
             continue
-        table = Table(box=box.SIMPLE, title=f"{name}: true class by row, answer by column")
+        table = Table(box=box.SIMPLE, title=f"{name}: true class in rows, prediction in columns")
         table.add_column("")
         for one in classes:
             table.add_column(one, justify="right")
@@ -121,21 +118,11 @@ def _show_confusion(found: Evaluation) -> None:
         console.out.print(table)
 
 
-def _disagreement(found: Evaluation) -> list[str]:
-    heads = found.disagreement
-    if heads is None:
-        return []
-    return [
-        f"{heads.heads[i]} and {heads.heads[j]} differ on {100 * heads.argmax[i, j].item():.2f} % of pictures"
-        for i, j in combinations(range(len(heads.heads)), 2)
-    ]
-
-
-def _settings(merge: dict[str, Any]) -> str:
-    """Say how much was merged; and how, where that is not as usual."""
-    usual = {"proportional": True, "order": "paper", "unmerge": True, "method": "tome"}
+def _merge_text(merge: dict[str, Any]) -> str:
+    """Return the merge settings that differ from their defaults."""
+    defaults = {"proportional": True, "order": "paper", "unmerge": True, "method": "tome"}
     return ", ".join(
-        f"{name}={value}" for name, value in merge.items() if name != "protect" and usual.get(name) != value
+        f"{name}={value}" for name, value in merge.items() if name != "protect" and defaults.get(name) != value
     )
 
 

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail._distributed import Crew, joined
-from vitrail.cli import console, options
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli import _options as options
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 from vitrail.errors import UnsupportedInput
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) 
     import torch
     from PIL import Image
 
+    from vitrail.cli._model import load
     from vitrail.cli._prediction import predict
-    from vitrail.cli.model import load
     from vitrail.report import inspect as inspect_model
 
     def load_checked() -> Any:
@@ -163,7 +164,7 @@ def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) 
 
 def check_output(out: Path, inputs: Sequence[Path]) -> None:
     """Raise before any work is done if the page and its JSON cannot be written, or would overwrite an input."""
-    from vitrail.cli.files import OutputError, check_writable
+    from vitrail.cli._output import OutputError, check_writable
     from vitrail.report.page.render import check_jinja
 
     if out.suffix.lower() not in (".html", ".htm", ".json"):
@@ -212,9 +213,9 @@ def show(name: str, report: Report) -> None:
         table.add_row(title, value)
     console.out.print(table)
     for entry in problems["skipped"][:NAMED]:
-        console.complain(f"Skipped {entry['reason']}")
+        console.error(f"Skipped {entry['reason']}")
     if problems["num_skipped"] > NAMED:
-        console.complain(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
+        console.error(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
 
 
 @contextmanager
@@ -223,7 +224,7 @@ def interruptible(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        console.complain(f"Interrupted: no report was written. An existing {out} is unchanged.")
+        console.error(f"Interrupted: no report was written. An existing {out} is unchanged.")
         raise typer.Exit(130) from stop
 
 
@@ -231,5 +232,9 @@ def interruptible(out: Path) -> Iterator[None]:
 def processes(device: str | None) -> Iterator[Crew]:
     """Join the ranks that torchrun started, if any; only rank 0 prints."""
     where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
-    with one_speaks(console.out, console.err), said_once(), joined(where, TIMEOUT, tensors=False) as crew:
+    with (
+        first_rank_prints(console.out, console.err),
+        first_rank_reports(),
+        joined(where, TIMEOUT, tensors=False) as crew,
+    ):
         yield crew

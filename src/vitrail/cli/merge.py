@@ -10,11 +10,11 @@ from typing import Any
 from PIL import Image
 
 import vitrail
-from vitrail.cli import console
+from vitrail.cli import _console as console
+from vitrail.cli._model import Loaded, load
+from vitrail.cli._output import Names, make_directory, write_image
 from vitrail.cli._prediction import cost_of, paint, predict
 from vitrail.cli._summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
-from vitrail.cli.files import Names, make_folder, write_picture
-from vitrail.cli.model import Loaded, load
 from vitrail.data import Dataset, check_image, open_dataset
 from vitrail.drawing import contact_sheet
 from vitrail.errors import ImageError
@@ -47,7 +47,7 @@ def run_merge(
         loaded = load(model, random=random, size=size, device=device)
     with vitrail.merge(loaded.model, **options) as merging:  # wrong options are found before anything is written
         cost, config = cost_of(loaded, merging), merging.config
-    folder = make_folder(out)
+    folder = make_directory(out)
     if random:
         console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
 
@@ -64,7 +64,7 @@ def run_merge(
             else:
                 if not results:
                     predict(loaded, image)  # the first pass is slower, and would count as the one without merging
-                files = names.for_picture(paths[index])
+                files = names.for_image(paths[index])
                 results.append(_merge_one(loaded, options, image, dataset.name(index), files))
             bar.advance(task)
     if not results:
@@ -117,7 +117,7 @@ def file_names(dataset: Dataset) -> Sequence[Path]:
 
 
 def _skip(dataset: Dataset, index: int, error: ImageError) -> Skipped:
-    console.complain(f"Skipped {error}")
+    console.error(f"Skipped {error}")
     return Skipped(str(dataset.paths[index]) if dataset.paths else dataset.name(index), str(error))
 
 
@@ -131,8 +131,8 @@ def _merge_one(
     before = predict(loaded, image)
     with vitrail.merge(loaded.model, **options) as merging:
         glass, result = paint(loaded, merging, image, name, before)
-    write_picture(files["glass"], glass)
-    write_picture(files["side-by-side"], contact_sheet([_reduced(image), _reduced(glass)]))
+    write_image(files["glass"], glass)
+    write_image(files["side-by-side"], contact_sheet([_reduced(image), _reduced(glass)]))
     result.files.update({ending: file.name for ending, file in files.items()})
     return result
 
@@ -149,5 +149,5 @@ def _print(summary: Summary, folder: Path) -> None:
     console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
-        console.complain(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")
+        console.error(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")
     console.say(f"Images and summary.md are in {folder}", style="bold")

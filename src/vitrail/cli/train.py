@@ -1,7 +1,8 @@
-"""``vitrail train``: from labelled pictures to a model folder, with progress, notes, and what to do next."""
+"""``vitrail train``: options generated from the training configuration, progress, and the next steps."""
 
 from __future__ import annotations
 
+import inspect
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, TaskID
 
-from vitrail.cli import console, options
-from vitrail.cli.together import one_speaks, said_once
+from vitrail.cli import _console as console
+from vitrail.cli._ranks import first_rank_prints, first_rank_reports
 from vitrail.errors import InvalidOption
+from vitrail.training.config import OPTIONS, default_text, read_value, read_yaml
+from vitrail.training.config.options import Option
 
 if TYPE_CHECKING:
     from vitrail.training import Event, Run
@@ -28,133 +31,107 @@ TRAIN_EPILOG = (
     "On several devices: torchrun --nproc-per-node 4 -m vitrail train --data photos/"
 )
 
-Text = str | None
-_DATA, _MODEL, _RECIPE, _MACHINE, _FILES = "Data", "Model and losses", "Recipe", "Machine", "Files"
 
-
-def _option(panel: str, help_: str, metavar: str | None = None, *names: str) -> Any:
-    return typer.Option(*names, help=help_, metavar=metavar, rich_help_panel=panel, show_default=False)
+def _run_option(*flags: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*flags, help=help, metavar=metavar, rich_help_panel="Run", show_default=False)
 
 
 def train(
-    data: Annotated[
-        Text, _option(_DATA, "Folder of class folders, parquet, shards, hf:OWNER/NAME …", "DATA", "--data")
+    config: Annotated[Path | None, _run_option("--config", metavar="FILE", help="YAML file with options.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        _run_option("--set", metavar="NAME=VALUE", help="An option in YAML syntax, such as --set clip=0.5."),
     ] = None,
-    validation: Annotated[
-        Text, _option(_DATA, "The same, or a share to hold out (0.1), or none.", "DATA", "--validation")
-    ] = None,
-    labels: Annotated[Text, _option(_DATA, "The column of classes.", "COLUMN", "--labels")] = None,
-    tasks: Annotated[Text, _option(_DATA, "Several columns to learn, with commas.", "COLUMNS", "--tasks")] = None,
-    share: Annotated[float | None, _option(_DATA, "Share of the training data to use.", "F", "--share")] = None,
-    model: Annotated[
-        Text, _option(_MODEL, "One of ours, timm:NAME, hf:REPO, or a folder to go on from.", "M", "--model")
-    ] = None,
-    tokens: Annotated[
-        Text, _option(_MODEL, "Special tokens, like cls,distillation,register=4.", "TOKENS", "--tokens")
-    ] = None,
-    heads: Annotated[Text, _option(_MODEL, "Of tasks: tokens, or shared by one class token.", "H", "--heads")] = None,
-    teacher: Annotated[
-        Text, _option(_MODEL, "A model to learn from: a run, timm:NAME, hf:REPO.", "M", "--teacher")
-    ] = None,
-    distillation: Annotated[Text, _option(_MODEL, "hard, soft or features.", "D", "--distillation")] = None,
-    merge: Annotated[
-        Text, _option(_MODEL, "Merging while training, like r=8,over_epochs=10.", "MERGE", "--merge")
-    ] = None,
-    image_size: Annotated[int | None, _option(_MODEL, "Pixels of a side.", "N", "--image-size")] = None,
-    patch_size: Annotated[int | None, _option(_MODEL, "Pixels of a patch's side.", "N", "--patch-size")] = None,
-    preset: Annotated[Text, _option(_RECIPE, "tiny, small (default) or full.", "P", "--preset")] = None,
-    epochs: Annotated[int | None, _option(_RECIPE, "Times to go through the data.", "N", "--epochs")] = None,
-    batch_size: Annotated[
-        int | None, _option(_RECIPE, "Pictures in a step, over all devices.", "N", "--batch-size")
-    ] = None,
-    accumulate: Annotated[
-        int | None, _option(_RECIPE, "Parts that a batch is computed in.", "N", "--accumulate")
-    ] = None,
-    optimizer: Annotated[Text, _option(_RECIPE, "adamw or muon.", "O", "--optimizer")] = None,
-    lr: Annotated[float | None, _option(_RECIPE, "Highest learning rate.", "F", "--lr")] = None,
-    weight_decay: Annotated[float | None, _option(_RECIPE, "Weight decay.", "F", "--weight-decay")] = None,
-    augment: Annotated[Text, _option(_RECIPE, "none, flip, light, medium or strong.", "A", "--augment")] = None,
-    mixup: Annotated[float | None, _option(_RECIPE, "Mixup's alpha; 0 for none.", "F", "--mixup")] = None,
-    cutmix: Annotated[float | None, _option(_RECIPE, "Cutmix's alpha; 0 for none.", "F", "--cutmix")] = None,
-    drop_path: Annotated[float | None, _option(_RECIPE, "Drop path of the last block.", "F", "--drop-path")] = None,
-    ema: Annotated[float | None, _option(_RECIPE, "Decay of averaged weights; 0 for none.", "F", "--ema")] = None,
-    seed: Annotated[int | None, _option(_RECIPE, "Seed of all that is random.", "N", "--seed")] = None,
-    device: Annotated[Text, _option(_MACHINE, "cpu or cuda.", "D", "--device")] = None,
-    dtype: Annotated[
-        Text,
-        _option(_MACHINE, "fp32, bf16 (autocast) or bf16-weights (all in bf16, from float32 weights).", "D", "--dtype"),
-    ] = None,
-    compile_: Annotated[Text, _option(_MACHINE, "whole, blocks, pictures or off.", "C", "--compile")] = None,
-    shard: Annotated[Text, _option(_MACHINE, "Several devices: ddp, or fsdp for large models.", "S", "--shard")] = None,
-    workers: Annotated[
-        int | None, _option(_MACHINE, "Processes or threads that read pictures.", "N", "--workers")
-    ] = None,
-    out: Annotated[Text, _option(_FILES, "Folder of the run.", "DIR", "-o", "--out")] = None,
-    config: Annotated[
-        Path | None, _option(_FILES, "A YAML file with these and all other fields.", "FILE", "--config")
-    ] = None,
-    set_: Annotated[list[str] | None, _option(_FILES, "Any other field, like --set clip=0.5.", "F=V", "--set")] = None,
-    resume: Annotated[bool, _option(_FILES, "Go on with the run in -o.", None, "--resume")] = False,
-    overwrite: Annotated[bool, _option(_FILES, "Replace a run that is there.", None, "--overwrite")] = False,
+    resume: Annotated[bool, _run_option("--resume", help="Resume the run in -o.")] = False,
+    overwrite: Annotated[bool, _run_option("--overwrite", help="Replace the run in -o.")] = False,
     seconds: Annotated[
-        float | None, _option(_FILES, "Stop after so many, with a checkpoint; --resume goes on.", "S", "--seconds")
+        float | None,
+        _run_option("--seconds", metavar="S", help="Stop after this time with a checkpoint; exit code 3."),
     ] = None,
-    tensorboard: Annotated[bool, _option(_FILES, "Log for TensorBoard, too.", None, "--tensorboard")] = False,
+    **options: Any,
 ) -> None:
-    """Train a model on labelled pictures: labels, tasks, a teacher, registers, merging, in one recipe.
+    """Train a model: labels, tasks, distillation, registers, merging, in one recipe.
 
-    Options win over the file, and what neither says is decided by the preset. Writes a run's folder: the resolved
-    config, a log, checkpoints, and the last and the best model. After a crash, --resume loses nothing.
+    Options take precedence over the --config file; the preset decides everything else. Writes a run directory with the
+    resolved config, a log, checkpoints, and the last and the best model. --resume continues an interrupted run.
     """
-    named = dict(locals())
-    for name in ("config", "set_", "resume", "overwrite", "seconds", "compile_", "tensorboard"):
-        named.pop(name)
-    given = {name: value for name, value in named.items() if value is not None}
-    given |= {"compile": compile_} if compile_ is not None else {}
-    given |= {"tensorboard": True} if tensorboard else {}
-    with one_speaks(), console.user_errors(), console.notes():
-        fields = {**_file(config), **given, **_set(set_ or [])}
-        if isinstance(fields.get("validation"), str):
-            fields["validation"] = options.number_or_word(fields["validation"])
-        finished = _run(fields, resume, overwrite, seconds)
-        _conclude(finished)
+    with first_rank_prints(), console.user_errors(), console.notes():
+        given = {name: value for name, value in options.items() if value is not None}
+        given = {**({} if config is None else read_yaml(config)), **given, **_read_pairs(set_ or [])}
+        _print_next_steps(_train(given, resume, overwrite, seconds))
 
 
-def _run(fields: dict[str, Any], resume: bool, overwrite: bool, seconds: float | None) -> Run:
+def _parameter(option: Option) -> inspect.Parameter:
+    """Return the command-line parameter of a training option."""
+    default = default_text(option)
+    declared = typer.Option(
+        *option.flags,
+        help=f"{option.help} [default: {default}]" if default else option.help,
+        metavar=option.kind.metavar or None,
+        rich_help_panel=option.group,
+        show_default=False,
+    )
+    annotation = Annotated[option.kind.cli_type | None, declared]  # type: ignore[name-defined]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature of `train` with one parameter for each training option."""
+    own = list(inspect.signature(train, eval_str=True).parameters.values())[:-1]
+    return inspect.Signature([*own, *map(_parameter, OPTIONS.values())])
+
+
+train.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _train(given: dict[str, Any], resume: bool, overwrite: bool, seconds: float | None) -> Run:
     from vitrail import training
     from vitrail.training.interrupt import Interrupted, OutOfTime
 
     try:
-        with _shown() as tell, said_once():
-            return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, tell=tell, **fields)
+        with _progress() as on_event, first_rank_reports():
+            return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, on_event=on_event, **given)
     except Interrupted as stop:
-        console.complain(str(stop))
+        console.error(str(stop))
         raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
 
 
+def _read_pairs(pairs: list[str]) -> dict[str, Any]:
+    """Return the options of ``--set NAME=VALUE``."""
+    values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise InvalidOption(f"--set {pair}: expected NAME=VALUE, such as --set clip=0.5")
+        values[name.strip().replace("-", "_")] = read_value(text)
+    return values
+
+
 @contextmanager
-def _shown() -> Iterator[Any]:
-    """Give what shows the events of a run: bars for what goes on, a line for each evaluation."""
+def _progress() -> Iterator[Any]:
+    """Yield a callback that shows the events of a run: progress bars, and a line for each evaluation."""
     with console.progress() as progress:
         tasks: dict[str, TaskID] = {}
 
-        def tell(event: Event) -> None:
+        def show(event: Event) -> None:
+            step = f"step {event.done} of {event.total}"
             if event.kind == "note":
                 console.note(event.text)
             elif event.kind == "start":
                 console.say(event.text)
             elif event.kind == "evaluation":
-                console.say(f"{_epochs(event)}  {_scores(event.values)}")
+                scores = (f"{name} {100 * share:.2f} %" for name, share in event.values["accuracy"].items())
+                console.say(f"{step}  {'  '.join(scores)}")
             elif event.kind in ("reading", "evaluating", "train"):
-                _bar(progress, tasks, event)
+                _update_bar(progress, tasks, event)
             elif event.kind == "epoch" and not console.err.is_terminal:
                 rate = event.values["images_per_s"]
-                console.say(f"{_epochs(event)}  loss {event.values['loss']:.4f}  {rate:,.0f} images/s")
+                console.say(f"{step}  loss {event.values['loss']:.4f}  {rate:,.0f} images/s")
 
-        yield tell
+        yield show
 
 
-def _bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> None:
+def _update_bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> None:
     title = {"reading": f"Reading {event.text}", "evaluating": "Evaluating", "train": "Training"}[event.kind]
     if event.kind == "train" and "loss" in event.values:
         title = f"Training, epoch {event.values['epoch'] + 1}, loss {event.values['loss']:.3f}"
@@ -165,65 +142,28 @@ def _bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> None:
     progress.update(tasks[key], description=title, completed=event.done, total=event.total, visible=not finished)
 
 
-def _epochs(event: Event) -> str:
-    return f"step {event.done} of {event.total}"
-
-
-def _scores(values: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {100 * share:.2f} %" for name, share in values["accuracy"].items())
-
-
-def _conclude(run: Run) -> None:
-    """Say where things are, and what to do next."""
+def _print_next_steps(run: Run) -> None:
+    """Print what the run wrote, and the commands to run next."""
     from vitrail.adapters.saved import read_config, read_labels
+    from vitrail.models.saving import ARCHITECTURE, CONFIG
 
-    folder = run.folder
-    console.say(f"The run is in {folder}", style="bold")
+    last = run.folder / "last"
+    console.say(f"Run directory: {run.folder}", style="bold")
     console.say(
-        "  last/ is the model after the last step" + (", best/ that of the best evaluation" if run.best else "")
+        "  last/ is the model after the last step" + (", best/ the one with the best score" if run.best else "")
     )
     if run.best:
         console.say(f"  best score {100 * run.best['score']:.2f} % after step {run.best['step']}")
-    name = shlex.quote(str(folder / "last"))
+    name = shlex.quote(str(last))
     console.say("Next:")
-    ours = _is_ours(folder / "last")
-    merged = "; --merge r=8 with merging" if ours else ""
-    console.say(f"  vitrail evaluate {name} DATA             # how good it is, head by head{merged}")
-    if not ours:
+    if ARCHITECTURE not in (last / CONFIG).read_text(encoding="utf-8"):
+        console.say(f"  vitrail evaluate {name} DATA             # accuracy of each head")
         return
-    told = read_config(folder / "last")
-    if not told.get("num_classes") and not any(token.get("classes") for token in told.get("tokens", ())):
-        console.say(f"  vitrail train --model {name} --data LABELLED  # finetune it")
-    elif read_labels(folder / "last").get("classes"):
-        console.say(
-            f"  vitrail demo --model {name}              # its answers, merged more and more, and its attention"
-        )
-    console.say(f"  vitrail inspect vitrail:{name} PICTURES  # artifact tokens, attention, what tokens hold")
+    console.say(f"  vitrail evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging")
+    config = read_config(last)
+    if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
+        console.say(f"  vitrail train --model {name} --data LABELED  # fine-tune it")
+    elif read_labels(last).get("classes"):
+        console.say(f"  vitrail demo --model {name}              # predictions and attention at several merge rates")
+    console.say(f"  vitrail inspect vitrail:{name} IMAGES  # artifact tokens, attention, features")
     console.say(f"  vitrail export vitrail:{name} -r 8 -o model.onnx")
-
-
-def _is_ours(folder: Path) -> bool:
-    from vitrail.models.saving import ARCHITECTURE, CONFIG
-
-    return ARCHITECTURE in (folder / CONFIG).read_text(encoding="utf-8")
-
-
-def _file(path: Path | None) -> dict[str, Any]:
-    from vitrail.training.config.config import read_yaml
-
-    return {} if path is None else read_yaml(path)
-
-
-def _set(pairs: list[str]) -> dict[str, Any]:
-    """Read ``name=value`` as YAML reads a value."""
-    if not pairs:
-        return {}
-    from vitrail.training.config.config import read_value
-
-    values = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise InvalidOption(f"--set {pair}: expected a field and its value, like --set clip=0.5")
-        values[name.strip().replace("-", "_")] = read_value(text)
-    return values

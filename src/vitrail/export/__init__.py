@@ -1,11 +1,11 @@
-"""Merged models as files that run without Vitrail: ONNX, and programs of ``torch.export``.
+"""Export models to files that run without Vitrail: ONNX, and ``torch.export`` programs.
 
-Nothing is left behind that was not read back, compared with the model it came from, and seen to have as many tokens in
-each block as that model.
+A file is kept only after it was loaded, its outputs were compared with the model's, and its number of tokens per block
+was found equal.
 """
 
 from vitrail.errors import ExportError
-from vitrail.export.api import export
-from vitrail.export.base import Comparison, ExportResult
+from vitrail.export._export import ExportResult, export
+from vitrail.export._verify import Comparison
 
 __all__ = ["Comparison", "ExportError", "ExportResult", "export"]

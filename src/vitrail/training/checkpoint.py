@@ -1,14 +1,13 @@
-"""Checkpoints: everything to go on from, whole or not at all.
+"""Checkpoints, written atomically.
 
-A checkpoint is a folder ``step-00001234`` with
+A checkpoint is a directory ``step-00001234`` with
 
-    meta.json            plain values: the step, what was summed up so far, the best score, how it was trained
-    state.pt             tensors by name, or, where processes hold parts of them, ``shards/`` by torch's own format
-    config.json, …       the model as it is used, so that a checkpoint is a model folder, too; not beside shards
-    complete.json        written last: the size and checksum of every file
+    meta.json            plain values: step, running means, best score, data
+    state.pt             tensors by name, or ``shards/`` in torch's format for sharded models
+    config.json, …       the model, so that a checkpoint is a model directory too; not with shards
+    complete.json        size and checksum of every file; written last
 
-It is written under a hidden name, flushed to the disk and renamed. So what has its name is complete, unless the disk
-lost a part of it later, which the checksums tell. The previous one is removed only when the next one is there.
+It is written under a hidden name, flushed to disk and renamed. Old checkpoints are removed only afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ META, STATE, COMPLETE = "meta.json", "state.pt", "complete.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run: writing them, finding the newest good one, keeping the last few."""
+    """The checkpoints of a run: writes them, finds the newest complete one, keeps the last few."""
 
     def __init__(self, folder: Path, keep: int, crew: Crew) -> None:
         self.folder = folder
@@ -43,23 +42,22 @@ class Checkpoints:
         self._crew = crew
 
     def steps(self) -> list[int]:
-        """Give the steps of all checkpoints that have their name, in order."""
+        """Return the steps of all checkpoints, in order."""
         if not self.folder.is_dir():
             return []
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
     def path(self, step: int) -> Path:
-        """Say where the checkpoint of a step is."""
+        """Return the directory of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], model: Callable[[Path], None] | None
     ) -> Path | None:
-        """Write a checkpoint, then remove old ones; all processes call it. ``model`` writes the model into a folder.
+        """Write a checkpoint, then remove old ones; every rank must call it. ``model`` writes the model to a directory.
 
-        Where it cannot be written (a full disk), a warning says so, nothing that was there is touched, and None is
-        given: training can go on and try again later.
+        If it cannot be written (a full disk), warn, keep the old ones and return None, so that training continues.
         """
         draft = self.folder / f".draft-{step:08d}"
         problem = None
@@ -80,10 +78,10 @@ class Checkpoints:
             if self._crew.first:
                 shutil.rmtree(draft, ignore_errors=True)
                 have = self.steps()
-                kept = f"the one of step {have[-1]} is untouched" if have else "there is none yet"
+                kept = f"the checkpoint of step {have[-1]} is kept" if have else "there is no checkpoint yet"
                 warnings.warn(
-                    f"the checkpoint of step {step} could not be written to {self.folder} ({problem}); {kept}, and "
-                    "training goes on. Make room there",
+                    f"cannot write the checkpoint of step {step} to {self.folder} ({problem}); {kept}, and training "
+                    "continues. Free some disk space",
                     VitrailWarning,
                     stacklevel=3,
                 )
@@ -93,7 +91,7 @@ class Checkpoints:
     def _write(
         self, draft: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], model: Callable[[Path], None] | None
     ) -> str | None:
-        """Write the files of a draft; every process writes its own part where tensors are sharded."""
+        """Write the files of a draft; every rank writes its shards. Return what went wrong, if anything."""
         sharded = any(isinstance(value, DTensor) for value in tensors.values())
         try:
             if sharded:
@@ -105,12 +103,12 @@ class Checkpoints:
                 (draft / META).write_text(json.dumps(dict(meta)), encoding="utf-8")
                 if model is not None:
                     model(draft)
-        except Exception as error:  # torch's writers raise RuntimeError and their own kinds for a full disk
+        except Exception as error:  # torch raises RuntimeError and others for a full disk
             return _reason(error)
         return None
 
     def _finish(self, draft: Path, step: int) -> str | None:
-        """Flush, list what there is, give the folder its name, and remove what is no longer kept."""
+        """Flush, write checksums, rename the draft, and remove old checkpoints."""
         try:
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             listed = {str(path.relative_to(draft)): _fingerprint(path, flush=True) for path in files}
@@ -119,56 +117,72 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             final = self.path(step)
-            if final.exists():  # a damaged one that was passed over
+            if final.exists():  # an incomplete one that was skipped
                 final.rename(self.folder / f".draft-old-{step:08d}")
             draft.rename(final)
             _flush_folder(self.folder)
         except OSError as error:
             return _reason(error)
         past = [one for one in self.steps() if one <= step]
-        for old in {*self.steps()} - {*past[-self._keep :]}:  # later ones were passed over, too
+        for old in {*self.steps()} - {*past[-self._keep :]}:  # later ones were skipped too
             shutil.rmtree(self.path(old), ignore_errors=True)
         self.clear()
         return None
 
     def newest(self) -> tuple[int, list[str]]:
-        """Find the newest complete checkpoint; give its step and why newer ones were passed over.
+        """Return the step of the newest complete checkpoint, and why newer ones were skipped.
 
         Raises:
             TrainingError: there is none.
         """
-        passed: list[str] = []
+        skipped: list[str] = []
         for step in reversed(self.steps()):
-            problem = fault(self.path(step))
+            problem = find_fault(self.path(step))
             if problem is None:
-                return step, passed
-            passed.append(f"the checkpoint of step {step} is not complete ({problem})")
-        why = f": {'; '.join(passed)}" if passed else ""
+                return step, skipped
+            skipped.append(f"the checkpoint of step {step} is incomplete ({problem})")
+        why = f": {'; '.join(skipped)}" if skipped else ""
         last, kept = self.folder.parent / LAST, ""
         if (last / CONFIG).is_file():
-            kept = f"; the run's last model is complete, in {last}, and another run can begin from it"
+            kept = f"; the run's last model, {last}, is complete and can be fine-tuned"
         raise TrainingError(
-            f"{self.folder} has no complete checkpoint to go on from{why}{kept}. Start anew by overwrite=True "
+            f"{self.folder} has no complete checkpoint to resume from{why}{kept}. Start over with overwrite=True "
             "(--overwrite)"
         )
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Read the plain values of a checkpoint."""
+        """Return the plain values of a checkpoint."""
         values: dict[str, Any] = json.loads((self.path(step) / META).read_text(encoding="utf-8"))
         return values
 
+    @torch.no_grad()
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place with those of a checkpoint, however many processes wrote it; names must agree."""
-        load_tensors(self.path(step), tensors)
+        """Copy a checkpoint into tensors in place; the world size may differ, the names must not."""
+        path = self.path(step)
+        if (path / SHARDS).is_dir():
+            _load_shards(path / SHARDS, tensors)
+            return
+        try:
+            stored: dict[str, Tensor] = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise TrainingError(f"cannot read {path / STATE}: {_reason(error)}") from error
+        _check_names(path, set(stored), tensors)
+        for name, value in tensors.items():
+            source = stored[name]
+            if source.shape != value.shape:
+                raise TrainingError(f"{path}: {name} has shape {tuple(source.shape)}; expected {tuple(value.shape)}")
+            if isinstance(value, DTensor):
+                source = distribute_tensor(source.to(value.device), value.device_mesh, value.placements)
+            value.copy_(source)
 
     def clear(self) -> None:
-        """Remove drafts that a crash left behind."""
+        """Remove drafts left by a crash."""
         for draft in self.folder.glob(".draft-*"):
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def fault(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint; None where it is complete."""
+def find_fault(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint; None if it is complete."""
     try:
         listed = json.loads((path / COMPLETE).read_text(encoding="utf-8"))["files"]
         for name, (size, digest) in listed.items():
@@ -179,26 +193,6 @@ def fault(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return _reason(error)
     return None
-
-
-def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place from a checkpoint's folder."""
-    if (path / SHARDS).is_dir():
-        _load_shards(path / SHARDS, tensors)
-        return
-    try:
-        stored: dict[str, Tensor] = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        raise TrainingError(f"{path / STATE} could not be read: {_reason(error)}") from error
-    _check_names(path, set(stored), tensors)
-    with torch.no_grad():
-        for name, value in tensors.items():
-            source = stored[name]
-            if source.shape != value.shape:
-                raise TrainingError(f"{path}: {name} is {tuple(source.shape)}; this run has {tuple(value.shape)}")
-            if isinstance(value, DTensor):
-                source = distribute_tensor(source.to(value.device), value.device_mesh, value.placements)
-            value.copy_(source)
 
 
 def _save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -215,7 +209,7 @@ def _load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     reader = FileSystemReader(folder)
     _check_names(folder, set(reader.read_metadata().state_dict_metadata), tensors)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process.*")  # that is what is asked for
+        warnings.filterwarnings("ignore", message=".*single process.*")
         targets = {name: value.detach() for name, value in tensors.items()}
         load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
 
@@ -224,10 +218,13 @@ def _check_names(path: Path, stored: set[str], tensors: Mapping[str, Tensor]) ->
     missing, extra = sorted(set(tensors) - stored), sorted(stored - set(tensors))
     if missing or extra:
         raise TrainingError(
-            f"{path} is of another run: missing there {', '.join(missing[:5]) or 'nothing'}"
-            f"{' …' if len(missing) > 5 else ''}; not known here {', '.join(extra[:5]) or 'nothing'}"
-            f"{' …' if len(extra) > 5 else ''}. Resume with the options that it was started with"
+            f"{path} is not a checkpoint of this run: missing {_list(missing)}; unexpected {_list(extra)}. Resume with "
+            "the options that the run was started with"
         )
+
+
+def _list(names: list[str]) -> str:
+    return (", ".join(names[:5]) or "nothing") + (" …" if len(names) > 5 else "")
 
 
 def _fingerprint(path: Path, flush: bool = False) -> tuple[int, str]:
@@ -246,5 +243,5 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    told = error.strerror if isinstance(error, OSError) else None
-    return " ".join((told or str(error) or type(error).__name__).split())[:200]
+    text = error.strerror if isinstance(error, OSError) else None
+    return " ".join((text or str(error) or type(error).__name__).split())[:200]

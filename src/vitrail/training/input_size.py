@@ -13,7 +13,7 @@ from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import Arrays, byte_statistics
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
-from vitrail.training.config.config import Config
+from vitrail.training.config import Config
 
 
 def own_form(data: Any) -> TensorSpec | None:

@@ -1,4 +1,4 @@
-"""Being asked to stop (Ctrl-C, a scheduler's SIGTERM, a closed terminal, no time left): the step is saved first."""
+"""Interrupts: Ctrl-C, SIGTERM, SIGHUP and a time limit end a run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 class Interrupted(TrainingError):
-    """Somebody asked to stop; a checkpoint was written."""
+    """A signal ended the run; a checkpoint was written."""
 
 
 class OutOfTime(Interrupted):
-    """The time that a command was given is over; a checkpoint was written."""
+    """The time limit ended the run; a checkpoint was written."""
 
 
 class Stop:
-    """Whether somebody asked to stop, and whether it is later than ``until``, by `time.monotonic`.
+    """Whether a signal arrived, and whether it is later than ``until`` by `time.monotonic`.
 
-    Where one listens inside of another, both hear it: what comes after a run that was finished nevertheless can stop.
+    A signal during an inner ``with`` block is also seen by the outer one.
     """
 
     def __init__(self, until: float = math.inf) -> None:
         self.wanted = False
         self._until = until
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     @classmethod
     @contextmanager
     def listening(cls, until: float = math.inf) -> Iterator[Self]:
-        """Listen for the time of a ``with`` block; asking a second time stops at once, as usual."""
+        """Listen for signals within a ``with`` block; a second signal has its usual effect."""
         stop = cls(until)
         if threading.current_thread() is not threading.main_thread():
             yield stop
             return
-        stop._before = {number: signal.getsignal(number) for number in SIGNALS}
+        stop._previous = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
-            signal.signal(number, stop._ask)
+            signal.signal(number, stop._handle)
         try:
             yield stop
         finally:
@@ -53,16 +53,16 @@ class Stop:
 
     @property
     def late(self) -> bool:
-        """Whether the time is over."""
+        """Whether the time limit is reached."""
         return time.monotonic() > self._until
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: Any) -> None:
         self.wanted = True
         self._restore()
-        outer = getattr(self._before[number], "__self__", None)
+        outer = getattr(self._previous[number], "__self__", None)
         if isinstance(outer, Stop):
-            outer._ask(number, frame)
+            outer._handle(number, frame)
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)

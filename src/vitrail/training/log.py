@@ -1,4 +1,4 @@
-"""What a run says while it goes on: to whoever listens, to a file of JSON lines, to TensorBoard."""
+"""Progress of a run: events for a callback, a JSON Lines log, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["start", "note", "reading", "train", "epoch", "evaluating", "eval
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: how far a stage is, with values to show, or a sentence."""
+    """Progress of a stage, with values, or a message."""
 
     kind: Kind
     done: int = 0
@@ -30,17 +30,17 @@ class Event:
     text: str = ""
 
 
-Tell = Callable[[Event], None]
+OnEvent = Callable[[Event], None]
 
 
-def nobody(event: Event) -> None:
-    """Listen to nothing."""
+def ignore_event(event: Event) -> None:
+    """Do nothing with an event."""
 
 
 class Meter:
-    """Means of the losses, kept on the device: nothing waits for it before it is read.
+    """Running means of the losses, kept on the device so that steps do not wait for it.
 
-    It also remembers the first step in which each of them was not finite.
+    It also remembers the first step in which each loss was not finite.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Meter:
 
     @torch.no_grad()
     def add(self, terms: Terms, step: int) -> None:
-        """Take in the losses of one batch, or of a part of it."""
+        """Add the losses of a batch, or of a part of it."""
         values = torch.stack([terms.total.detach(), *(part.detach() for part in terms.parts.values())]).double()
         if not self.names:
             self.names = ("loss", *terms.parts)
@@ -62,8 +62,8 @@ class Meter:
         self._bad = torch.where((self._bad < 0) & ~values.isfinite(), step, self._bad)
         self._count += 1
 
-    def fault(self) -> tuple[int, list[str]] | None:
-        """Give the first step that was not finite, and which terms were not; None where all were. Waits."""
+    def first_nonfinite(self) -> tuple[int, list[str]] | None:
+        """Return the first step that was not finite and its terms, or None. Synchronizes with the device."""
         bad = {name: step for name, step in zip(self.names, self._bad.tolist(), strict=True) if step >= 0}
         if not bad:
             return None
@@ -71,7 +71,7 @@ class Meter:
         return first, [name for name, step in bad.items() if step == first and (name != "loss" or len(bad) == 1)]
 
     def means(self, reduce: Callable[[Tensor], object]) -> dict[str, float]:
-        """Give the means since the last reset, over all processes (``reduce`` adds up). Waits for the device."""
+        """Return the means since the last reset, over all ranks (``reduce`` sums). Synchronizes with the device."""
         if not self._count:
             return {}
         sums = torch.cat([self._sums, self._sums.new_tensor([self._count])])
@@ -80,23 +80,23 @@ class Meter:
         return {name: value / count for name, value in zip(self.names, values, strict=True)}
 
     def reset(self) -> None:
-        """Forget all sums."""
+        """Clear the sums."""
         self._sums = torch.zeros_like(self._sums)
         self._count = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the sums as plain values, for a checkpoint."""
+        """Return the sums as plain values, for a checkpoint."""
         return {"names": list(self.names), "sums": self._sums.tolist(), "count": self._count}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on from the sums of a checkpoint."""
+        """Restore the sums of a checkpoint."""
         self.names, self._count = tuple(values["names"]), values["count"]
         self._sums = torch.tensor(values["sums"], dtype=torch.float64, device=self._device)
         self._bad = torch.full((len(self.names),), -1, dtype=torch.int64, device=self._device)
 
 
 class Log:
-    """A file of JSON lines, and TensorBoard if asked for. A line that cannot be written is a warning, once."""
+    """A JSON Lines file and, optionally, TensorBoard. Failure to write is a warning, once."""
 
     def __init__(self, path: Path | None, tensorboard: Path | None = None) -> None:
         self._path = path
@@ -105,7 +105,7 @@ class Log:
         self._board: Any = None
 
     def write(self, kind: str, **values: Any) -> None:
-        """Write a line; ``step`` among the values is what TensorBoard goes by."""
+        """Write a line; TensorBoard uses the value of ``step``."""
         if self._path is None:
             return
         line = json.dumps({"kind": kind, **values}, ensure_ascii=False) + "\n"
@@ -116,50 +116,50 @@ class Log:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    f"{self._path} could not be written ({error.strerror or error}); training goes on",
+                    f"cannot write {self._path} ({error.strerror or error}); training continues",
                     VitrailWarning,
                     stacklevel=2,
                 )
         if self._folder is not None:
-            self._board = self._board or board_writer()(str(self._folder))
-            for name, value in flat(kind, values):
+            self._board = self._board or tensorboard_writer()(str(self._folder))
+            for name, value in _numbers(kind, values):
                 self._board.add_scalar(name, value, values.get("step", 0))
             self._board.flush()
 
     def trim(self, step: int) -> None:
-        """Take back what was written after a step that is gone back to, and lines that were cut off."""
+        """Remove lines after a step, and incomplete lines."""
         if self._path is None or not self._path.exists():
             return
         kept = [line for line, values in _read(self._path) if values.get("step", 0) <= step]
         write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close TensorBoard."""
         if self._board is not None:
             self._board.close()
 
 
 def read_log(path: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Read a log, all of it or the lines of one kind (``epoch``, ``evaluation``, ``start`` …)."""
+    """Return the lines of a log, optionally of one kind (``epoch``, ``evaluation``, ``start`` …)."""
     return [values for _, values in _read(Path(path)) if kind is None or values.get("kind") == kind]
 
 
-def board_writer() -> Any:
-    """Give the class of TensorBoard's writer, or say that it is missing."""
+def tensorboard_writer() -> Any:
+    """Return TensorBoard's writer class; raise `InvalidOption` if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise InvalidOption(
-            "tensorboard=True needs TensorBoard; install it with `pip install vitrail[train]`, or leave it out: "
-            "log.jsonl has the same values"
+            "tensorboard=True needs TensorBoard; install it with `pip install vitrail[train]`, or use log.jsonl, which "
+            "has the same values"
         ) from error
     return SummaryWriter
 
 
-def flat(name: str, values: Any) -> Sequence[tuple[str, float]]:
-    """Give the numbers in nested values, each with its path."""
+def _numbers(name: str, values: Any) -> Sequence[tuple[str, float]]:
+    """Return the numbers in nested values, each with its path."""
     if isinstance(values, Mapping):
-        return [pair for key, value in values.items() if key != "step" for pair in flat(f"{name}/{key}", value)]
+        return [pair for key, value in values.items() if key != "step" for pair in _numbers(f"{name}/{key}", value)]
     number = isinstance(values, int | float) and not isinstance(values, bool)
     return [(name, float(values))] if number else []
 

@@ -1,4 +1,4 @@
-"""The training loop: steps that depend on the seed and their number alone, with what happens between them."""
+"""The training loop: steps that depend only on the seed and their number, and what happens between them."""
 
 from __future__ import annotations
 
@@ -6,297 +6,277 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.data.loading.order import generator, mix
 from vitrail.errors import Diverged
-from vitrail.training.config.syntax import read_every
-from vitrail.training.distributed import broken_links
-from vitrail.training.evaluation.metrics import reduce
-from vitrail.training.evaluation.pass_ import evaluate
+from vitrail.training.config.syntax import read_interval
+from vitrail.training.distributed import explain_failures
+from vitrail.training.evaluation.evaluator import evaluate_model
+from vitrail.training.evaluation.metrics import all_reduce
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
 from vitrail.training.log import Event, Meter
-from vitrail.training.optim.optimizer import lr_at, optimizer_tensors
-from vitrail.training.parts import Parts
-from vitrail.training.run_directory import BEST, LAST, Labels, Run, full, last_evaluation, write_model
-from vitrail.training.step import Step, recorder_for, room_for_graphs, sound_attention
+from vitrail.training.optim.optimizer import optimizer_tensors
+from vitrail.training.optim.schedule import lr_at
+from vitrail.training.run_directory import BEST, LAST, Labels, Run, gather_full, last_evaluation, write_model
+from vitrail.training.setup import Setup
+from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention
 
 AUGMENT, MIX, MODEL = 1, 2, 3
-"""Streams of random numbers, so that what is drawn for one thing does not shift another."""
+"""Random streams of a step, independent of each other."""
 
 
 class Loop:
-    """One run, from any step to its end."""
+    """The loop of one run, from any step to its end."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        config = parts.config
-        self.per_epoch = parts.feed.steps_per_epoch
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        config = setup.config
+        self.per_epoch = setup.loader.steps_per_epoch
         self.total = (config.epochs or 0) * self.per_epoch
-        self.meter = Meter(parts.crew.device)
+        self.meter = Meter(setup.crew.device)
         self.best: dict[str, Any] | None = None
         self.evaluation: Evaluation | None = None
         self.seconds = 0.0
         self._unreadable = 0
-        self._compute = Step(parts, recorder_for(parts))
-        self._evaluations = read_every("evaluate_every", config.evaluate_every)
-        self._saves = read_every("save_every", config.save_every)
-        self._local = (config.batch_size or 0) // parts.crew.world
-        self._started = self._begun = time.perf_counter()
-        self._since = 0
-
-    # From the start to the end.
+        self._step = Step(setup, capture_for(setup))
+        self._evaluations = read_interval(config.evaluate_every)
+        self._saves = read_interval(config.save_every)
+        self._local_batch = (config.batch_size or 0) // setup.crew.world
+        self._started = self._timed_from = time.perf_counter()
+        self._timed_step = 0
 
     def run(self, start: int, until: float = math.inf) -> Run:
-        """Train from a step on; the first one is 0. Where it would be later than ``until``, stop with a checkpoint."""
-        parts = self.parts
-        parts.log.write("start", step=start, processes=parts.crew.world, device=str(parts.crew.device))
-        stack = ExitStack()
-        with stack, broken_links(parts.crew, self._last_checkpoint):
-            stack.enter_context(sound_attention(parts.built))
-            stack.enter_context(room_for_graphs(parts.config))
+        """Train from a step on; stop with a checkpoint once `time.monotonic` exceeds ``until``."""
+        setup = self.setup
+        setup.log.write("start", step=start, processes=setup.crew.world, device=str(setup.crew.device))
+        with ExitStack() as stack, explain_failures(setup.crew, self._resume_hint):
+            stack.enter_context(safe_attention(setup.models.built))
+            stack.enter_context(raised_recompile_limit(setup.config))
             stop = stack.enter_context(Stop.listening(until))
-            self._started = self._begun = time.perf_counter()
-            self._since = start
-            self._tell_unreadable(start)
+            self._started = time.perf_counter()
+            self._restart_clock(start)
+            self._report_unreadable(start)
             for step in range(start, self.total):
                 if step == start or step % self.per_epoch == 0:
                     self._set_merging(step // self.per_epoch)
-                self._step(step)
-                self._after(step + 1, stop)
-            if start == self.total and not parts.crew.share((self._folder / LAST).is_dir()):
+                self._train_step(step)
+                self._after_step(step + 1, stop)
+            if start == self.total and not setup.crew.share((self._folder / LAST).is_dir()):
                 self._set_merging(start // self.per_epoch - 1)
-                self._finish(start)  # the checkpoint of the last step is there, and the model is not
+                self._finish(start)  # interrupted between the last checkpoint and the model
             if stop.wanted:
-                parts.tell(Event("note", text="Asked to stop when all steps were done: the run was finished instead."))
+                setup.note("Interrupted after the last step: the run was finished instead.")
         return Run(self._folder, self.evaluation or last_evaluation(self._folder), self.best)
 
-    def _after(self, done: int, stop: Stop) -> None:
-        """Do what is due when so many steps are done."""
-        config, ended = self.parts.config, done % self.per_epoch == 0
-        if done % config.log_every == 0 or ended or self._watched:
-            self._check(done, stop)
-        if ended:
-            self._end_epoch(done)
-        if done == self.total:
-            self._finish(done)
-            return
-        evaluated = self._evaluations.due(done, self.per_epoch)
-        save = self._saves.due(done, self.per_epoch)
-        if evaluated:
-            self._evaluate(done)
-        if save:
-            self._save(done)
-        if ended or evaluated or save:
-            self._begun, self._since = time.perf_counter(), done
+    # A step
 
-    def _finish(self, done: int) -> None:
-        """Do what is left when all steps are done. Nobody stops it: there would be a run without its model."""
-        self._evaluate(done)
-        self._write(LAST, done)
-        self._save(done)
-
-    @property
-    def _watched(self) -> bool:
-        """Whether looking at each step costs nothing: the device is the CPU, and no other process takes part."""
-        return self.parts.crew.world == 1 and self.parts.crew.device.type == "cpu"
-
-    # One step.
-
-    def _step(self, step: int) -> None:
-        parts = self.parts
+    def _train_step(self, step: int) -> None:
+        setup = self.setup
         images, labels, mixed = self._batch(step)
-        torch.manual_seed(mix(parts.config.seed, MODEL, step, parts.crew.rank))
-        for terms in self._compute(images, labels, mixed, self._lr(step)):
+        torch.manual_seed(mix(setup.config.seed, MODEL, step, setup.crew.rank))
+        for terms in self._step(images, labels, mixed, self._lr(step)):
             self.meter.add(terms, step)
-        if parts.ema is not None:
-            parts.ema.update(step)
-        after: Any = parts.learner.after_step
-        after((step + 1) / self.total)
+        if setup.ema is not None:
+            setup.ema.update(step)
+        after_step: Any = setup.models.learner.after_step
+        after_step((step + 1) / self.total)
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """Give this process's pictures of a step, augmented and mixed, with their labels."""
-        parts, seed = self.parts, self.parts.config.seed
-        rows = slice(parts.crew.rank * self._local, (parts.crew.rank + 1) * self._local)
-        batch, total = parts.feed.batch(step), self._local * parts.crew.world
-        plain = step >= self.total - parts.config.plain_epochs * self.per_epoch
+        """Return this rank's images of a step, augmented and mixed, and their labels."""
+        setup, seed, device = self.setup, self.setup.config.seed, self.setup.crew.device
+        rows = slice(setup.crew.rank * self._local_batch, (setup.crew.rank + 1) * self._local_batch)
+        batch, total = setup.loader.batch(step), self._local_batch * setup.crew.world
+        plain = step >= self.total - setup.config.plain_epochs * self.per_epoch
         with torch.no_grad():
-            augment = parts.settled if plain else parts.augment
-            images = augment(batch.images, generator(parts.crew.device, seed, AUGMENT, step), rows, total)
+            augment = setup.plain_augment if plain else setup.augment
+            images = augment(batch.images, generator(device, seed, AUGMENT, step), rows, total)
             if plain:
-                mixed = parts.mixing.idle(images)
+                mixed = setup.mixing.idle(images)
             else:
-                mixed = parts.mixing(images, generator(parts.crew.device, seed, MIX, step), rows, total)
+                mixed = setup.mixing(images, generator(device, seed, MIX, step), rows, total)
         return mixed.images, batch.labels, None if mixed.partner is None else (mixed.partner, mixed.share)
 
     def _lr(self, step: int) -> float:
-        config = self.parts.config
+        config = self.setup.config
         warmup = (config.warmup_epochs or 0) * self.per_epoch
         return lr_at(step, peak=config.lr or 0.0, warmup=warmup, total=self.total, floor=config.min_lr)
 
     def _set_merging(self, epoch: int) -> None:
-        parts, plan = self.parts, self.parts.config.merge
-        if parts.merging is not None:
-            wanted = [round(r * plan.share_at(epoch)) for r in parts.r]
-            if parts.merging.r != wanted:
-                parts.merging.r = wanted
+        models, plan = self.setup.models, self.setup.config.merge
+        if models.merging is not None:
+            r = [round(final * plan.share_at(epoch)) for final in models.final_r]
+            if models.merging.r != r:
+                models.merging.r = r
 
-    # Between steps.
+    # Between steps
+
+    def _after_step(self, done: int, stop: Stop) -> None:
+        """Check, log, evaluate and save as due after ``done`` steps."""
+        setup, epoch_ended = self.setup, done % self.per_epoch == 0
+        free = setup.crew.world == 1 and setup.crew.device.type == "cpu"  # checking costs nothing
+        if done % setup.config.log_every == 0 or epoch_ended or free:
+            self._check(done, stop)
+        if epoch_ended:
+            self._end_epoch(done)
+        if done == self.total:
+            self._finish(done)
+            return
+        evaluate = self._evaluations.due(done, self.per_epoch)
+        save = self._saves.due(done, self.per_epoch)
+        if evaluate:
+            self._evaluate(done)
+        if save:
+            self._save(done)
+        if epoch_ended or evaluate or save:
+            self._restart_clock(done)
 
     def _check(self, done: int, stop: Stop) -> None:
-        """Look whether all is finite and nothing wants to stop, all processes together, and tell how far it is."""
-        parts = self.parts
-        found = parts.crew.gather((self.meter.fault(), stop.wanted, stop.late))
+        """Stop all ranks if a loss is not finite or an interrupt arrived; report progress."""
+        setup = self.setup
+        found = setup.crew.gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
         faults = [(*fault, rank) for rank, (fault, *_) in enumerate(found) if fault is not None]
         if faults:
-            self._give_up(*min(faults))
-        asked, late = (any(each) for each in list(zip(*found, strict=True))[1:])
-        if (asked or late) and done < self.total:
+            self._fail(*min(faults))
+        wanted, late = (any(each) for each in list(zip(*found, strict=True))[1:])
+        if (wanted or late) and done < self.total:
             self._save(done)
-            kind, why = (Interrupted, "") if asked else (OutOfTime, ", the time being over")
-            parts.crew.fail(kind(f"Stopped after step {done} of {self.total}{why}. {self._last_checkpoint()}"))
-        values = {**self.meter.means(reduce), "lr": self._lr(done - 1), "images_per_s": self._speed(done)}
-        parts.tell(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
-        if done % parts.config.log_every == 0:
-            parts.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
+            kind, why = (Interrupted, "") if wanted else (OutOfTime, ": the time limit is reached")
+            setup.crew.fail(kind(f"Stopped after step {done} of {self.total}{why}. {self._resume_hint()}"))
+        values = {**self.meter.means(all_reduce), "lr": self._lr(done - 1), "images_per_s": self._throughput(done)}
+        setup.on_event(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
+        if done % setup.config.log_every == 0:
+            setup.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
 
-    def _give_up(self, step: int, terms: list[str], rank: int) -> None:
-        where = f" on process {rank}" if self.parts.crew.world > 1 else ""
+    def _fail(self, step: int, terms: list[str], rank: int) -> None:
+        where = f" on rank {rank}" if self.setup.crew.world > 1 else ""
         error = Diverged(
             f"The loss is not finite since step {step} (epoch {step // self.per_epoch}){where}: {', '.join(terms)}. "
-            f"The learning rate was {self._lr(step):.3g}. Nothing was saved since. Try a smaller lr, a longer "
-            f"warmup_epochs, a smaller clip, or dtype=fp32. {self._last_checkpoint()}"
+            f"The learning rate was {self._lr(step):.3g}. Nothing was saved since. Reduce lr or clip, increase "
+            f"warmup_epochs, or use dtype=fp32. {self._resume_hint()}"
         )
-        self.parts.crew.fail(error)
+        self.setup.crew.fail(error)
 
     def _end_epoch(self, done: int) -> None:
-        means, epoch = self.meter.means(reduce), done // self.per_epoch - 1
-        values = {"lr": self._lr(done - 1), "images_per_s": self._speed(done), "seconds": self._clock()}
-        self.parts.log.write("epoch", step=done, epoch=epoch, losses=means, **values, **self._merged())
-        self.parts.tell(Event("epoch", done, self.total, {"epoch": epoch, **means, **values}))
+        means, epoch = self.meter.means(all_reduce), done // self.per_epoch - 1
+        values = {"lr": self._lr(done - 1), "images_per_s": self._throughput(done), "seconds": self._elapsed()}
+        self.setup.log.write("epoch", step=done, epoch=epoch, losses=means, **values, **self._merge_config())
+        self.setup.on_event(Event("epoch", done, self.total, {"epoch": epoch, **means, **values}))
         self.meter.reset()
-        self._tell_unreadable(done)
+        self._report_unreadable(done)
 
-    def _tell_unreadable(self, done: int) -> None:
-        """Say which pictures could not be read, as soon as somebody tried."""
-        parts = self.parts
-        skipped = [*parts.feed.skipped, *(parts.held.skipped if parts.held is not None else ())]
+    def _report_unreadable(self, done: int) -> None:
+        """Log images that turned out to be unreadable."""
+        setup = self.setup
+        skipped = [*setup.loader.skipped, *(setup.held_out.skipped if setup.held_out is not None else ())]
         if len(skipped) > self._unreadable:
             self._unreadable = len(skipped)
-            few = "; ".join(why for _, why in skipped[:3])
-            parts.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
-            parts.tell(Event("note", text=f"{len(skipped)} pictures cannot be read and are left out: {few}"))
+            setup.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
+            setup.note(f"Skipped {len(skipped)} unreadable images: {'; '.join(why for _, why in skipped[:3])}")
 
     def _evaluate(self, done: int) -> None:
-        """Evaluate, where there is something to evaluate on, and keep the model if it is the best so far."""
-        parts, config = self.parts, self.parts.config
-        if parts.held is None:
+        """Evaluate on the held-out data, and write the model if it is the best so far."""
+        setup = self.setup
+        if setup.held_out is None:
             return
-        if parts.crew.device.type == "cuda":
+        if setup.crew.device.type == "cuda":
             torch.cuda.synchronize()
-        count = parts.held.count
-        said = partial(self._said, count)
-        half = torch.bfloat16 if config.half else None
-        with parts.ema.applied() if parts.ema is not None else nullcontext():
-            found = evaluate(
-                self._model, parts.held, prepare=parts.augment.plain, batch=min(256, count), dtype=half,
-                look=0 if self._sharded else 256, seconds=0, progress=said,
+        count = setup.held_out.count
+        with setup.ema.applied() if setup.ema is not None else nullcontext():
+            found = evaluate_model(
+                setup.models.model, setup.held_out, prepare=setup.augment.plain, batch=min(256, count),
+                dtype=torch.bfloat16 if setup.config.half else None, look=0 if setup.sharded else 256, seconds=0,
+                progress=lambda seen: setup.on_event(Event("evaluating", seen * setup.crew.world, count)),
             )  # fmt: skip
-            self.evaluation = found
-            better = self.best is None or found.score >= self.best["score"]
-            if better:
-                self.best = {"score": found.score, "step": done}
-            parts.log.write("evaluation", step=done, epoch=done / self.per_epoch, score=found.score, **found.summary())
-            parts.tell(Event("evaluation", done, self.total, {"score": found.score, **found.summary()}))
-        if better:
-            self._write(BEST, done)
+        self.evaluation = found
+        values = {"score": found.score, **found.summary()}
+        setup.log.write("evaluation", step=done, epoch=done / self.per_epoch, **values)
+        setup.on_event(Event("evaluation", done, self.total, values))
+        if self.best is None or found.score >= self.best["score"]:
+            self.best = {"score": found.score, "step": done}
+            self._write_model(BEST, done)
 
-    def _said(self, count: int, done: int) -> None:
-        self.parts.tell(Event("evaluating", done * self.parts.crew.world, count))
+    # Files
 
-    def _write(self, name: str, done: int) -> None:
-        write = self._writer(done)
-        self.parts.crew.first_does(lambda: write(self._folder / name))
+    def _finish(self, done: int) -> None:
+        """Evaluate, write the model and save. Interrupts are ignored here, so that no run ends without its model."""
+        self._evaluate(done)
+        self._write_model(LAST, done)
+        self._save(done)
 
-    def _writer(self, done: int) -> Callable[[Path], None]:
-        """Give what writes the model as it is used: averaged weights, where they are averaged."""
-        parts = self.parts
-        states = full(self._model.state_dict() if parts.ema is None else parts.ema.tensors)
+    def _write_model(self, name: str, done: int) -> None:
+        write = self._model_writer(done)
+        self.setup.crew.first_does(lambda: write(self._folder / name))
+
+    def _model_writer(self, done: int) -> Callable[[Path], None]:
+        """Return a function that writes the model, with averaged weights if there are any, to a directory."""
+        setup = self.setup
+        model = setup.models.model
+        states = gather_full(model.state_dict() if setup.ema is None else setup.ema.tensors)
         trained: dict[str, Any] = {
             "step": done,
             "epochs": done / self.per_epoch,
-            "weights": "averaged" if parts.ema else "last",
+            "weights": "averaged" if setup.ema else "last",
         }
         if self.evaluation is not None:
             trained["evaluation"] = self.evaluation.summary()
-        labels = Labels(
-            parts.classes, parts.built.preprocessing, {**trained, **self._merged()}, parts.built.architecture
-        )
-        return lambda folder: write_model(folder, self._model, states, labels)
+        trained |= self._merge_config()
+        labels = Labels(setup.classes, setup.preprocessing, trained, setup.models.built.architecture)
+        return lambda folder: write_model(folder, model, states, labels)
 
     def _save(self, done: int) -> None:
-        parts = self.parts
+        setup = self.setup
         meta = {
             "step": done,
-            "processes": parts.crew.world,
+            "processes": setup.crew.world,
             "meter": self.meter.to_dict(),
             "best": self.best,
             "evaluation": None if self.evaluation is None else self.evaluation.score,
-            "seconds": self._clock(),
-            "examples": parts.feed.count,
-            "classes": parts.classes,
-            "data": parts.data,
+            "seconds": self._elapsed(),
+            "examples": setup.loader.count,
+            "classes": setup.classes,
+            "data": setup.data,
         }
-        model = None if self._sharded else self._writer(done)
-        path = parts.checkpoints.save(done, self.tensors(), meta, model)
+        model = None if setup.sharded else self._model_writer(done)
+        path = setup.checkpoints.save(done, self.tensors(), meta, model)
         if path is not None:
-            parts.tell(Event("saved", done, self.total, text=str(path)))
-
-    # Small things.
+            setup.on_event(Event("saved", done, self.total, text=str(path)))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give all that a checkpoint holds, by name: the tensors themselves."""
-        parts = self.parts
-        found = {f"learner.{name}": value for name, value in parts.learner.state_dict().items()}
-        found |= {f"optimizer.{name}": value for name, value in optimizer_tensors(parts.optimizer).items()}
-        averaged = {} if parts.ema is None else parts.ema.tensors
-        return found | {f"ema.{name}": value for name, value in averaged.items()}
-
-    @property
-    def _sharded(self) -> bool:
-        """Whether processes hold parts of the model, which nobody should have to hold whole."""
-        return self.parts.wrapped is self.parts.learner and self.parts.crew.world > 1
-
-    @property
-    def _model(self) -> nn.Module:
-        model: nn.Module = self.parts.learner.model  # type: ignore[assignment]
-        return model
+        """Return the tensors of a checkpoint (not copies) by name."""
+        setup = self.setup
+        tensors = {f"learner.{name}": value for name, value in setup.models.learner.state_dict().items()}
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(setup.optimizer).items()}
+        averaged = {} if setup.ema is None else setup.ema.tensors
+        return tensors | {f"ema.{name}": value for name, value in averaged.items()}
 
     @property
     def _folder(self) -> Path:
-        """The run's folder."""
-        return self.parts.checkpoints.folder.parent
+        return self.setup.config.folder
 
-    def _merged(self) -> dict[str, Any]:
-        return {} if self.parts.merging is None else {"merge": self.parts.merging.config}
+    def _merge_config(self) -> dict[str, Any]:
+        merging = self.setup.models.merging
+        return {} if merging is None else {"merge": merging.config}
 
-    def _speed(self, done: int) -> float:
-        """Pictures per second since the epoch began, or since the last evaluation or checkpoint in it."""
-        passed = max(time.perf_counter() - self._begun, 1e-9)
-        return (done - self._since) * (self.parts.config.batch_size or 0) / passed
+    def _restart_clock(self, done: int) -> None:
+        """Measure throughput from here: after an epoch, an evaluation or a checkpoint."""
+        self._timed_from, self._timed_step = time.perf_counter(), done
 
-    def _clock(self) -> float:
-        """Seconds of training, those before the last start included."""
+    def _throughput(self, done: int) -> float:
+        passed = max(time.perf_counter() - self._timed_from, 1e-9)
+        return (done - self._timed_step) * (self.setup.config.batch_size or 0) / passed
+
+    def _elapsed(self) -> float:
+        """Return the seconds of training, including those before a resume."""
         return self.seconds + time.perf_counter() - self._started
 
-    def _last_checkpoint(self) -> str:
-        steps = self.parts.checkpoints.steps()
+    def _resume_hint(self) -> str:
+        steps = self.setup.checkpoints.steps()
         if not steps:
             return "There is no checkpoint yet."
-        return f"Go on with resume=True (--resume) from {self.parts.checkpoints.path(steps[-1])}."
+        return f"Resume with resume=True (--resume) from {self.setup.checkpoints.path(steps[-1])}."

@@ -17,7 +17,7 @@ from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
 from vitrail.models.registry import model_config
 from vitrail.tokens import Role, TokenSpec
-from vitrail.training.config.config import Config
+from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_tokens
 from vitrail.training.input_size import adapted, own_form
 from vitrail.training.objective.teacher import expected_by

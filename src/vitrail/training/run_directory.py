@@ -1,12 +1,12 @@
-"""The folder of a run: what is where, and how a trained model is read back.
+"""The run directory: its files, and loading a trained model from it.
 
-    config.yaml                     everything that the run was asked for, resolved
-    log.jsonl                       a line for each epoch, each evaluation, each start
-    checkpoints/step-00001234/      what training goes on from; a model folder, too
-    last/, best/                    model folders: the weights after the last epoch, and at the best evaluation
+    config.yaml                     the resolved options
+    log.jsonl                       a line for each start, epoch and evaluation
+    checkpoints/step-00001234/      what training resumes from; also model directories
+    last/, best/                    model directories: after the last step, and at the best evaluation
 
-A model folder has ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes them, and
-``labels.json``: the names of the classes, what the model expects of a picture, and how it was trained.
+A model directory has ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes them, and
+``labels.json``: class names, preprocessing, and how the model was trained.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SHARDS = "shards"
 
 @dataclass(frozen=True)
 class Labels:
-    """What travels with a trained model.
+    """Metadata of a trained model.
 
     Attributes:
-        classes: names of the classes by column of labels.
-        preprocessing: what the model expects of a picture or an array.
-        trained: how it was trained, and how good it was at its evaluation.
-        architecture: what ``config.json`` says of a model that is not ours.
-        folder: where it was read from.
+        classes: class names by column of labels.
+        preprocessing: preprocessing of images or arrays.
+        trained: how it was trained, and its evaluation.
+        architecture: content of ``config.json`` for models of other libraries.
+        folder: directory that it was loaded from.
     """
 
     classes: dict[str, tuple[str, ...]]
@@ -58,13 +58,12 @@ class Labels:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: where it is, and how good the model was at the last evaluation.
+    """A finished run.
 
     Attributes:
-        folder: the run's folder.
-        evaluation: the last evaluation, without confusion tables where it was read back from the log; None where there
-            was nothing to evaluate on.
-        best: score and step of the best one.
+        folder: run directory.
+        evaluation: last evaluation, without confusion matrices if it was read from the log; None without held-out data.
+        best: score and step of the best evaluation.
     """
 
     folder: Path
@@ -73,44 +72,44 @@ class Run:
 
     @property
     def last(self) -> Path:
-        """The folder of the last model."""
+        """Directory of the last model."""
         return self.folder / LAST
 
     def load(self) -> tuple[nn.Module, Labels]:
-        """Load the last model, with the names of its classes."""
+        """Return the last model and its metadata."""
         return load_trained(self.last)
 
 
 def check_free(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that holds anything, unless it is a run that may be replaced."""
+    """Raise if a directory is not empty, unless it holds a run that may be overwritten."""
     is_run = (folder / SETTINGS).is_file()
     taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if taken and not (is_run and overwrite):
         if not is_run:
             raise TrainingError(
-                f"{folder} holds something that is no run, and nothing was changed; name another, out= (-o)"
+                f"{folder} is not empty and not a run directory; nothing was changed. Choose another one, out= (-o)"
             )
         raise TrainingError(
-            f"{folder} holds a run already, and nothing was changed. Go on with it by resume=True (--resume), begin "
-            "anew in its place by overwrite=True (--overwrite), or name another folder, out= (-o)"
+            f"{folder} already holds a run; nothing was changed. Resume it with resume=True (--resume), replace it "
+            "with overwrite=True (--overwrite), or choose another directory, out= (-o)"
         )
 
 
-def keep_to_itself(folder: Path, until: ExitStack) -> None:
-    """Make a run's folder, where it is not there, and keep it to this run until the end."""
+def lock(folder: Path, until: ExitStack) -> None:
+    """Create the run directory if needed, and lock it for this run until the stack closes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         until.enter_context(held(folder))
     except BlockingIOError as error:
         raise TrainingError(
-            f"{folder}: another run is at work there, and nothing was changed. Wait for it, or name another, out= (-o)"
+            f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
         ) from error
     except OSError as error:
-        raise _cannot_make(folder, error) from error
+        raise _cannot_create(folder, error) from error
 
 
 def claim(folder: Path, *, overwrite: bool) -> None:
-    """Make the folder of a new run, without what is left of an old one."""
+    """Create the directory of a new run, and remove the files of the run that it overwrites."""
     check_free(folder, overwrite=overwrite)
     try:
         if overwrite and folder.exists():
@@ -120,73 +119,72 @@ def claim(folder: Path, *, overwrite: bool) -> None:
                 (folder / name).unlink(missing_ok=True)
         (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot_make(folder, error) from error
+        raise _cannot_create(folder, error) from error
 
 
-def _cannot_make(folder: Path, error: OSError) -> TrainingError:
-    return TrainingError(f"{folder} could not be made ({error.strerror or error}); name another, out= (-o)")
+def _cannot_create(folder: Path, error: OSError) -> TrainingError:
+    return TrainingError(f"cannot create {folder} ({error.strerror or error}); choose another directory, out= (-o)")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
+    """Write a small file atomically."""
     try:
         write_whole(path, text.encode())
     except OSError as error:
-        raise TrainingError(f"{path} could not be written ({error.strerror or error})") from error
+        raise TrainingError(f"cannot write {path} ({error.strerror or error})") from error
 
 
 def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], labels: Labels) -> None:
-    """Write a model folder; ``states`` are the weights, which need not be those that the model has now."""
+    """Write a model directory with the weights ``states``, which may differ from the model's current ones."""
     expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
     values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
     library_of(labels.architecture).save(folder, model, states, labels.architecture, values)
 
 
 def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
-    """Load a trained model, in evaluation mode, with its labels: from a model folder, from a run, or by its name.
+    """Return a trained model in evaluation mode and its metadata, from a model or run directory or by name.
 
-    Of a run the best model is taken where there was an evaluation, and else the last; name ``RUN/last`` for that one.
+    For a run, this is the best model if there is one, and else the last; ``RUN/last`` is always the last.
     """
     folder = model_of(named(path))
-    model, told = load_saved(folder), saved_library(folder).describe(read_config(folder))
+    model, architecture = load_saved(folder), saved_library(folder).describe(read_config(folder))
     values = read_labels(folder)
     expects = values.get("preprocessing")
     preprocessing = InputSpec.from_dict(expects) if expects else expected_by(model)
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
-    return model, Labels(classes, preprocessing, values.get("trained", {}), told, folder)
+    return model, Labels(classes, preprocessing, values.get("trained", {}), architecture, folder)
 
 
 def model_of(path: Path) -> Path:
-    """Find the model in a folder; of a run that has none yet, say so."""
+    """Return the model directory in a directory; raise if there is none."""
     try:
         return model_folder(path)
     except ModelLoadError:
         if (path / SETTINGS).is_file():
             folders = sorted((path / CHECKPOINTS).glob(f"step-*/{CONFIG}"))
-            kept = f"; its newest checkpoint is {folders[-1].parent}, a model, too" if folders else ""
+            kept = f"; its newest checkpoint, {folders[-1].parent}, can be loaded" if folders else ""
             raise ModelLoadError(
-                f"{path} is a run that has no model yet{kept}. If nobody trains it now, go on with it by resume=True "
-                "(--resume)"
+                f"{path} is a run without a model yet{kept}. If it was interrupted, use resume=True (--resume)"
             ) from None
         if (path / SHARDS).is_dir():
             raise ModelLoadError(
-                f"{path} is a checkpoint of several processes that held a part of the model each; use {LAST} of the "
-                "run, or go on with it by resume=True (--resume)"
+                f"{path} is a sharded checkpoint, not a model; use the run's {LAST}/, or resume it with resume=True "
+                "(--resume)"
             ) from None
         raise
 
 
 def last_evaluation(folder: Path) -> Evaluation | None:
-    """Read a run's last evaluation back from its log; None where there was none. The log has no confusion tables."""
+    """Return a run's last evaluation from its log, without confusion matrices; None if there was none."""
     lines = read_log(folder / LOG, "evaluation") if (folder / LOG).is_file() else []
     if not lines:
         return None
-    last = {name.name: lines[-1][name.name] for name in fields(Evaluation) if name.name in lines[-1]}
+    last = {field.name: lines[-1][field.name] for field in fields(Evaluation) if field.name in lines[-1]}
     columns = read_labels(model_of(folder / LAST)).get("classes", {})
-    own = [names for column, names in columns.items() if f"task.{column}" not in last["calibration"]]
+    single = [names for column, names in columns.items() if f"task.{column}" not in last["calibration"]]
     last["classes"] = {
-        answer: tuple(columns[answer.removeprefix("task.")] if answer.startswith("task.") else own[0])
-        for answer in last["calibration"]
+        name: tuple(columns[name.removeprefix("task.")] if name.startswith("task.") else single[0])
+        for name in last["calibration"]
     }
     if last.get("disagreement") is not None:
         heads = last["disagreement"]
@@ -195,8 +193,8 @@ def last_evaluation(folder: Path) -> Evaluation | None:
     return Evaluation(**{**last, "confusion": {}, "notes": tuple(last.get("notes", ()))})
 
 
-def full(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put together what several processes hold parts of, on the host; all of them call it. The rest stays as it is."""
+def gather_full(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with sharded ones gathered on the host; every rank must call it."""
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():

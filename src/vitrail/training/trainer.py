@@ -1,11 +1,12 @@
-"""``train``: from a config to a run. Everything that can be wrong is found before anything is written."""
+"""``train``: from a config to a finished run. Everything is checked before anything is written."""
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import torch
 
 from vitrail._distributed import Crew, joined
 from vitrail.errors import InvalidOption
-from vitrail.training.config.config import Config
-from vitrail.training.data_warnings import remarks
-from vitrail.training.log import Event, Tell, board_writer, nobody
+from vitrail.training.config import OPTIONS, Config
+from vitrail.training.data_warnings import data_notes
+from vitrail.training.log import Event, OnEvent, ignore_event, tensorboard_writer
 from vitrail.training.loop import Loop
-from vitrail.training.parts import Parts
-from vitrail.training.resume import go_on, processes, resumed
-from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, keep_to_itself, write_text
-from vitrail.training.setup import Made, assemble, make_parts, open_data
+from vitrail.training.resume import load_checkpoint, resume_config
+from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, lock, write_text
+from vitrail.training.setup import Models, Setup, make_models, make_setup, open_data
 
 
 def train(
@@ -29,150 +29,142 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     seconds: float | None = None,
-    tell: Tell | None = None,
-    **given: Any,
+    on_event: OnEvent | None = None,
+    **options: Any,
 ) -> Run:
     """Train a model.
 
     >>> run = train(data="photos", model="vit_tiny_patch16", preset="tiny")  # doctest: +SKIP
     >>> run.evaluation.accuracy["fused"]  # doctest: +SKIP
 
-    Under ``torchrun`` the processes train together; the result is the same as that of one.
+    Under ``torchrun`` all ranks train together, with the same result as one.
 
     Args:
-        config: what to do; or its fields by name.
-        resume: go on with the run in ``out``. What it was started with is read from there; fields that decide what is
-            computed cannot change, those that decide where and how can.
-        overwrite: begin anew where there is a run already.
-        seconds: stop with a checkpoint when so many are over (`OutOfTime`), at the next line of the log or end of an
-            epoch; ``resume`` goes on.
-        tell: called with each `Event`, in the first process alone.
+        config: the training configuration; alternatively its options by name.
+        resume: resume the run in ``out``, with its saved config. Options that affect the result cannot change.
+        overwrite: replace the run in ``out``.
+        seconds: time limit: stop with a checkpoint (`OutOfTime`) at the next log line or end of an epoch.
+        on_event: called with each `Event` on rank 0.
+        options: options of `Config`; these take precedence over ``config``.
     """
-    until = _until(seconds)
+    if "tell" in options:
+        warnings.warn("train(tell=…) is deprecated; use on_event", DeprecationWarning, stacklevel=2)
+        on_event = options.pop("tell")
+    until = _deadline(seconds)
     if resume and overwrite:
-        raise InvalidOption("resume goes on with a run and overwrite replaces it; give one of them")
+        raise InvalidOption("resume continues a run and overwrite replaces it; give one of them")
     if config is not None:
-        given = {**_changed(config), **given}
-    with joined(given.get("device")) as crew:
-        asked = crew.together(lambda: resumed(given) if resume else Config.from_dict(given))
-        return _train(asked, crew, resume, overwrite, (tell or nobody) if crew.first else nobody, until)
+        options = {**_changed(config), **options}
+    with joined(options.get("device")) as crew:
+        requested = crew.together(lambda: resume_config(options) if resume else Config.from_dict(options))
+        return _train(requested, crew, resume, overwrite, on_event if on_event and crew.first else ignore_event, until)
 
 
-def _until(seconds: float | None) -> float:
-    """Say when a run that begins now is to stop."""
+def _deadline(seconds: float | None) -> float:
     if seconds is None:
         return math.inf
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise InvalidOption(f"seconds is how long to train, a number above 0, or None for no limit; got {seconds!r}")
+        raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
     return time.monotonic() + seconds
 
 
-def _train(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell, until: float) -> Run:
-    before = torch.get_float32_matmul_precision()
+def _changed(config: Config) -> dict[str, Any]:
+    """Return the options of a config that differ from their defaults."""
+    default = Config(data=config.data)
+    values = {name: getattr(config, name) for name in OPTIONS}
+    return {name: value for name, value in values.items() if name == "data" or value != getattr(default, name)}
+
+
+def _train(config: Config, crew: Crew, resume: bool, overwrite: bool, on_event: OnEvent, until: float) -> Run:
+    precision = torch.get_float32_matmul_precision()
     if crew.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    loop, stack = None, ExitStack()
-    try:
-        loop, start = prepare(asked, crew, resume, overwrite, tell, stack)
+    with ExitStack() as stack:
+        stack.callback(torch.set_float32_matmul_precision, precision)
+        loop, start = _prepare(config, crew, resume, overwrite, on_event, stack)
         return loop.run(start, until)
-    finally:
-        torch.set_float32_matmul_precision(before)
-        if loop is not None:
-            loop.parts.log.close()
-            for feed in (loop.parts.feed, loop.parts.held):
-                if feed is not None:
-                    feed.close()
-        stack.close()
 
 
-def prepare(asked: Config, crew: Crew, resume: bool, overwrite: bool, tell: Tell, stack: ExitStack) -> tuple[Loop, int]:
-    """Check everything, then make the run's folder and all that the loop needs; give it with its first step.
+def _prepare(
+    requested: Config, crew: Crew, resume: bool, overwrite: bool, on_event: OnEvent, stack: ExitStack
+) -> tuple[Loop, int]:
+    """Check everything, then create the run directory; return the loop and its first step.
 
-    The folder is kept to this run until the stack is closed.
+    The stack unlocks the run directory and closes log and data loaders.
     """
-    examples, held = crew.together(lambda: open_data(asked))
-    config = asked.resolved(len(examples), cuda=crew.device.type == "cuda")
+    dataset, held = crew.together(lambda: open_data(requested))
+    config = requested.resolved(len(dataset), cuda=crew.device.type == "cuda")
     folder = config.folder
 
-    def check() -> Made:
-        _check_batch(config, crew, len(examples))
+    def check() -> Models:
+        _check_batch_size(config, crew, len(dataset))
         if config.tensorboard:
-            board_writer()
+            tensorboard_writer()
         if config.graphs and (crew.world > 1 or crew.device.type != "cuda"):
-            here = f"{crew.world} {processes(crew.world)} on {crew.device.type}"
-            raise InvalidOption(f"graphs=True needs one process on a GPU, and this run has {here}; leave it out")
+            raise InvalidOption(f"graphs=True needs a single rank on CUDA; got {crew.world} on {crew.device.type}")
         if not resume:
             check_free(folder, overwrite=overwrite)
-        return assemble(config, examples.classes, crew)
+        return make_models(config, dataset.classes, crew)
 
-    built, teacher, learner, merging, r = crew.together(check)
-    config = replace(config, image_size=built.preprocessing.size[0] if built.preprocessing.size else None)
+    models = crew.together(check)
+    size = models.built.preprocessing.size
+    config = replace(config, image_size=size[0] if size else None)
     config = replace(config, side=config.side or config.image_size)
-    parts = crew.together(lambda: make_parts(config, crew, examples, held, (built, teacher, learner, merging, r), tell))
-    loop = Loop(parts)
-    crew.first_does(lambda: _take(folder, resume, overwrite, stack))
-    start = go_on(loop, len(examples)) if resume else 0
+    setup = crew.together(lambda: make_setup(config, crew, dataset, held, models, on_event))
+    directory = stack.enter_context(ExitStack())
+    for opened in (setup.log, setup.loader, setup.held_out):
+        if opened is not None:
+            stack.callback(opened.close)
+    loop = Loop(setup)
+    crew.first_does(lambda: _create_directory(folder, resume, overwrite, directory))
+    start = load_checkpoint(loop, len(dataset)) if resume else 0
     crew.first_does(lambda: write_text(folder / SETTINGS, config.to_yaml()))
-    parts.log.trim(start)
+    setup.log.trim(start)
     crew.barrier()
-    _introduce(parts, start, loop.total)
-    for text in remarks(config, examples, held):
-        parts.log.write("note", step=start, text=text)
-        tell(Event("note", text=text))
+    _introduce(setup, start, loop.total)
+    for text in data_notes(config, dataset, held):
+        setup.log.write("note", step=start, text=text)
+        setup.note(text)
     return loop, start
 
 
-def _take(folder: Path, resume: bool, overwrite: bool, stack: ExitStack) -> None:
-    keep_to_itself(folder, stack)
+def _create_directory(folder: Path, resume: bool, overwrite: bool, stack: ExitStack) -> None:
+    lock(folder, stack)
     if not resume:
         claim(folder, overwrite=overwrite)
 
 
-def _introduce(parts: Parts, start: int, total: int) -> None:
-    config, held = parts.config, 0 if parts.held is None else parts.held.count
-    classes = ", ".join(f"{name}: {len(names)} classes" for name, names in parts.classes.items()) or "no labels"
-    weights = sum(weight.numel() for weight in parts.built.model.parameters())
-    told = {
-        "pictures": parts.feed.count,
-        "held_out": held,
-        "parameters": weights,
-        "steps": total,
-        "model": config.model,
-    }
-    parts.log.write("setting", step=start, classes={name: len(names) for name, names in parts.classes.items()}, **told)
-    evaluated = f", {held:,} to evaluate on" if held else ""
+def _introduce(setup: Setup, start: int, total: int) -> None:
+    """Log and report the size of data, model and run."""
+    config, held = setup.config, 0 if setup.held_out is None else setup.held_out.count
+    counts = {name: len(names) for name, names in setup.classes.items()}
+    parameters = sum(weight.numel() for weight in setup.models.model.parameters())
+    setup.log.write(
+        "setting", step=start, classes=counts, pictures=setup.loader.count, held_out=held, parameters=parameters,
+        steps=total, model=config.model,
+    )  # fmt: skip
+    classes = ", ".join(f"{name}: {count} classes" for name, count in counts.items()) or "no labels"
     text = (
-        f"{parts.feed.count:,} pictures to learn from{evaluated} ({classes}); {config.model} with "
-        f"{weights / 1e6:.3g} M parameters; {config.epochs} epochs of {total // (config.epochs or 1)} steps, "
-        f"{config.batch_size} pictures each"
+        f"{setup.loader.count:,} training images{f', {held:,} held out' if held else ''} ({classes}); {config.model} "
+        f"with {parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {total // (config.epochs or 1)} steps, "
+        f"batch size {config.batch_size}"
     )
-    parts.tell(Event("start", text=text))
+    setup.on_event(Event("start", text=text))
     if start >= total:
-        parts.tell(Event("note", text=f"All {total} steps were done already; there is nothing left to train."))
+        setup.note(f"All {total} steps are done; there is nothing left to train.")
     elif config.compile not in (None, "off"):
-        wait = "up to a minute on a GPU" if parts.crew.device.type == "cuda" else "up to some minutes on a CPU"
-        parts.tell(Event("note", text=f"The first steps compile (--compile {config.compile}), {wait}."))
+        wait = "up to a minute on a GPU" if setup.crew.device.type == "cuda" else "up to some minutes on a CPU"
+        setup.note(f"The first steps compile (--compile {config.compile}), {wait}.")
 
 
-def _changed(config: Config) -> dict[str, Any]:
-    """Give the fields of a config that are not at their defaults."""
-    plain = Config(data=config.data)
-    return {
-        each.name: getattr(config, each.name)
-        for each in fields(config)
-        if each.name == "data" or getattr(config, each.name) != getattr(plain, each.name)
-    }
-
-
-def _check_batch(config: Config, crew: Crew, count: int) -> None:
-    parts = crew.world * config.accumulate
-    even = 2 if (config.mixup or config.cutmix) else 1
+def _check_batch_size(config: Config, crew: Crew, count: int) -> None:
     batch = config.batch_size or 0
     if batch > count:
-        raise InvalidOption(f"batch_size={batch} is more than the {count} pictures to learn from; choose a smaller one")
-    if batch % (parts * even):
-        pairs = ", each an even number of pictures, as they are mixed in pairs" if even == 2 else ""
+        raise InvalidOption(f"batch_size={batch} exceeds the {count} training images; reduce it")
+    pairs = 2 if (config.mixup or config.cutmix) else 1
+    divisor = crew.world * config.accumulate * pairs
+    if batch % divisor:
         raise InvalidOption(
-            f"batch_size={batch} cannot be shared out among {crew.world} {processes(crew.world)} and "
-            f"accumulate={config.accumulate} parts{pairs}; choose a multiple of {parts * even}"
+            f"batch_size={batch} is not divisible by {divisor}: world size {crew.world} × accumulate "
+            f"{config.accumulate}{' × 2, as images are mixed in pairs' if pairs == 2 else ''}"
         )

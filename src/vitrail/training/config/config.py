@@ -1,175 +1,252 @@
-"""Everything that a training run is asked for, as one frozen object that YAML can hold."""
+"""The training configuration: every option, declared once."""
+# ruff: noqa: RUF009 (`option` returns a dataclass field)
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec
-from vitrail.training.config.checks import check_together, check_value
+from vitrail.training.config._yaml import read_yaml, to_yaml
+from vitrail.training.config.checks import check_combinations
+from vitrail.training.config.options import (
+    Kind,
+    Option,
+    choice,
+    flag,
+    integer,
+    mapping,
+    number,
+    option,
+    options_of,
+    sizes,
+    suggest,
+    text,
+)
 from vitrail.training.config.presets import PRESETS, batch_for, ema_for, lr_for
-from vitrail.training.config.syntax import MergePlan, nearest, read_every, read_merge
+from vitrail.training.config.syntax import MergePlan, read_interval, read_merge
+
+DATA, MODEL, OBJECTIVE, RECIPE, MACHINE, OUTPUT = "Data", "Model", "Objective", "Recipe", "Machine", "Output"
+
+DISTILLATION_WEIGHTS = {"hard": 0.5, "soft": 0.1, "features": 0.5}
+"""Default weight of the teacher's loss by kind of distillation; the first two are DeiT's."""
+
+
+def _parse_data(value: Any) -> Any:
+    if isinstance(value, str) and not value:
+        raise ValueError
+    return value
+
+
+def _parse_validation(value: Any) -> Any:
+    if isinstance(value, str):
+        if value.lower() in ("none", ""):
+            return None
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, int | float) and (isinstance(value, bool) or not 0 < value < 1):
+        raise ValueError
+    return value
+
+
+def _parse_tasks(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    return tuple(value)
+
+
+def _parse_tokens(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _parse_compile(value: Any) -> Any:
+    if isinstance(value, bool):  # as YAML reads on and off
+        return "whole" if value else "off"
+    return _COMPILE.parse("augment" if value == "pictures" else value)  # its name before 0.3
+
+
+def _parse_interval(value: Any) -> Any:
+    read_interval(value)
+    return value
+
+
+_COMPILE = choice("whole", "blocks", "augment", "off")
+_INTERVAL = Kind("a number of epochs, or text such as '2 epochs' or '200 steps'", "EVERY", _parse_interval)
 
 
 @dataclass(frozen=True)
 class Config:
-    """A training run. ``None`` is derived: from the preset, the model, the data or the machine.
-
-    The data:
-
-    - ``data``: what `open_examples` takes: a folder of class folders, parquet files, ``hf:OWNER/NAME``,
-      ``torchvision:NAME:ROOT``, shards; from Python also a torch data set of (picture, label), `Examples`, `Arrays`.
-    - ``validation``: the same, or a share that is held out of the training data, or None for no evaluation.
-    - ``labels``: the column of classes, where there are several and no tasks. ``tasks``: several columns to learn.
-    - ``share``: of the training data that is used, after holding out. ``side``: pixels that pictures are kept at.
-    - ``keep_data``: on the ``device`` (or in memory), by ``workers``, or ``auto``. ``max_unreadable``: the share of
-      pictures that may be skipped because they cannot be read.
-
-    The model and what it learns:
-
-    - ``model``: one of `vitrail.models.list_models`, ``timm:NAME``, ``hf:REPO-OR-FOLDER``, or the folder of a run or
-      a model, to go on from it. ``options``: more of the model's own options. ``pretrained``: begin with the
-      library's weights.
-    - ``tokens``: ``"cls,distillation,register=4"`` or specs, for our models. ``heads``: where tasks are given and
-      tokens are not, a token for each (``"tokens"``), or one class token with a head for each (``"shared"``).
-    - ``weighting``: of tasks, ``"fixed"`` (with ``task_weights``) or ``"uncertainty"``.
-    - ``teacher``: a model to learn from, by name or folder; ``distillation``: ``hard``, ``soft`` or ``features``, with
-      ``distillation_weight`` and, for soft, ``temperature``; ``feature_weight`` puts features beside hard or soft.
-    - ``merge``: merging while training, ``"r=8,from_epoch=0,over_epochs=5"`` or a mapping.
-    - ``recipe``: ``"labels"``, or ``"dino"``, which learns without them and takes ``recipe_options`` (those of
-      `SelfLearner`). With ``labels="none"`` it is not evaluated either; else, by nearest neighbours.
-
-    The recipe: ``epochs``, ``batch_size`` (over all processes), ``accumulate`` (parts that a batch is computed in),
-    ``optimizer`` (``adamw``, or ``muon``, which moves hidden layers by orthogonal matrices), ``lr``, ``min_lr`` (share
-    of it at the end), ``weight_decay``, ``warmup_epochs``, ``clip`` (norm of gradients; 0 for none), ``ema`` (decay; 0
-    for none), ``drop_path``, ``smoothing``, ``mixup``, ``cutmix``, ``mixing`` (share of the pictures that either is
-    done to), ``augment``, ``crop_min``, ``erasing``, ``plain_epochs`` (so many last ones show pictures as evaluation
-    does, flipped at most: nothing is cropped, coloured or mixed), ``repeats``, ``seed``.
-
-    The machine: ``device``, ``dtype`` (``bf16`` is autocast; with ``bf16-weights`` all that the model computes is bf16,
-    and weights are rounded for each step from float32 ones), ``compile`` (``whole``, ``blocks``, ``pictures``: only
-    what augments them, which the others do too, or ``off``), ``graphs`` (record a step as a CUDA graph and replay it;
-    by default where one process trains on a GPU), ``shard`` (``ddp``, or ``fsdp`` for what one device cannot hold),
-    ``workers``.
-
-    The files: ``out``, ``evaluate_every`` and ``save_every`` (epochs, or ``"200 steps"``), ``keep`` (checkpoints),
-    ``log_every`` (steps), ``tensorboard``.
+    """A training run. Options that are None are derived from the preset, the model, the data or the machine.
 
     >>> Config(data="photos", preset="tiny").resolved(1000).batch_size
     64
     """
 
-    data: Any
-    model: str = "vit_tiny_patch16"
-    out: str | None = None
-    preset: str = "small"
-    validation: Any = 0.1
-    labels: str | None = None
-    tasks: tuple[str, ...] = ()
-    share: float = 1.0
-    side: int | None = None
-    keep_data: str = "auto"
-    max_unreadable: float = 0.01
+    data: Any = option(
+        DATA, Kind("a path or a dataset", "DATA", _parse_data), MISSING, resumable=True,
+        help="Training data: a folder with one subfolder per class, parquet files, shards (wds:…), hf:OWNER/NAME, "
+        "torchvision:NAME:ROOT; from Python also a dataset or `Arrays`.",
+    )  # fmt: skip
+    validation: Any = option(
+        DATA, Kind("a fraction between 0 and 1, data, or none", "DATA", _parse_validation), 0.1, resumable=True,
+        help="Held-out data, the fraction of the training data to hold out, or none for no evaluation.",
+    )  # fmt: skip
+    labels: str | None = option(
+        DATA, text("COLUMN"), None, "Column with the class labels; none (with recipe=dino) ignores labels."
+    )
+    tasks: tuple[str, ...] = option(
+        DATA, Kind("column names separated by commas", "COLUMNS", _parse_tasks), (), "Columns to learn as tasks."
+    )
+    share: float = option(DATA, number(0, 1, above=True), 1.0, "Fraction of the training data to use.")
+    side: int | None = option(DATA, integer(1), None, "Size in pixels at which decoded images are kept.")
+    keep_data: str = option(
+        DATA, choice("auto", "device", "workers"), "auto", resumable=True,
+        help="Decode once and keep images in memory (device), or read them with workers.",
+    )  # fmt: skip
+    max_unreadable: float = option(
+        DATA, number(0, 1), 0.01, "Fraction of images that may be unreadable.", resumable=True
+    )
 
-    options: dict[str, Any] = field(default_factory=dict)
-    pretrained: bool | None = None
-    image_size: Any = None
-    patch_size: int | tuple[int, ...] | None = None
-    tokens: Any = None
-    heads: str = "tokens"
-    weighting: str = "fixed"
-    task_weights: dict[str, float] = field(default_factory=dict)
-    teacher: str | None = None
-    distillation: str | None = None
-    distillation_weight: float | None = None
-    temperature: float | None = None
-    feature_weight: float = 0.0
-    merge: Any = None
-    recipe: str = "labels"
-    recipe_options: dict[str, Any] = field(default_factory=dict)
+    model: str = option(
+        MODEL, text("MODEL"), "vit_tiny_patch16",
+        help="A Vitrail model, timm:NAME, hf:REPO, or a run or model directory to fine-tune.",
+    )  # fmt: skip
+    options: dict[str, Any] = option(MODEL, mapping(), {}, "More options of the model's constructor.")
+    pretrained: bool | None = option(MODEL, flag(), None, "Start from the library's pretrained weights.")
+    image_size: Any = option(MODEL, sizes(), None, "Input size in pixels.")
+    patch_size: int | tuple[int, ...] | None = option(MODEL, sizes(), None, "Patch size in pixels.")
+    tokens: Any = option(
+        MODEL, Kind("text such as 'cls,register=4', or token specs", "TOKENS", _parse_tokens), None,
+        help="Special tokens of a Vitrail model, such as cls,distillation,register=4.",
+    )  # fmt: skip
+    heads: str = option(
+        MODEL, choice("tokens", "shared"), "tokens", "One token per task, or one class token shared by all tasks."
+    )
+    weighting: str = option(OBJECTIVE, choice("fixed", "uncertainty"), "fixed", "Fixed or learned task weights.")
+    task_weights: dict[str, float] = option(OBJECTIVE, mapping(), {}, "Fixed weight of each task.")
+    teacher: str | None = option(
+        OBJECTIVE, text("MODEL"), None, "Teacher model: a run directory, timm:NAME or hf:REPO.", resumable=True
+    )
+    distillation: str | None = option(
+        OBJECTIVE, choice("hard", "soft", "features"), None, "What to learn from the teacher; hard by default."
+    )
+    distillation_weight: float | None = option(
+        OBJECTIVE, number(0, 1, above=True), None, "Weight of the teacher's loss; 0.5, or 0.1 for soft, by default."
+    )
+    temperature: float | None = option(
+        OBJECTIVE, number(0, above=True), None, "Temperature of soft distillation; 3 by default."
+    )
+    feature_weight: float = option(
+        OBJECTIVE, number(0), 0.0, "Weight of a feature loss in addition to hard or soft distillation."
+    )
+    merge: Any = option(
+        OBJECTIVE, Kind("text such as 'r=8,over_epochs=10', or a mapping", "MERGE", read_merge), None,
+        help="Merge tokens during training, such as r=8,from_epoch=0,over_epochs=10.",
+    )  # fmt: skip
+    recipe: str = option(
+        OBJECTIVE, choice("labels", "dino"), "labels", "Learn from labels, or without them by self-distillation."
+    )
+    recipe_options: dict[str, Any] = option(
+        OBJECTIVE, mapping(), {}, "Options of recipe=dino, such as {prototypes: 1024, patches: 1}."
+    )
 
-    epochs: int | None = None
-    batch_size: int | None = None
-    accumulate: int = 1
-    optimizer: str = "adamw"
-    lr: float | None = None
-    min_lr: float = 0.01
-    weight_decay: float | None = None
-    warmup_epochs: int | None = None
-    clip: float = 1.0
-    ema: float | None = None
-    drop_path: float | None = None
-    smoothing: float | None = None
-    mixup: float | None = None
-    cutmix: float | None = None
-    mixing: float = 1.0
-    augment: str | None = None
-    crop_min: float | None = None
-    erasing: float | None = None
-    plain_epochs: int = 0
-    repeats: int | None = None
-    seed: int = 0
+    preset: str = option(RECIPE, choice(*PRESETS), "small", "Defaults for the recipe.")
+    epochs: int | None = option(RECIPE, integer(1), None, "Number of epochs.")
+    batch_size: int | None = option(RECIPE, integer(1), None, "Global batch size, over all ranks.")
+    accumulate: int = option(
+        RECIPE, integer(1), 1, "Gradient accumulation: parts that a batch is computed in.", resumable=True
+    )
+    optimizer: str = option(RECIPE, choice("adamw", "muon"), "adamw", "Optimizer; muon updates hidden layers.")
+    lr: float | None = option(RECIPE, number(0, above=True), None, "Peak learning rate.")
+    min_lr: float = option(RECIPE, number(0, 1), 0.01, "Final learning rate as a fraction of the peak.")
+    weight_decay: float | None = option(RECIPE, number(0), None, "Weight decay.")
+    warmup_epochs: int | None = option(RECIPE, integer(0), None, "Epochs of linear warm-up.")
+    clip: float = option(RECIPE, number(0), 1.0, "Maximum gradient norm; 0 disables clipping.")
+    ema: float | None = option(RECIPE, number(0, 1, below=True), None, "Decay of the weights' EMA; 0 disables it.")
+    drop_path: float | None = option(
+        RECIPE, number(0, 1, below=True), None, "Drop path (stochastic depth) rate of the last block."
+    )
+    smoothing: float | None = option(RECIPE, number(0, 1, below=True), None, "Label smoothing.")
+    mixup: float | None = option(RECIPE, number(0), None, "Mixup alpha; 0 disables it.")
+    cutmix: float | None = option(RECIPE, number(0), None, "CutMix alpha; 0 disables it.")
+    mixing: float = option(RECIPE, number(0, 1), 1.0, "Fraction of images to which Mixup or CutMix applies.")
+    augment: str | None = option(
+        RECIPE, choice("none", "flip", "light", "medium", "strong"), None, "Strength of the augmentation."
+    )
+    crop_min: float | None = option(
+        RECIPE, number(0, 1, above=True), None, "Smallest area of a random crop, as a fraction of the image."
+    )
+    erasing: float | None = option(RECIPE, number(0, 1), None, "Probability of random erasing.")
+    plain_epochs: int = option(RECIPE, integer(0), 0, "Final epochs without augmentation and mixing, except for flips.")
+    repeats: int | None = option(RECIPE, integer(1), None, "Repeated augmentation: views of an image per batch.")
+    seed: int = option(RECIPE, integer(0), 0, "Random seed.")
 
-    device: str | None = None
-    dtype: str | None = None
-    compile: str | None = None
-    graphs: bool | None = None
-    shard: str = "ddp"
-    workers: int | None = None
+    device: str | None = option(
+        MACHINE, choice("cpu", "cuda"), None, "Device; CUDA if available by default.", resumable=True
+    )
+    dtype: str | None = option(
+        MACHINE, choice("fp32", "bf16", "bf16-weights"), None,
+        help="float32, bfloat16 autocast (default on CUDA), or bfloat16 throughout with float32 master weights.",
+    )  # fmt: skip
+    compile: str | None = option(
+        MACHINE, replace(_COMPILE, parse=_parse_compile), None, resumable=True,
+        help="Compile the whole step, the model's blocks, only the augmentation, or nothing.",
+    )  # fmt: skip
+    graphs: bool | None = option(
+        MACHINE, flag(), None, "Capture the step as a CUDA graph; default on a single GPU.", resumable=True
+    )
+    shard: str = option(
+        MACHINE, choice("ddp", "fsdp"), "ddp", "Data parallel, or fully sharded for large models.", resumable=True
+    )
+    workers: int | None = option(MACHINE, integer(0), None, "Data loader workers.", resumable=True)
 
-    evaluate_every: Any = None
-    save_every: Any = None
-    keep: int = 2
-    log_every: int = 50
-    tensorboard: bool = False
+    out: str | None = option(OUTPUT, text("DIR"), None, "Run directory.", short="-o", resumable=True)
+    evaluate_every: Any = option(
+        OUTPUT, _INTERVAL, None, "Evaluation interval; 20 evaluations per run by default.", resumable=True
+    )
+    save_every: Any = option(
+        OUTPUT, _INTERVAL, None, "Checkpoint interval; 20 checkpoints per run by default.", resumable=True
+    )
+    keep: int = option(OUTPUT, integer(1), 2, "Checkpoints to keep.", resumable=True)
+    log_every: int = option(OUTPUT, integer(1), 50, "Steps between log lines.", resumable=True)
+    tensorboard: bool = option(OUTPUT, flag(), False, "Also log to TensorBoard.", resumable=True)
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "tokens"):
-            value = getattr(self, name)
-            if name == "tasks" and isinstance(value, str):
-                value = [part.strip() for part in value.split(",") if part.strip()]
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-        if isinstance(self.validation, str) and self.validation.lower() in ("none", ""):
-            object.__setattr__(self, "validation", None)
-        for each in fields(self):
-            if getattr(self, each.name) is None and each.default not in (None, MISSING) and each.name != "validation":
-                raise InvalidOption(f"{each.name} is empty; give a value, or leave it out for {each.default!r}")
-            object.__setattr__(self, each.name, check_value(each.name, getattr(self, each.name)))
-        object.__setattr__(self, "merge", read_merge(self.merge))
-        for name in ("evaluate_every", "save_every"):
-            if getattr(self, name) is not None:
-                read_every(name, getattr(self, name))
-        check_together(self)
+        for name, declared in OPTIONS.items():
+            object.__setattr__(self, name, declared.check(getattr(self, name)))
+        check_combinations(self)
 
     @property
     def own(self) -> bool:
-        """Whether the model is one of ours, built by name."""
+        """Whether ``model`` names a Vitrail model."""
         return self.model in MODELS
 
     @property
     def half(self) -> bool:
-        """Whether bf16 is computed in, one way or the other."""
+        """Whether the model computes in bfloat16."""
         return self.dtype in ("bf16", "bf16-weights")
 
     @property
     def folder(self) -> Path:
-        """Where the run is written."""
+        """Run directory."""
         name = self.model.replace(":", "-").replace("/", "-").strip(".-")
         return Path(self.out) if self.out else Path("runs") / f"{name}-{self.preset}"
 
     def resolved(self, count: int, *, cuda: bool = False) -> Config:
-        """Fill in everything that the preset, the number of training pictures and the machine decide."""
+        """Return a config with every option that preset, number of training samples and machine decide filled in."""
         preset = PRESETS[self.preset]
         values = {name: preset[name] for name in preset if getattr(self, name) is None and name not in ("lr", "ema")}
         if not self.own:
             values.update(image_size=self.image_size, patch_size=self.patch_size)
-        repeats = self.repeats or preset["repeats"]
-        batch = self.batch_size or batch_for(self.preset, count, repeats)
+        batch = self.batch_size or batch_for(self.preset, count, self.repeats or preset["repeats"])
         epochs = self.epochs or preset["epochs"]
         if self.warmup_epochs is None:
             values["warmup_epochs"] = min(preset["warmup_epochs"], epochs // 5)
@@ -177,83 +254,75 @@ class Config:
             values["ema"] = preset["ema"] if preset["ema"] == 0 else ema_for(epochs * max(count // batch, 1))
         if self.recipe != "labels":
             values.update(dict.fromkeys(("mixup", "cutmix", "smoothing"), 0.0))
-            values["crop_min"] = self.crop_min or 0.4  # large views show much; small ones are cut by the recipe
-        now_and_then = max(1, epochs // 20)
-        derived = {
+            values["crop_min"] = self.crop_min or 0.4  # of global views; local views have their own crops
+        derived: dict[str, Any] = {
             "out": str(self.folder),
             "batch_size": batch,
             "lr": lr_for(self.preset, batch),
             "dtype": "bf16" if cuda else "fp32",
-            "compile": ("blocks" if self.own else "pictures") if cuda else "off",  # convnets take minutes to compile
+            "compile": ("blocks" if self.own else "augment") if cuda else "off",  # convnets take minutes to compile
             "device": "cuda" if cuda else "cpu",
-            "evaluate_every": now_and_then,
-            "save_every": now_and_then,
+            "evaluate_every": max(1, epochs // 20),
+            "save_every": max(1, epochs // 20),
         }
-        values |= {name: value for name, value in derived.items() if getattr(self, name) is None}
         if self.teacher is not None:
             kind = self.distillation or "hard"
-            weights = {"hard": 0.5, "soft": 0.1, "features": 0.5}  # the first two are DeiT's
-            values["distillation"] = kind
-            if self.distillation_weight is None:
-                values["distillation_weight"] = weights[kind]
-            if kind == "soft" and self.temperature is None:
-                values["temperature"] = 3.0
+            derived |= {"distillation": kind, "distillation_weight": DISTILLATION_WEIGHTS[kind]}
+            if kind == "soft":
+                derived["temperature"] = 3.0
+        values |= {name: value for name, value in derived.items() if getattr(self, name) is None}
         return replace(self, **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values, ready for YAML or JSON."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        """Return plain values for YAML or JSON."""
+        return {name: _plain(getattr(self, name)) for name in OPTIONS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """Build a config from plain values, as `to_dict` gives them; what is left out has its default."""
-        if not isinstance(values, Mapping):
-            raise InvalidOption(f"a config is a mapping of names to values; got {type(values).__name__}")
-        known = [each.name for each in fields(cls)]
+        """Return a config from plain values, as `to_dict` returns them; missing options take their defaults."""
         for name in values:
-            if name not in known:
-                raise InvalidOption(f"a training run has no option {name!r}{nearest(str(name), known)}")
+            if name not in OPTIONS:
+                raise InvalidOption(f"unknown training option {name!r}{suggest(str(name), OPTIONS)}")
         if values.get("data") is None:
-            raise InvalidOption("data is missing: where are the pictures to learn from?")
+            raise InvalidOption("data is missing: give the training data, data= (--data)")
         return cls(**values)
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> Config:
-        """Read a YAML file with the fields' names; ``changes`` win over it."""
+        """Return the config in a YAML file; ``changes`` take precedence over it."""
         return cls.from_dict({**read_yaml(path), **changes})
 
     def to_yaml(self) -> str:
-        """Give the config as the text of a YAML file."""
-        return str(_yaml().safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+        """Return the config as YAML."""
+        return to_yaml(self.to_dict())
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read the fields in a YAML file."""
-    yaml = _yaml()
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidOption(f"{path} could not be read as YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise InvalidOption(f"{path} holds {type(values).__name__}; expected names of fields with their values")
-    return values
+OPTIONS = options_of(Config)
+"""Every training option by name: type, default, allowed values, help text, spelling."""
 
 
-def read_value(text: str) -> Any:
-    """Read one value as YAML reads it."""
-    yaml = _yaml()
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidOption(f"{text!r} could not be read as a value: {' '.join(str(error).split())}") from error
+def default_text(declared: Option) -> str:
+    """Return an option's default as help and docs show it; empty if there is none."""
+    if declared.name in PRESETS["small"]:
+        return "by preset"
+    return "" if declared.default in (None, MISSING, (), {}) else str(declared.default).lower()
 
 
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise InvalidOption("YAML files need PyYAML; install it with `pip install vitrail[train]`") from error
-    return yaml
+def options_table() -> str:
+    """Return the table of options in ``docs/training.md``."""
+    lines = []
+    for group in dict.fromkeys(one.group for one in OPTIONS.values()):
+        lines += [f"| {group} | default | values | |", "| --- | --- | --- | --- |"]
+        for one in (one for one in OPTIONS.values() if one.group == group):
+            mark = "" if one.resumable else " *"
+            lines.append(
+                f"| `{one.flags[-1].split('/')[0]}`{mark} | {default_text(one)} | {one.kind.expected} | {one.help} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+Config.__doc__ = f"{Config.__doc__}\n\nOptions:\n" + "\n".join(f"- {one.name}: {one.help}" for one in OPTIONS.values())
 
 
 def _plain(value: Any) -> Any:
@@ -263,6 +332,4 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
-    if isinstance(value, Path):
-        return str(value)
     return value if value is None or isinstance(value, bool | int | float | str) else f"<{type(value).__name__}>"

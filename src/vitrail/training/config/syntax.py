@@ -1,38 +1,39 @@
-"""How a few fields of a config are read from the short text of a command line."""
+"""Values written as short text: tokens (``"cls,register=4"``), merging (``"r=8"``), intervals (``"200 steps"``)."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vitrail.errors import InvalidOption
 from vitrail.tokens import Role, TokenSpec, check_specs
+from vitrail.training.config.options import suggest
 
-_MERGE = ("r", "keep", "gflops", "schedule", "proportional", "order", "method", "from_epoch", "over_epochs")
-_KINDS = {
+_MERGE_KEYS = ("r", "keep", "gflops", "schedule", "proportional", "order", "method", "from_epoch", "over_epochs")
+_TOKENS = {
     "cls": ("cls", "class"),
     "distillation": ("distillation", "distillation"),
     "register": ("registers", "register"),
     "registers": ("registers", "register"),
 }
-STAGES = 4
-"""Most steps on the way up: each one is compiled anew."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Give a question about the name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+MAX_STAGES = 4
+"""Stages in which merging ramps up; each one is compiled again."""
 
 
 def read_tokens(value: Any, tasks: Mapping[str, int]) -> tuple[TokenSpec, ...]:
-    """Read ``"cls,distillation,register=4"``, or a list of specs or their dicts; tasks come with their classes."""
+    """Return token specs for text such as ``"cls,distillation,register=4"``, or for a list of specs or their dicts.
+
+    Args:
+        value: the tokens.
+        tasks: number of classes of each task; a task token is named after its task.
+    """
     if isinstance(value, str):
-        value = [_one_token(part.strip(), tasks) for part in value.split(",") if part.strip()]
+        value = [_read_token(part.strip(), tasks) for part in value.split(",") if part.strip()]
     if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise InvalidOption(f"tokens={value!r}; expected text like 'cls,distillation,register=4', or a list of specs")
+        raise InvalidOption(
+            f"tokens={value!r}: expected text such as 'cls,distillation,register=4', or a list of specs"
+        )
     specs = []
     for spec in value:
         if isinstance(spec, Mapping):
@@ -44,32 +45,44 @@ def read_tokens(value: Any, tasks: Mapping[str, int]) -> tuple[TokenSpec, ...]:
     return check_specs(specs)
 
 
-def _one_token(text: str, tasks: Mapping[str, int]) -> dict[str, Any]:
-    name, _, number = text.partition("=")
-    name = name.strip()
-    if number and not (number.strip().isascii() and number.strip().isdigit() and int(number)):
-        raise InvalidOption(f"tokens: {text!r} has no whole number of tokens; expected one like register=4")
+def _read_token(text: str, tasks: Mapping[str, int]) -> dict[str, Any]:
+    name, _, number = (part.strip() for part in text.partition("="))
+    if number and not (number.isascii() and number.isdigit() and int(number)):
+        raise InvalidOption(f"tokens: {text!r} has no valid count; expected an integer of at least 1, as in register=4")
     count = int(number or 1)
     if name in tasks:
         return {"name": name, "role": "task", "count": count, "classes": tasks[name]}
-    if name not in _KINDS:
-        known = [*_KINDS, *tasks]
+    if name not in _TOKENS:
+        known = [*_TOKENS, *tasks]
         raise InvalidOption(
-            f"tokens: there is no {name!r}; expected some of {', '.join(known)}, with commas{nearest(name, known)}. "
-            "The token of a task is named as its column, and tasks names those"
+            f"tokens: unknown token {name!r}; expected names from {', '.join(known)}, separated by commas"
+            f"{suggest(name, known) or '.'} A task token is named after its column, which must be listed in tasks"
         )
-    shown, role = _KINDS[name]
+    shown, role = _TOKENS[name]
     return {"name": shown, "role": role, "count": count}
+
+
+def token_roles(tokens: Any) -> list[str]:
+    """Return the names or roles of the tokens that a config requests, without validating them."""
+    if isinstance(tokens, str):
+        return [part.partition("=")[0].strip() for part in tokens.split(",")]
+    found = []
+    for spec in tokens if isinstance(tokens, list | tuple) else ():
+        if isinstance(spec, TokenSpec):
+            found.append(spec.role.value)
+        elif isinstance(spec, Mapping):
+            found.append(str(spec.get("role")))
+    return found
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Merging while training: what is merged in the end, since which epoch, and how r gets there.
+    """Merging during training.
 
     Attributes:
-        options: arguments of ``vitrail.merge``.
-        from_epoch: the first epoch with merging, counted from 0.
-        over_epochs: epochs in which merges per layer rise to that, in at most four equal steps; 0 for at once.
+        options: arguments of `vitrail.merge`.
+        from_epoch: first epoch with merging, counted from 0.
+        over_epochs: epochs over which r ramps up to its final value, in at most `MAX_STAGES` stages; 0 for no ramp.
     """
 
     options: dict[str, Any]
@@ -77,52 +90,51 @@ class MergePlan:
     over_epochs: int = 0
 
     def share_at(self, epoch: int) -> float:
-        """Give the share of the merges that an epoch has: 0 before the first one, then up to 1."""
+        """Return the fraction of the final r that applies in an epoch, from 0 to 1."""
         done = epoch - self.from_epoch
         if done < 0:
             return 0.0
-        stages = min(STAGES, self.over_epochs)
+        stages = min(MAX_STAGES, self.over_epochs)
         return (done * stages // self.over_epochs + 1) / (stages + 1) if done < self.over_epochs else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values, ready for YAML."""
+        """Return plain values for YAML."""
         return {**self.options, "from_epoch": self.from_epoch, "over_epochs": self.over_epochs}
 
 
 def read_merge(value: Any) -> MergePlan | None:
-    """Read ``"r=8,schedule=decreasing,from_epoch=2"``, or a mapping with these names."""
+    """Return the plan for text such as ``"r=8,schedule=decreasing,from_epoch=2"``, or for a mapping with these keys."""
     if value is None or isinstance(value, MergePlan):
         return value
     if isinstance(value, str):
-        value = dict(_pair(part) for part in value.split(",") if part.strip())
+        value = dict(_read_pair(part) for part in value.split(",") if part.strip())
     if not isinstance(value, Mapping):
-        raise InvalidOption(f"merge={value!r}; expected text like 'r=8,from_epoch=2', or a mapping with these names")
+        raise InvalidOption(f"merge={value!r}: expected text such as 'r=8,from_epoch=2', or a mapping")
     for name in value:
-        if name not in _MERGE:
+        if name not in _MERGE_KEYS:
             raise InvalidOption(
-                f"merge: there is no {name!r}; expected {', '.join(_MERGE)}{nearest(str(name), _MERGE)}"
+                f"merge: unknown key {name!r}; expected {', '.join(_MERGE_KEYS)}{suggest(str(name), _MERGE_KEYS)}"
             )
-    amounts = [name for name in ("r", "keep", "gflops") if value.get(name) is not None]
-    if len(amounts) != 1:
-        raise InvalidOption(f"merge={dict(value)!r}; expected one of r, keep and gflops")
+    if sum(value.get(name) is not None for name in ("r", "keep", "gflops")) != 1:
+        raise InvalidOption(f"merge={dict(value)!r}: expected exactly one of r, keep and gflops")
     epochs = {name: value.get(name, 0) for name in ("from_epoch", "over_epochs")}
     for name, number in epochs.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise InvalidOption(f"merge: {name}={number!r}; expected a whole number, 0 or more")
+            raise InvalidOption(f"merge: {name}={number!r}: expected an integer of at least 0")
     options = {name: number for name, number in value.items() if name not in epochs and number is not None}
     return MergePlan(options, **epochs)
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def _read_pair(text: str) -> tuple[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
-        raise InvalidOption(f"merge: {text!r} has no value; expected name=value, like r=8, with commas between them")
+        raise InvalidOption(f"merge: {text!r} has no value; expected name=value pairs separated by commas, as in r=8")
     if "/" in value:
-        return name, [_number(part) for part in value.split("/")]
-    return name, _number(value)
+        return name, [_read_scalar(part) for part in value.split("/")]
+    return name, _read_scalar(value)
 
 
-def _number(text: str) -> Any:
+def _read_scalar(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -134,23 +146,24 @@ def _number(text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Every:
-    """A distance in steps or in epochs."""
+class Interval:
+    """A number of steps or epochs between two evaluations or checkpoints."""
 
-    number: int
+    count: int
     unit: str
 
     def due(self, step: int, steps_per_epoch: int) -> bool:
-        """Whether it is time after so many steps."""
-        return step % (self.number * (steps_per_epoch if self.unit == "epochs" else 1)) == 0
+        """Return whether an interval ends after so many steps."""
+        return step % (self.count * (steps_per_epoch if self.unit == "epochs" else 1)) == 0
 
 
-def read_every(name: str, value: Any) -> Every:
-    """Read ``5`` (epochs), ``"5 epochs"`` or ``"200 steps"``."""
+def read_interval(value: Any) -> Interval:
+    """Return the interval for ``5`` (epochs), ``"5 epochs"`` or ``"200 steps"``; raise `ValueError` otherwise."""
     words = value.split() if isinstance(value, str) else [value]
-    number = int(words[0]) if isinstance(words[0], str) and words[0].isdigit() else words[0] if words else None
     unit = words[1].rstrip("s") + "s" if len(words) == 2 else "epochs"
-    right = isinstance(number, int) and not isinstance(number, bool) and number > 0
-    if not right or len(words) > 2 or unit not in ("epochs", "steps"):
-        raise InvalidOption(f"{name}={value!r}; expected a number of epochs, or text like '2 epochs' or '200 steps'")
-    return Every(number, unit)  # type: ignore[arg-type]
+    if len(words) not in (1, 2) or unit not in ("epochs", "steps"):
+        raise ValueError(value)
+    count = int(words[0]) if isinstance(words[0], str) else words[0]
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(value)
+    return Interval(count, unit)

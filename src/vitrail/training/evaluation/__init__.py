@@ -1,1 +1,1 @@
-"""Evaluation of trained models."""
+"""Evaluation: outputs, metrics, token diagnostics, and their result."""

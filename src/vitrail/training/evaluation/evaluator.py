@@ -1,31 +1,42 @@
-"""``evaluate``: how good a trained model is on some data, by the names of both."""
+"""``evaluate``: a trained model on a dataset, and ``evaluate_model``: a model in memory on batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vitrail._distributed import Crew, joined
+from vitrail._distributed import joined
+from vitrail.adapters import head_outputs
 from vitrail.data.dataset import open_dataset
 from vitrail.data.loading.loader import Keep, make_loader
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
-from vitrail.errors import InvalidOption
+from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
+from vitrail.surgery import Merging
+from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.recording import evaluating
 from vitrail.training.config.syntax import read_merge
-from vitrail.training.data_warnings import left_out
-from vitrail.training.evaluation.pass_ import evaluate as evaluate_model
+from vitrail.training.data_warnings import unlabeled_note
+from vitrail.training.evaluation.diagnostics import TokenDiagnostics, autocast, diagnose_tokens, throughput
+from vitrail.training.evaluation.metrics import make_metrics
+from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.input_size import expected_of, prepares
 from vitrail.training.objective.teacher import expected_by
 from vitrail.training.run_directory import Labels, load_trained
 
+Prepare = Callable[[Tensor], Tensor]
+
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+TIMED_ON_CPU = 32
+"""Largest batch for throughput on a CPU; larger ones are not faster and take long."""
 
 
 def evaluate(
@@ -45,127 +56,222 @@ def evaluate(
     look: int = 256,
     seconds: float = 1.0,
 ) -> Evaluation:
-    """Measure a trained model: accuracy of each head and of all together, calibration, confusion, speed.
+    """Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.
 
     >>> evaluate("runs/pets", "pets-test.parquet", merge={"r": 8}).accuracy["fused"]  # doctest: +SKIP
 
     Args:
-        model: folder of a run or of a model; what ``load_trained`` gives; or a model, whose classes are then those of
+        model: run or model directory, the result of `load_trained`, or a model, which then takes its class names from
             the data.
-        data: labelled pictures or arrays, as for training. Classes are found by their names.
-        labels: columns of labels, some of those that the model was trained with; by default all of them.
-        merge: options of ``vitrail.merge``, or text like ``"r=8"``; ``{"r": 0}`` for none.
-        size: height and width to show pictures at; by default the model's own. A net that was trained on crops has seen
-            things larger than they are in a whole picture, and is often better on larger ones.
-        batch, device, dtype: how to run it; ``bf16`` is autocast.
-        keep_data, workers, max_unreadable: how pictures are read, as for training.
-        progress: called with what is done, how far it is, and how far it goes.
-        look: how many pictures collapse and artifacts are measured on.
-        seconds: how long to measure speed for.
+        data: labeled images or arrays, as for training. Classes are matched by name.
+        labels: columns of labels, among those that the model was trained with; all of them by default.
+        merge: options of `vitrail.merge`, or text such as ``"r=8"``; ``{"r": 0}`` disables merging.
+        size: input size in pixels; by default the model's. A model trained on crops is often better at a larger size.
+        batch, device, dtype: how to run the model; ``bf16`` uses autocast.
+        keep_data, workers, max_unreadable: how to read images, as for training.
+        progress: called with stage, done and total.
+        look: number of images for token diagnostics; 0 disables them.
+        seconds: time spent on measuring throughput; 0 disables it.
     """
     if dtype not in DTYPES:
-        raise InvalidOption(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+        raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     if isinstance(merge, str):
-        merge = _merging(merge)
+        merge = _merge_options(merge)
     with joined(device) as crew:
-        net, known = _loaded(model)
+        net, known = _load(model)
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
-        classes = None if known is None else _classes(known, columns)
-        examples = open_dataset(data, labels=columns, classes=classes, labeled=True)
-        expects = (known.preprocessing if known else None) or expected_by(net)
-        expects = _sized(expected_of(examples, expects, type(net).__name__), size, net)
+        dataset = open_dataset(data, labels=columns, classes=_known_classes(known, columns), labeled=True)
+        count = len(dataset)
+        expects = expected_of(dataset, (known and known.preprocessing) or expected_by(net), type(net).__name__)
+        expects = _resize(expects, size, net)
 
-        def reading(done: int, total: int) -> None:
-            _tell(crew, progress, "reading", done, total)
+        def report(stage: str, done: int, total: int) -> None:
+            if progress is not None and crew.first:
+                progress(stage, min(done, total), total)
 
-        count = len(examples)
-        feed = make_loader(
-            examples, image_size=expects.size[0] if expects.size else 1, device=crew.device,
+        loader = make_loader(
+            dataset, image_size=expects.size[0] if expects.size else 1, device=crew.device,
             rank=crew.rank, world_size=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
-            progress=reading,
+            progress=lambda done, total: report("reading", done, total),
         )  # fmt: skip
-        plain = prepares(expects).plain
-        shown = "" if size is None else f"pictures are shown at {size} × {size} pixels"
-        notes = (*_notes(known, merge), shown, left_out("data", examples))
+        notes = _notes(known, merge)
+        if size is not None:
+            notes.append(f"input size {size} × {size} pixels")
+        notes.append(unlabeled_note("data", dataset))
+        several = known.classes if known is not None and len(known.classes) > 1 else None
         try:
             found = evaluate_model(
-                net.to(crew.device), feed, known=_several(known), prepare=plain, merge=merge, batch=batch,
-                dtype=DTYPES[dtype],
-                progress=lambda done: _tell(crew, progress, "evaluating", done * crew.world, count), look=look,
-                seconds=seconds,
+                net.to(crew.device), loader, known=several, prepare=prepares(expects).plain, merge=merge, batch=batch,
+                dtype=DTYPES[dtype], look=look, seconds=seconds,
+                progress=lambda done: report("evaluating", done * crew.world, count),
             )  # fmt: skip
-            return replace(found, notes=tuple(text for text in (*notes, *found.notes) if text))
         finally:
-            feed.close()
+            loader.close()
+        return replace(found, notes=tuple(text for text in (*notes, *found.notes) if text))
 
 
-def _loaded(model: str | Path | nn.Module | tuple[nn.Module, Labels]) -> tuple[nn.Module, Labels | None]:
+def evaluate_model(
+    model: nn.Module,
+    data: Any,
+    *,
+    classes: Mapping[str, Sequence[str]] | None = None,
+    known: Mapping[str, Sequence[str]] | None = None,
+    prepare: Prepare | None = None,
+    merge: Mapping[str, Any] | None = None,
+    batch: int = 256,
+    dtype: torch.dtype | None = None,
+    look: int = 256,
+    seconds: float = 1.0,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Evaluate a model in memory; its mode and its merging are restored.
+
+    With torch.distributed, each rank brings its part of the data, and every rank gets the total.
+
+    Args:
+        model: any classifier, merged or not, on any device.
+        data: a data loader whose ``sweep`` yields every sample once, or batches of (images, labels).
+        classes: class names by column of labels; a data loader has its own.
+        known: the same for everything that the model predicts, if the data has labels for only some of it.
+        prepare: turns images of a data loader, and integer images, into model inputs (``Augment.plain``).
+            Floating-point batches are taken as prepared.
+        merge: options of `vitrail.merge` in place of the model's merging; ``{"r": 0}`` disables it, None keeps it.
+        batch: batch size for a data loader.
+        dtype: autocast dtype; the model's own by default.
+        look: number of images for token diagnostics; 0 disables them.
+        seconds: time spent on measuring throughput; 0 disables it.
+        progress: called with the number of samples done.
+    """
+    names = classes if classes is not None else getattr(data, "classes", None)
+    if names is None:
+        raise InvalidOption("batches of (images, labels) need classes, such as {'label': ['cat', 'dog']}")
+    weight = next(model.parameters())
+    metrics = make_metrics(model, names, weight.device, known)
+    kept: list[Tensor] = []
+    with ExitStack() as stack:
+        settings = stack.enter_context(merged_as(model, merge))
+        stack.enter_context(evaluating(model))
+        with head_outputs(model) as heard:
+            for images, labels in _batches(data, batch, prepare, weight.device):
+                images = images if dtype is not None else images.to(weight.dtype)
+                with torch.no_grad(), autocast(weight.device, dtype):
+                    output = forward_output(model, images)
+                metrics.add(output, labels, heard)
+                if not kept or sum(map(len, kept)) < look:
+                    kept.append(images)
+                if progress is not None:
+                    progress(metrics.seen)
+        metrics.reduce()
+        tokens = diagnose_tokens(model, torch.cat(kept)[:look]) if look and kept else TokenDiagnostics()
+        timed = kept[0][: None if weight.is_cuda else TIMED_ON_CPU] if kept else weight[:0]
+        speed = throughput(model, timed, seconds, dtype) if seconds > 0 and kept else None
+    return Evaluation(
+        **metrics.results(),
+        collapse=tokens.collapse,
+        outliers=tokens.outliers,
+        images_per_s=speed,
+        batch=len(timed),
+        device=str(weight.device),
+        dtype=str(dtype or weight.dtype).removeprefix("torch."),
+        merge=settings,
+        notes=(*metrics.notes, *tokens.notes),
+        roles=tokens.roles,
+        norms=tokens.norms,
+    )
+
+
+@contextmanager
+def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dict[str, Any] | None]:
+    """Replace a model's merging temporarily; yield the settings in place.
+
+    Handles of the model's own merging stay valid. None keeps the model as it is.
+    """
+    try:
+        present = Merging.of(model)
+    except NotApplied:
+        present = None
+    if merge is None:
+        yield None if present is None else present.config
+        return
+    with ExitStack() as stack:
+        if present is not None:
+            stack.enter_context(present.suspended())
+        yield stack.enter_context(apply_merge(model, **merge)).config
+
+
+def _batches(data: Any, batch: int, prepare: Prepare | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield prepared images and labels (B, T) on the device."""
+    if batch < 1:
+        raise InvalidOption(f"batch={batch}: expected at least 1")
+    is_loader = hasattr(data, "sweep")
+    if not is_loader and not isinstance(data, Iterable):
+        raise UnsupportedInput(f"expected a data loader, or batches of (images, labels); got {type(data).__name__}")
+    for images, labels, *_ in data.sweep(batch) if is_loader else data:
+        x = images.to(device, non_blocking=True)
+        if not x.is_floating_point() or (is_loader and prepare is not None):
+            if prepare is None:
+                raise InvalidOption(f"images are {x.dtype}; give prepare, which turns them into model inputs")
+            x = prepare(x)
+        yield x, labels.to(device, non_blocking=True).reshape(len(labels), -1)
+
+
+def _load(model: str | Path | nn.Module | tuple[nn.Module, Labels]) -> tuple[nn.Module, Labels | None]:
     if isinstance(model, nn.Module):
         return model, None
     return model if isinstance(model, tuple) else load_trained(model)
 
 
-def _sized(expects: InputSpec, size: int | None, net: nn.Module) -> InputSpec:
-    """Say how pictures of another size are prepared; refuse one that the model does not take, before any is read."""
+def _merge_options(text: str) -> dict[str, Any]:
+    """Return the merge options of text such as ``r=8``."""
+    plan = read_merge(text)
+    assert plan is not None
+    if plan.from_epoch or plan.over_epochs:
+        raise InvalidOption("merge: from_epoch and over_epochs are for training; give only merge options, such as r=8")
+    return plan.options
+
+
+def _known_classes(known: Labels | None, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
+    """Return the model's class names by column of the data."""
+    if known is None or not known.classes:
+        return None
+    if len(columns) == len(known.classes) == 1:
+        return {columns[0]: next(iter(known.classes.values()))}
+    if unknown := [name for name in columns if name not in known.classes]:
+        raise InvalidOption(
+            f"labels: {known.folder} was not trained with the column {unknown[0]!r}, only with "
+            f"{', '.join(known.classes)}"
+        )
+    return {name: known.classes[name] for name in columns or known.classes}
+
+
+def _resize(expects: InputSpec, size: int | None, net: nn.Module) -> InputSpec:
+    """Return the preprocessing for another input size; raise if the model does not accept it."""
     if size is None:
         return expects
     if expects.is_array:
-        raise InvalidOption(f"size={size} is for pictures; arrays are given to a model as they are")
+        raise InvalidOption(f"size={size} is for images; arrays keep their size")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InvalidOption(f"size={size!r}: expected a number of pixels, 1 or more")
+        raise InvalidOption(f"size={size!r}: expected a number of pixels of at least 1")
     weight = next(net.parameters(), torch.zeros(()))
     try:
         with torch.no_grad(), evaluating(net):
             net(torch.zeros(1, 3, size, size, device=weight.device, dtype=weight.dtype))
     except Exception as error:
         why = " ".join(str(error).split())
-        raise InvalidOption(f"size={size}: {type(net).__name__} does not take pictures of this size ({why})") from error
+        raise InvalidOption(f"size={size}: {type(net).__name__} does not accept this input size ({why})") from error
     return replace(expects, size=(size, size))
 
 
-def _merging(text: str) -> dict[str, Any]:
-    """Read what merges from text like ``r=8``."""
-    plan = read_merge(text)
-    assert plan is not None
-    if plan.from_epoch or plan.over_epochs:
-        raise InvalidOption("from_epoch and over_epochs are for training; give what merges, like r=8")
-    return plan.options
-
-
-def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Say what is easily taken for granted: which model of a run it is, and that it was trained to be merged."""
+def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> list[str]:
+    """Return notes on which model of a run was evaluated, and whether it was trained with merging."""
     if known is None:
-        return ()
-    where = f"measured: {known.folder}"
+        return []
+    notes = [f"evaluated: {known.folder}"]
     if not known.classes:
-        where += "; it does not say the names of its classes, which are taken to be the data's, in the data's order"
+        notes[0] += "; it has no class names, so its outputs are matched to the data's classes in order"
     trained: Mapping[str, Any] = known.trained.get("merge") or {}
-    if merge is not None or not trained:
-        return (where,)
-    return where, f"it was trained with merging (r={trained.get('r')}) and is measured without; merge= says otherwise"
-
-
-def _classes(known: Labels, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
-    """Give the classes that a model knows, by the columns of the data."""
-    if not known.classes:
-        return None
-    if len(columns) == len(known.classes) == 1:
-        return {columns[0]: next(iter(known.classes.values()))}
-    if strange := [name for name in columns if name not in known.classes]:
-        raise InvalidOption(
-            f"labels: {strange[0]!r} is none of the columns that {known.folder} was trained with, which are "
-            f"{', '.join(known.classes)}"
-        )
-    return {name: known.classes[name] for name in columns or known.classes}
-
-
-def _several(known: Labels | None) -> dict[str, tuple[str, ...]] | None:
-    """Give everything that a model answers, where that is more than one thing: data may be about some of it."""
-    return known.classes if known is not None and len(known.classes) > 1 else None
-
-
-def _tell(crew: Crew, progress: Callable[[str, int, int], None] | None, stage: str, done: int, total: int) -> None:
-    if progress is not None and crew.first:
-        progress(stage, min(done, total), total)
+    if trained and merge is None:
+        notes.append(f"trained with merging (r={trained.get('r')}), evaluated without; give merge= (--merge) to merge")
+    return notes

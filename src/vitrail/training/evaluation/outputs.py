@@ -1,4 +1,4 @@
-"""What any classifier says, in one form: the fused answer, that of each head, and a map of features."""
+"""Outputs of any library's classifier in one form: fused logits, logits of each head, and a feature map."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from vitrail.models import ViT
 from vitrail.tokens import Role
 
 CLASS, DISTILLATION = Role.CLASS.value, Role.DISTILLATION.value
-"""What the heads of models that are not ours are called."""
+"""Names of the heads of other libraries' models."""
 
 
-def answer(model: nn.Module, images: Tensor) -> Output:
-    """Ask any classifier about pictures (B, C, H, W).
+def forward_output(model: nn.Module, images: Tensor) -> Output:
+    """Return a classifier's output for images (B, C, H, W).
 
-    Our models name their heads themselves. Others have ``class`` and, where they are distilled, ``distillation``:
-    timm's give both as a tuple while they train, transformers' as fields. ``features`` are all tokens for our models,
-    and no tokens (B, 0, 0) for others.
+    Vitrail models name their heads. Others have ``class`` and, if distilled, ``distillation``: timm returns a tuple of
+    both during training, transformers an object with both. ``features`` is empty (B, 0, 0) for these.
     """
     if isinstance(model, ViT):
         return model.forward_output(images)
-    return _ask(model, images)
+    return _forward(model, images)
 
 
-def answer_with_map(model: nn.Module, images: Tensor) -> tuple[Output, Tensor]:
-    """Do the same, and give the features behind the answer as a map (B, D, h, w), without special tokens.
+def forward_output_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Tensor]:
+    """Return the output and the features behind it as a map (B, D, h, w), without special tokens.
 
-    For ours, timm's models (transformers or convolutional nets), and those of transformers; a model whose features
-    have no place in the picture has a map of 1 × 1.
+    Supports models of Vitrail, timm (transformers and convnets) and transformers. The map is 1 × 1 for features
+    without spatial dimensions.
     """
     if isinstance(model, ViT):
         output = model.forward_output(images)
@@ -42,62 +41,64 @@ def answer_with_map(model: nn.Module, images: Tensor) -> tuple[Output, Tensor]:
         return output, patches.unflatten(2, layout.grid).flatten(2, 3)  # time and height, then width
     base = getattr(model, "base_model", None)
     if isinstance(base, nn.Module) and hasattr(model, "config"):
-        seen: list[Any] = []
-        handle = base.register_forward_hook(lambda _, __, said: seen.append(said))
+        captured: list[Any] = []
+        handle = base.register_forward_hook(lambda _, __, result: captured.append(result))
         try:
-            output = _ask(model, images)
+            output = _forward(model, images)
         finally:
             handle.remove()
-        return output, _as_map(model, seen[-1].last_hidden_state, images)
+        return output, _to_map(model, captured[-1].last_hidden_state, images)
     if hasattr(model, "forward_features") and hasattr(model, "forward_head"):
         timm: Any = model
         features = timm.forward_features(images)
-        return _normal(model, timm.forward_head(features)), _as_map(model, features, images)
+        return _to_output(model, timm.forward_head(features)), _to_map(model, features, images)
     raise UnsupportedModel(
-        f"{type(model).__name__} has no features that can be found: expected one of ours, a model of transformers, or "
-        "one with forward_features and forward_head, as timm's have"
+        f"cannot find the features of {type(model).__name__}: expected a model of Vitrail or transformers, or one with "
+        "forward_features and forward_head, as in timm"
     )
 
 
-def width_of(model: nn.Module) -> int:
-    """Channels of a model's features, as its library tells them."""
+def feature_width(model: nn.Module) -> int:
+    """Return the number of channels of a model's features."""
     config: Any = getattr(model, "config", None)
-    told = (
+    candidates = (
         getattr(config, "width", None),
         getattr(model, "num_features", None),
         getattr(config, "hidden_size", None),
         (getattr(config, "hidden_sizes", None) or [None])[-1],
     )
-    found = next((value for value in told if isinstance(value, int)), None)
-    if found is None:
-        raise UnsupportedModel(f"{type(model).__name__} does not say how wide its features are (num_features)")
-    return found
+    width = next((value for value in candidates if isinstance(value, int)), None)
+    if width is None:
+        raise UnsupportedModel(f"unknown feature width: {type(model).__name__} has no num_features")
+    return width
 
 
-def _ask(model: nn.Module, images: Tensor) -> Output:
+def _forward(model: nn.Module, images: Tensor) -> Output:
     if getattr(model, "head_dist", None) is None or model.training:
-        return _normal(model, model(images))
-    with head_outputs(model) as heard:  # in evaluation timm's distilled models give the mean of their heads alone
-        said = model(images)
-    by_role = {name: parts[-1].to(said.device) for name, parts in heard.items()}
-    return _output(said, by_role if len(by_role) == 2 else {})
+        return _to_output(model, model(images))
+    with head_outputs(
+        model
+    ) as heard:  # in evaluation mode, timm's distilled models return only the mean of their heads
+        logits = model(images)
+    by_role = {name: parts[-1].to(logits.device) for name, parts in heard.items()}
+    return _output(logits, by_role if len(by_role) == 2 else {})
 
 
-def _normal(model: nn.Module, said: Any) -> Output:
-    if isinstance(said, Output):
-        return said
-    if isinstance(said, Tensor):
-        return _output(said, {CLASS: said})
-    if isinstance(said, tuple | list) and len(said) == 2 and all(isinstance(part, Tensor) for part in said):
-        first, second = said
+def _to_output(model: nn.Module, result: Any) -> Output:
+    if isinstance(result, Output):
+        return result
+    if isinstance(result, Tensor):
+        return _output(result, {CLASS: result})
+    if isinstance(result, tuple | list) and len(result) == 2 and all(isinstance(part, Tensor) for part in result):
+        first, second = result
         return _output((first + second) / 2, {CLASS: first, DISTILLATION: second})
-    logits = getattr(said, "logits", None)
+    logits = getattr(result, "logits", None)
     if not isinstance(logits, Tensor):
         raise UnsupportedInput(
-            f"{type(model).__name__} answers with {type(said).__name__}; expected logits (pictures, classes), a tuple "
-            "of class and distillation logits, or an object with .logits"
+            f"{type(model).__name__} returned {type(result).__name__}; expected logits (images, classes), a tuple of "
+            "class and distillation logits, or an object with .logits"
         )
-    first, second = getattr(said, "cls_logits", None), getattr(said, "distillation_logits", None)
+    first, second = getattr(result, "cls_logits", None), getattr(result, "distillation_logits", None)
     if first is None or second is None:
         return _output(logits, {CLASS: logits})
     return _output(logits, {CLASS: first, DISTILLATION: second})
@@ -105,15 +106,14 @@ def _normal(model: nn.Module, said: Any) -> Output:
 
 def _output(logits: Tensor, by_role: dict[str, Tensor]) -> Output:
     if logits.ndim != 2:
-        raise UnsupportedInput(f"logits are (pictures, classes); got {tuple(logits.shape)}. Is this a classifier?")
+        raise UnsupportedInput(f"expected logits (images, classes) of a classifier; got shape {tuple(logits.shape)}")
     return Output(logits, by_role, logits.new_empty(len(logits), 0, 0))
 
 
-def _as_map(model: nn.Module, features: Tensor, images: Tensor) -> Tensor:
-    """Bring features of any library to (B, D, h, w)."""
-    width = width_of(model)
+def _to_map(model: nn.Module, features: Tensor, images: Tensor) -> Tensor:
+    """Return features of any library as (B, D, h, w)."""
     if features.ndim == 4:
-        return features if features.shape[1] == width else features.permute(0, 3, 1, 2)
+        return features if features.shape[1] == feature_width(model) else features.permute(0, 3, 1, 2)
     if features.ndim == 2:
         return features[:, :, None, None]
     try:
@@ -124,5 +124,5 @@ def _as_map(model: nn.Module, features: Tensor, images: Tensor) -> Tensor:
         patches = features[:, getattr(model, "num_prefix_tokens", 0) :].transpose(1, 2)
     side = isqrt(patches.shape[2])
     if side * side != patches.shape[2]:
-        raise InvalidOption(f"{patches.shape[2]} tokens of {type(model).__name__} are no square map of features")
+        raise InvalidOption(f"{patches.shape[2]} tokens of {type(model).__name__} do not form a square feature map")
     return patches.unflatten(2, (side, side))

@@ -1,1 +1,1 @@
-"""What a model learns: losses by role, teachers, self-distillation."""
+"""The objective: targets, losses, teachers."""

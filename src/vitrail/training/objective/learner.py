@@ -1,75 +1,104 @@
-"""What one step of training computes: a model and its objective as one module, which DDP, FSDP and compile wrap."""
+"""The learner: a model and its objective as one module, which DDP, FSDP and torch.compile wrap."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from vitrail.training.bf16_weights import rounded
-from vitrail.training.evaluation.outputs import answer, answer_with_map
+from vitrail.training.evaluation.outputs import forward_output, forward_output_and_map
 from vitrail.training.objective.objective import Objective, Terms
-from vitrail.training.objective.teacher import Taught
-
-__all__ = ["Learner", "Taught", "Terms", "answer"]
+from vitrail.training.objective.teacher import TeacherOutput
 
 
 class Learner(nn.Module):
-    """A model and its objective. The loop calls this module and nothing inside it, so that it can be wrapped.
+    """A model and its objective. The loop calls only this module, so that it can be wrapped.
 
-    A learner is whatever has this ``forward``, ``after_step`` and ``no_weight_decay``: the self-supervised one has
-    them too, and the same loop trains it.
+    Any module with this ``forward``, ``after_step`` and ``no_weight_decay`` can be trained; `SelfLearner` is another.
 
-    - ``model`` is what evaluation, averaging (EMA) and saving are about. Parameters of the objective (variances of
-      tasks, a projector of features) are trained with it and kept in checkpoints, and not in the saved model.
-    - To compile, use ``learner.compile()``; the model's own ``forward`` is not what runs here.
+    - ``model`` is evaluated, averaged (EMA) and saved. Parameters of the objective (task variances, a feature
+      projector) are trained and checkpointed with it, but not part of the saved model.
+    - To compile, use ``learner.compile()``.
 
     Args:
-        model: any classifier: ours, timm's, transformers', or a module that gives logits.
-        objective: what it is to learn.
-        rounds: whether the model computes with weights that are rounded to bfloat16 (see `rounded`).
+        model: any classifier: of Vitrail, timm or transformers, or a module that returns logits.
+        objective: what it learns.
+        bf16_weights: whether the model computes with weights cast to bfloat16.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, rounds: bool = False) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, bf16_weights: bool = False) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
-        self.rounds = rounds
-        apart: Any = getattr(model, "set_distilled_training", None)
-        if objective.heads.distilled is not None and apart is not None:
-            apart(True)  # timm's models then give both answers while they train
+        self.bf16_weights = bf16_weights
+        set_distilled: Any = getattr(model, "set_distilled_training", None)
+        if objective.heads.distilled is not None and set_distilled is not None:
+            set_distilled(True)  # timm's models then return both outputs during training
 
     def forward(
         self,
         images: Tensor,
         labels: Tensor,
         mixed: tuple[Tensor | None, Tensor | None] | None = None,
-        taught: Taught | None = None,
+        taught: TeacherOutput | None = None,
     ) -> Terms:
-        """Give the loss of a batch, in total and in parts.
+        """Return the loss of a batch.
 
         Args:
-            images: prepared pictures (B, C, H, W).
-            labels: (B, T), one column for each question.
-            mixed: for mixed pictures, each one's partner in the batch and share of its own label, (B,) each.
-            taught: what the teacher says about the same pictures.
+            images: prepared images (B, C, H, W).
+            labels: (B, T), one column for each target.
+            mixed: partner of each mixed image and the share of its own label, (B,) each.
+            taught: the teacher's output for the same images.
         """
         features = None
-        if self.rounds:
+        if self.bf16_weights:
             images = images.bfloat16()
-        with rounded(self.model) if self.rounds else nullcontext():
+        with cast_weights(self.model) if self.bf16_weights else nullcontext():
             if self.objective.wants_features:
-                output, features = answer_with_map(self.model, images)
+                output, features = forward_output_and_map(self.model, images)
             else:
-                output = answer(self.model, images)
+                output = forward_output(self.model, images)
         return self.objective(output, labels, mixed, taught, features)
 
     def after_step(self, progress: float) -> None:
-        """Do what follows a step of the optimiser; ``progress`` is the share of training done. Here, nothing."""
+        """Run after each optimizer step; ``progress`` is the fraction of training done. Does nothing here."""
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that weight decay should leave alone, beside norms and biases."""
-        named: Any = getattr(self.model, "no_weight_decay", set)
-        ours = self.objective.no_weight_decay()
-        return {f"model.{name}" for name in named()} | {f"objective.{name}" for name in ours}
+        """Return the names of parameters without weight decay, beside norms and biases."""
+        of_model: Any = getattr(self.model, "no_weight_decay", set)
+        of_objective = self.objective.no_weight_decay()
+        return {f"model.{name}" for name in of_model()} | {f"objective.{name}" for name in of_objective}
+
+
+@contextmanager
+def cast_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """Cast a model's float32 weights temporarily, with autocast off; gradients reach the float32 weights.
+
+    Autocast casts the inputs of matrix products and keeps residual stream and norms in float32. In a narrow ViT these
+    take more time than the products, and kernels for half precision do not apply. Here the whole model computes in
+    ``dtype``.
+
+    Modules with floating-point buffers, such as batch norm, keep their weights: they compute in float32 and return the
+    dtype of their input.
+    """
+    weights = [
+        (part._parameters, name, weight)
+        for part in model.modules()
+        if not any(buffer is not None and buffer.is_floating_point() for buffer in part._buffers.values())
+        for name, weight in part._parameters.items()
+        if weight is not None and weight.dtype == torch.float32
+    ]
+    cast: dict[nn.Parameter, Tensor] = {}  # shared weights stay shared
+    for parameters, name, weight in weights:
+        if weight not in cast:
+            cast[weight] = weight.to(dtype)
+        parameters[name] = cast[weight]  # type: ignore[assignment]
+    try:
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):  # it would run norms in float32
+            yield
+    finally:
+        for parameters, name, weight in weights:
+            parameters[name] = weight

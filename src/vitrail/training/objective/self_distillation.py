@@ -1,12 +1,11 @@
-"""Learning without labels by self-distillation (DINO, Caron et al. 2021), for sets of some thousands of pictures.
+"""Self-supervised learning by self-distillation (DINO, Caron et al. 2021), for datasets of thousands of images.
 
-A student sees small and large views of a picture, and says what its teacher says about other, large views of it. The
-teacher is the student's own average over time. The loss is about the class token alone: what patch tokens hold is
-theirs to decide, as it is in supervised training, so that artifact tokens *can* appear and registers have something to
-cure. Two options hide patches from the student. With ``patches`` it says what the teacher, who sees all, says about
-them, after iBOT (Zhou et al. 2021) and DINOv2, in whose large models artifacts were found. It is simpler than theirs:
-patches are hidden one by one and not in blocks, in every large view, in the mean colour. With ``reconstruct`` it gives
-their pixels (masked autoencoding), which binds every patch token to its place: the control.
+A student sees global and local views of an image and predicts the teacher's output for other global views. The teacher
+is the EMA of the student. The loss uses only the class token, so that artifact tokens *can* appear in patches, as in
+supervised training, and registers have something to cure. Two options mask patches for the student. With ``patches``
+it predicts the teacher's output for masked patches, after iBOT (Zhou et al. 2021) and DINOv2, but simpler: patches are
+masked independently instead of in blocks, in every global view, with the mean color. With ``reconstruct`` it predicts
+their pixels (MAE), which ties every patch token to its position: the control.
 """
 
 from __future__ import annotations
@@ -24,35 +23,34 @@ from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads.pooling import linear
 from vitrail.models import ViT
 from vitrail.tokens import Role
-from vitrail.training.evaluation.metrics import reduce
-from vitrail.training.objective.losses import masked_answers, patches_of, reconstruction
+from vitrail.training.evaluation.metrics import all_reduce
+from vitrail.training.objective.losses import masked_cross_entropy, patches_of, reconstruction
 from vitrail.training.objective.objective import Terms
 
 STUDENT_TEMPERATURE = 0.1
 MAX_WEIGHT = 1e4
-"""Of a loss beside that on views, whose weight is one."""
+"""Largest weight of a loss on masked patches; the loss on views has weight one."""
 ROUNDS = 3
-"""Of balancing; as in SwAV and DINOv2."""
+"""Sinkhorn-Knopp iterations, as in SwAV and DINOv2."""
 
 
 @torch.no_grad()
 def balanced(logits: Tensor, rounds: int = ROUNDS) -> Tensor:
-    """Make logits (B, K) probabilities that use all K classes alike over the batch (Sinkhorn and Knopp).
+    """Return probabilities of logits (B, K) that use all K classes equally over the batch (Sinkhorn-Knopp).
 
-    Rows and columns are scaled in turn until columns have the same sum; rows, scaled last, sum to one. The batch is
-    that of all processes together.
+    Columns and rows are normalized alternately, rows last, over the global batch.
     """
-    largest = reduce(logits.max(), most=True)
+    largest = all_reduce(logits.max(), maximum=True)
     wide = torch.float32 if logits.device.type == "mps" else torch.float64
     q = (logits - largest).to(wide).exp().clamp(min=torch.finfo(wide).tiny)
     for _ in range(rounds):
-        q = q / reduce(q.sum(0, keepdim=True))
+        q = q / all_reduce(q.sum(0, keepdim=True))
         q = q / q.sum(1, keepdim=True)
     return q.to(logits.dtype)
 
 
 class Projection(nn.Module):
-    """Features (…, D) to cosines with prototypes (…, K): an MLP, a bottleneck of length one, unit prototypes."""
+    """DINO head: MLP, normalized bottleneck, and cosine similarity with prototypes; (…, D) to (…, K)."""
 
     def __init__(self, width: int, prototypes: int, hidden: int = 512, bottleneck: int = 128) -> None:
         super().__init__()
@@ -66,26 +64,25 @@ class Projection(nn.Module):
 
 
 class SelfLearner(nn.Module):
-    """A model that teaches itself; the loop trains it as any learner, with :class:`~vitrail.data.augment.views.Views`.
+    """A student and its EMA teacher; trained by the same loop as `Learner`, on `vitrail.data.augment.views.Views`.
 
-    - The teacher never gets gradients: after each step it moves a little towards the student. Its answers are
-      balanced over the batch (:func:`balanced`), so that not all pictures can get the same one. DINO's centring, a
-      running mean that is taken away, collapsed within twenty steps when it was tried on 32 pictures.
-    - ``parts`` of the loss are ``dino``; ``entropy``, of the teacher's answers in nats: near log(prototypes) they say
-      nothing; and, where they are asked for, ``patches`` with ``patch_entropy``, and ``reconstruction``.
-    - Parts of an accumulated batch are balanced each by itself.
-    - Evaluation is by nearest neighbours, for there is no head: the model has ``num_classes=0``.
+    - The teacher gets no gradients; it moves towards the student after each step. Its outputs are balanced over the
+      batch (`balanced`), so that they cannot all be the same. DINO's centering collapsed within twenty steps on 32
+      images.
+    - ``parts`` of the loss are ``dino``; ``entropy`` of the teacher's outputs in nats, uninformative near
+      log(prototypes); and, if enabled, ``patches`` with ``patch_entropy``, and ``reconstruction``.
+    - With gradient accumulation, each part of a batch is balanced separately.
+    - Evaluation is by k-NN, because there is no head: the model has ``num_classes=0``.
 
     Args:
-        model: a ViT of ours without heads, with any tokens. Class tokens are compared (their mean), and patches, by
-            their mean, where there are none.
-        prototypes: outputs that answers are spread over.
-        momentum: how much of the teacher stays in a step at first; it rises to 1.
-        temperature: of the teacher's answers; the lower, the sharper.
-        patches: weight of a loss of what the teacher says about patches that are hidden from the student, in the
-            words that it has for whole views: the same projection.
-        reconstruct: weight of a loss of the pixels of hidden patches.
-        hidden: share of the patches of large views that is hidden where one of these weights is more than 0.
+        model: a Vitrail ViT without heads, with any tokens. The loss uses the mean of class tokens, or of patches if
+            there are none.
+        prototypes: number of outputs.
+        momentum: initial momentum of the teacher; it rises to 1.
+        temperature: of the teacher's outputs; lower is sharper.
+        patches: weight of the loss on the teacher's outputs for masked patches, which share the projection.
+        reconstruct: weight of the loss on pixels of masked patches.
+        hidden: fraction of patches of global views to mask, if one of these weights is above 0.
     """
 
     def __init__(
@@ -101,11 +98,9 @@ class SelfLearner(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, ViT):
-            raise UnsupportedModel(f"learning without labels is for models of ours; got {type(model).__name__}")
-        if any(isinstance(part, nn.Linear) for part in model.heads.children()):
-            raise InvalidOption("a model that learns without labels has no heads; build it with num_classes=0")
+            raise UnsupportedModel(f"recipe='dino' needs a Vitrail model; got {type(model).__name__}")
         if not isinstance(prototypes, int) or isinstance(prototypes, bool) or prototypes < 2:
-            raise InvalidOption(f"prototypes={prototypes!r}; expected a whole number, 2 or more")
+            raise InvalidOption(f"prototypes={prototypes!r}: expected an integer of at least 2")
         hides = patches != 0 or reconstruct != 0
         for name, value, low, high in (
             ("momentum", momentum, 0.0, 1.0),
@@ -115,7 +110,7 @@ class SelfLearner(nn.Module):
             ("hidden", hidden, 0.01 if hides else 0.0, 0.95),
         ):
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise InvalidOption(f"{name}={value!r}; expected a number from {low:g} to {high:g}")
+                raise InvalidOption(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
         self.momentum, self.temperature = momentum, temperature
         self.patches, self.reconstruct, self.hidden = patches, reconstruct, hidden
         self.model = model
@@ -126,29 +121,31 @@ class SelfLearner(nn.Module):
         self.teacher = nn.ModuleList(deepcopy([self.model, self.projection])).requires_grad_(False).eval()
 
     def forward(self, images: Tensor, labels: Tensor | None = None, mixed: Any = None, taught: Any = None) -> Terms:
-        """Give the loss of a batch of views (B, views, C, size, size); labels and all else are not looked at."""
+        """Return the loss of a batch of views (B, views, C, size, size); the other arguments are ignored."""
         if images.ndim != 5 or images.shape[1] < GLOBAL:
-            raise UnsupportedInput(f"expected views (pictures, views, colours, y, x); got {tuple(images.shape)}")
+            raise UnsupportedInput(
+                f"expected views (images, views, channels, height, width); got {tuple(images.shape)}"
+            )
         batch = len(images)
         large, small = split_views(images)
-        targets, about_patches = self._targets(large)
+        targets, patch_targets = self._targets(large)
         targets = targets.unflatten(0, (GLOBAL, batch))
-        seen, mask = self._hide(large)
+        seen, mask = self._mask(large)
         features = self.model.forward_features(seen)
-        said = [self.projection(self._pooled(features))]
+        projected = [self.projection(self._pooled(features))]
         if len(small):
-            said.append(self.projection(self._pooled(self.model.forward_features(small))))
-        log_q = (torch.cat(said) / STUDENT_TEMPERATURE).log_softmax(-1).unflatten(0, (-1, batch))
+            projected.append(self.projection(self._pooled(self.model.forward_features(small))))
+        log_q = (torch.cat(projected) / STUDENT_TEMPERATURE).log_softmax(-1).unflatten(0, (-1, batch))
         each = -torch.einsum("vbk,wbk->vw", targets, log_q) / batch
         pairs = each.numel() - GLOBAL  # a view is not compared with itself
         dino = (each.sum() - each.diagonal().sum()) / pairs
         parts = {"dino": dino, "entropy": torch.special.entr(targets).sum(-1).mean()}
         total = dino
-        if mask is not None and about_patches is not None:
-            parts["patches"] = masked_answers(
-                self.projection(self._patches(features)) / STUDENT_TEMPERATURE, about_patches, mask
+        if mask is not None and patch_targets is not None:
+            parts["patches"] = masked_cross_entropy(
+                self.projection(self._patches(features)) / STUDENT_TEMPERATURE, patch_targets, mask
             )
-            parts["patch_entropy"] = torch.special.entr(about_patches).sum(-1).mean()
+            parts["patch_entropy"] = torch.special.entr(patch_targets).sum(-1).mean()
             total = total + self.patches * parts["patches"]
         if mask is not None and self.decoder is not None:
             height, width = self.model.config.patch
@@ -165,18 +162,18 @@ class SelfLearner(nn.Module):
         torch._foreach_lerp_(list[Tensor](self.teacher.parameters()), student, 1 - keep)
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that weight decay should leave alone, beside norms and biases."""
+        """Return the names of parameters without weight decay, beside norms and biases."""
         return {f"model.{name}" for name in self.model.no_weight_decay()} | {"projection.prototypes"}
 
     def train(self, mode: bool = True) -> SelfLearner:
-        """Change the mode of the student; the teacher stays in evaluation mode."""
+        """Set the mode of the student; the teacher stays in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
         return self
 
     @torch.no_grad()
     def _targets(self, large: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Give what the teacher says about large views (2·B, K) and, if asked for, their patches (2·B, P, K)."""
+        """Return the teacher's outputs for global views (2·B, K) and, if enabled, for their patches (2·B, P, K)."""
         model, projection = self.teacher
         assert isinstance(model, ViT)
         features = model.forward_features(large)
@@ -193,8 +190,8 @@ class SelfLearner(nn.Module):
     def _patches(self, features: Tensor) -> Tensor:
         return features[:, self.model.num_prefix_tokens :]
 
-    def _hide(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Paint patches over in the mean colour, which is zero; give the pictures and which patches (B, P)."""
+    def _mask(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Mask random patches with the mean color, which is zero; return the images and the mask (B, P)."""
         if not (self.patches or self.reconstruct):
             return images, None
         height, width = self.model.config.patch[-2:]

@@ -1,4 +1,4 @@
-"""Which head of a model answers which column of labels."""
+"""Targets: which heads of a model predict which column of labels."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vitrail.tokens import Role
 from vitrail.training.evaluation.outputs import CLASS, DISTILLATION
 
 FUSED = "fused"
-"""What the one answer of a model to its own question is called, beside those of its heads."""
+"""Name of the prediction that is fused from all heads with the same target."""
 
 
 @dataclass(frozen=True)
-class HeadPlan:
-    """The heads of a model by what they are for.
+class Heads:
+    """The heads of a model by purpose.
 
     Attributes:
-        own: heads that answer the model's own question: of class tokens, or of pooled patches.
-        distilled: the head of the distillation token.
+        own: class heads: of class tokens, or of pooled patches.
+        distilled: head of the distillation token.
         tasks: heads of task tokens.
-        sizes: outputs of each head, where they are known before the model runs.
+        sizes: number of outputs of each head, where known.
     """
 
     own: tuple[str, ...]
@@ -34,19 +34,24 @@ class HeadPlan:
     tasks: tuple[str, ...]
     sizes: dict[str, int]
 
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Heads whose logits are averaged into the fused prediction."""
+        return (*self.own, *([self.distilled] if self.distilled else []))
+
 
 @dataclass(frozen=True)
-class Question:
-    """One column of labels, and who answers it.
+class Target:
+    """One column of labels and the heads that predict it.
 
     Attributes:
-        name: of the column.
-        column: its place among the labels.
-        classes: names of its classes.
-        heads: who learns it from the labels.
-        start: the first of these heads' outputs that is about it; more than 0 where one head answers several.
-        task: whether it is one of several.
-        own: whether the class heads answer it, and so what they are fused into, and a distillation token.
+        name: name of the column.
+        column: its index among the labels.
+        classes: class names.
+        heads: heads that learn it from the labels.
+        start: index of its first output in these heads; above 0 if a head predicts several columns.
+        task: whether it is one of several targets.
+        own: whether the class heads predict it, and so the fused prediction and the distillation head.
     """
 
     name: str
@@ -59,98 +64,95 @@ class Question:
 
     @property
     def label(self) -> str:
-        """What its one answer is called in logs: ``task.NAME``, or ``fused`` where there is one question."""
+        """Name of its prediction in logs: ``task.NAME``, or ``fused`` for a single target."""
         return f"task.{self.name}" if self.task else FUSED
 
     def read(self, logits: Tensor) -> Tensor:
-        """Take what is about this question from the outputs of a head, which may answer several."""
+        """Return this target's logits from the outputs of a head."""
         return logits[:, self.start : self.start + len(self.classes)]
 
 
-def heads_of(model: nn.Module) -> HeadPlan:
-    """Say what the heads of a model are for."""
+def find_heads(model: nn.Module) -> Heads:
+    """Return the heads of a model."""
     if not isinstance(model, ViT):
         count = getattr(model, "num_classes", getattr(getattr(model, "config", None), "num_labels", None))
         distilled = any(getattr(model, name, None) is not None for name in ("head_dist", "distillation_classifier"))
         names = (CLASS, DISTILLATION) if distilled else (CLASS,)
         sizes = dict.fromkeys(names, count) if isinstance(count, int) else {}
-        return HeadPlan((CLASS,), DISTILLATION if distilled else None, (), sizes)
-    named = {name: part for name, part in model.heads.named_children() if isinstance(part, nn.Linear)}
+        return Heads((CLASS,), DISTILLATION if distilled else None, (), sizes)
+    layers = {name: part for name, part in model.heads.named_children() if isinstance(part, nn.Linear)}
     roles: dict[str, Role] = {PATCH: Role.PATCH, **{spec.name: spec.role for spec in model.config.tokens}}
-    found = {role: tuple(name for name in named if roles[name] is role) for role in Role}
-    regress = [spec.name for spec in model.config.tokens if spec.kind == "regression" and spec.name in named]
-    if regress:
-        raise InvalidOption(f"labels are classes; the tokens {', '.join(regress)} have kind='regression'")
-    return HeadPlan(
+    found = {role: tuple(name for name in layers if roles[name] is role) for role in Role}
+    regression = [spec.name for spec in model.config.tokens if spec.kind == "regression" and spec.name in layers]
+    if regression:
+        raise InvalidOption(f"labels are classes, but the tokens {', '.join(regression)} have kind='regression'")
+    return Heads(
         found[Role.PATCH] + found[Role.CLASS],
         next(iter(found[Role.DISTILLATION]), None),
         found[Role.TASK],
-        {name: part.out_features for name, part in named.items()},
+        {name: part.out_features for name, part in layers.items()},
     )
 
 
-def ask(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tuple[Question, ...]:
-    """Say which heads answer which column of labels; raise where a column or a head is left alone.
+def assign_targets(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tuple[Target, ...]:
+    """Return the target of each column of labels; raise if a column has no head or a head has no column.
 
-    A task token answers the column of its name. What is left is for the class heads: one column; or several, and
-    then the model's ``num_classes`` is the number of classes of all of them, one column after the other. That is one
-    token with several heads, the control of task tokens.
+    A task token predicts the column of its name. The class heads predict the remaining column, or several: then the
+    model's ``num_classes`` is the total number of classes, one column after the other.
     """
-    heads = heads_of(model)
+    heads = find_heads(model)
     rest = [name for name in classes if name not in heads.tasks]
     _check_columns(heads, classes, rest)
-    found, start = [], 0
+    targets, start = [], 0
     for column, (name, names) in enumerate(classes.items()):
         if name in heads.tasks:
-            found.append(Question(name, column, tuple(names), (name,), task=True, own=False))
+            targets.append(Target(name, column, tuple(names), (name,), task=True, own=False))
         else:
-            one_of_several = len(rest) > 1 or (len(classes) > 1 and name != LABEL)
-            found.append(Question(name, column, tuple(names), heads.own, start, one_of_several))
+            is_task = len(rest) > 1 or (len(classes) > 1 and name != LABEL)
+            targets.append(Target(name, column, tuple(names), heads.own, start, is_task))
             start += len(names)
-    for head, needed in outputs_of(heads, found).items():
-        check_outputs(head, heads.sizes.get(head, needed), needed)
-    return tuple(found)
+    for head, outputs in required_outputs(heads, targets).items():
+        check_outputs(head, heads.sizes.get(head, outputs), outputs)
+    return tuple(targets)
 
 
-def some(asked: Sequence[Question], columns: Sequence[str]) -> tuple[Question, ...]:
-    """Leave the questions that the data has labels for, by the places of their columns there."""
-    return tuple(replace(one, column=columns.index(one.name)) for one in asked if one.name in columns)
+def select_columns(targets: Sequence[Target], columns: Sequence[str]) -> tuple[Target, ...]:
+    """Return the targets that the data has labels for, with their columns there."""
+    return tuple(replace(one, column=columns.index(one.name)) for one in targets if one.name in columns)
 
 
-def outputs_of(heads: HeadPlan, asked: Sequence[Question]) -> dict[str, int]:
-    """Count the outputs that each head needs for what it is asked."""
-    together = sum(len(one.classes) for one in asked if one.own)
-    needed = dict.fromkeys((*heads.own, *([heads.distilled] if heads.distilled else [])), together)
-    return needed | {one.name: len(one.classes) for one in asked if not one.own}
+def required_outputs(heads: Heads, targets: Sequence[Target]) -> dict[str, int]:
+    """Return the number of outputs that each head needs for its targets."""
+    total = sum(len(target.classes) for target in targets if target.own)
+    return dict.fromkeys(heads.fused, total) | {one.name: len(one.classes) for one in targets if not one.own}
 
 
-def check_outputs(head: str, outputs: int, needed: int) -> None:
-    """Raise where a head has another number of outputs than there are classes for it."""
-    if outputs != needed:
+def check_outputs(head: str, outputs: int, expected: int) -> None:
+    """Raise if a head's number of outputs is not the number of classes."""
+    if outputs != expected:
         raise InvalidOption(
-            f"the head {head!r} has {outputs} outputs, and the labels for it {needed} classes; build the model with as "
-            "many, or check the names of the classes"
+            f"the head {head!r} has {outputs} outputs, but its labels have {expected} classes; build the model with "
+            "this number of classes, or check the class names"
         )
 
 
-def _check_columns(heads: HeadPlan, classes: Mapping[str, Sequence[str]], rest: Sequence[str]) -> None:
+def _check_columns(heads: Heads, classes: Mapping[str, Sequence[str]], rest: Sequence[str]) -> None:
     if not classes:
-        raise InvalidOption("there is no column of labels to learn from")
-    lost = [name for name in heads.tasks if name not in classes]
-    if lost:
+        raise InvalidOption("the data has no column of labels")
+    missing = [name for name in heads.tasks if name not in classes]
+    if missing:
         raise InvalidOption(
-            f"the task tokens {', '.join(lost)} have no column of labels: there are {', '.join(classes)}. Name the "
-            "columns as tasks, or leave the tokens out"
+            f"no column for the task tokens {', '.join(missing)}: the columns are {', '.join(classes)}. List the "
+            "columns in tasks, or remove the tokens"
         )
-    answers = [*heads.own, *([heads.distilled] if heads.distilled else [])]
     if rest and not heads.own:
         raise InvalidOption(
-            f"no head is for the labels {', '.join(rest)}: the model has "
-            f"{', '.join((*answers, *heads.tasks)) or 'no head'}. Give it a class token and num_classes, or a task "
+            f"no head for the labels {', '.join(rest)}: the model has "
+            f"{', '.join((*heads.fused, *heads.tasks)) or 'no head'}. Add a class token and num_classes, or a task "
             "token of that name"
         )
-    if answers and not rest:
+    if heads.fused and not rest:
         raise InvalidOption(
-            f"the heads {', '.join(answers)} have no labels: all columns ({', '.join(classes)}) are for task tokens. "
-            "Set num_classes=0"
+            f"no labels for the heads {', '.join(heads.fused)}: all columns ({', '.join(classes)}) belong to task "
+            "tokens. Set num_classes=0"
         )

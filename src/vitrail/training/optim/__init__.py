@@ -1,1 +1,1 @@
-"""Optimizers."""
+"""Optimizers, the learning rate schedule, and weight averaging."""

@@ -1,0 +1,133 @@
+"""The baseline model and its variants: copies that are merged, sliced or left unchanged."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.adapters import find, load_model, size_options
+from vitrail.bench._sliced import slice_tokens
+from vitrail.bench.config import BenchConfig
+from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.surgery import Merging, merge
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The model that all variants are copies of, and its cost.
+
+    Attributes:
+        size: height and width of the input.
+        merging: options of ``vitrail.merge``.
+        tokens: tokens that leave each block when merged.
+        tokens_before: tokens without merging.
+        flops_before: multiply-adds per image without merging.
+        flops_after: multiply-adds per image with merging.
+    """
+
+    module: nn.Module
+    size: tuple[int, ...]
+    merging: dict[str, Any]
+    tokens: tuple[int, ...]
+    tokens_before: int
+    flops_before: int
+    flops_after: int
+
+    def variant(self, name: str, own_weights: bool) -> nn.Module:
+        """Return a copy changed into a variant; copies share the weights unless each trains its own."""
+        module = copy_model(self.module, share=not own_weights)
+        if name == "merged":
+            self.merge(module)
+        elif name == "sliced":
+            slice_tokens(module, self.tokens)
+        return module
+
+    def merge(self, module: nn.Module) -> Merging:
+        """Merge a copy, silently: building the baseline has already warned."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", VitrailWarning)
+            return merge(module, **self.merging)
+
+
+def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
+    """Load the configured model, or use the given one, and count what merging saves."""
+    module = _load(config) if module is None else module
+    found = find(module)
+    size = config.size or found.adapter.preprocessing(found.trunk).size
+    try:
+        layout = found.adapter.layout(found.trunk, size)
+    except ValueError as error:
+        raise _wrong_size(config.model, size) from error
+    if size[0] % layout.grid[1] or size[1] % layout.grid[2]:
+        raise _wrong_size(config.model, size)
+    module = module.to(config.torch_device, config.weight_dtype).eval()
+    r = list(config.r) if isinstance(config.r, tuple) else config.r
+    options = {"r": r, "schedule": config.schedule, "proportional": config.proportional}
+    with merge(module, **options) as merging:  # type: ignore[arg-type]
+        tokens = tuple(merging.tokens_per_layer(size))
+        before, after = merging.flops(size, merged=False), merging.flops(size)
+    return Baseline(module, size, options, tokens, layout.num_tokens, before, after)
+
+
+def copy_model(module: nn.Module, share: bool) -> nn.Module:
+    """Copy a model, merged or not; with ``share`` the copy uses the same parameter and buffer tensors."""
+    shared: Sequence[Tensor] = (*module.parameters(), *module.buffers()) if share else ()
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+
+
+def random_batches(config: BenchConfig, size: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Draw different batches of standard normal inputs, like normalized images."""
+    shape = (config.batch, 3, *size)
+    needed = math.prod(shape) * config.weight_dtype.itemsize * config.inputs
+    memory = _memory(device)
+    if memory is not None and needed > memory:  # allocating this much can kill the process
+        raise UnsupportedInput(
+            f"batch {config.batch} does not fit into the memory of this device: {config.inputs} batches take "
+            f"{needed / 1e9:.3g} GB of {memory / 1e9:.3g}. Choose a smaller batch"
+        )
+    generator = torch.Generator(device).manual_seed(0)
+    draws = (torch.randn(shape, generator=generator, device=device) for _ in range(config.inputs))
+    return [draw.to(config.weight_dtype) for draw in draws]
+
+
+def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
+    """Run one image through the model: libraries check the input size only when called."""
+    try:
+        with torch.inference_mode(), torch.autocast(batch.device.type, config.compute_dtype, enabled=config.autocast):
+            base.module(batch[:1])
+    except (AssertionError, ValueError) as error:
+        height, width = base.size
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UnsupportedInput(
+            f"{config.model} does not accept images of 3 × {height} × {width} ({reason})"
+            f"{'' if config.size is None else '. Leave the size out'}"
+        ) from error
+
+
+def _load(config: BenchConfig) -> nn.Module:
+    torch.manual_seed(0)
+    return load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
+
+
+def _memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return None
+
+
+def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
+    return InvalidOption(
+        f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
+        "(often 16 or 14) in each direction, or leave the size out"
+    )

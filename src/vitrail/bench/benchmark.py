@@ -1,0 +1,394 @@
+"""``run`` and ``time_models``: prepare models in modes, then time all of them interleaved."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitrail._deprecation import renamed_arguments, renamed_property
+from vitrail.bench._agreement import compare, kernels_used, relative_error
+from vitrail.bench._modes import Runner, fresh_compiler, output_tensor, prepare, prepare_inference
+from vitrail.bench._variants import Baseline, build, copy_model, random_batches, try_input_size
+from vitrail.bench.config import (
+    COMPILE_MODES,
+    MODES,
+    BenchConfig,
+    check_choices,
+    check_graphs,
+    check_time,
+    uses_compiler,
+)
+from vitrail.bench.machine import describe_machine
+from vitrail.bench.result import BenchResult, Failure, Row
+from vitrail.bench.timing import Clock, Key, Spread, Step, clock_for, measure
+from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+
+Tell = Callable[[str], object]
+"""Called with a short text when a stage begins."""
+
+Modes = str | Sequence[str]
+
+CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
+"""In the message when the CPU runs out of memory: torch has no error class for it."""
+
+
+@dataclass
+class Entry:
+    """A variant in a mode, after its first step."""
+
+    variant: str
+    mode: str
+    runner: Runner
+    ready_s: float
+    peak: int | None
+    difference: float | None = None
+
+    def row(self, config: BenchConfig, spread: Spread, flops: int) -> Row:
+        """Return the table row for measured times."""
+        passes = 3 if config.train else 1
+        return Row(
+            variant=self.variant,
+            mode=self.mode,
+            ms=spread.median * 1e3,
+            images_per_s=config.batch / spread.median,
+            peak_mb=None if self.peak is None else self.peak / 1e6,
+            ready_s=self.ready_s,
+            ms_low=spread.low * 1e3,
+            ms_high=spread.high * 1e3,
+            ms_least=spread.least * 1e3,
+            samples=spread.samples,
+            loops=spread.loops,
+            tflops=2 * flops * config.batch * passes / spread.median / 1e12,
+            difference=self.difference,
+        )
+
+
+def run(
+    config: BenchConfig, *, model: nn.Module | None = None, clock: Clock | None = None, tell: Tell | None = None
+) -> BenchResult:
+    """Measure a model unmerged, sliced and merged.
+
+    >>> result = run(BenchConfig("timm:vit_base_patch16_224", r=16, batch=256, dtype="bf16"))   # doctest: +SKIP
+    >>> result.speedup, result.efficiency                                                       # doctest: +SKIP
+
+    Args:
+        config: what to measure.
+        model: a model to use instead of loading the configured one; it is moved to the device and dtype, and
+            otherwise unchanged.
+        clock: a clock to use instead of the device's.
+        tell: called with a short text when a stage begins.
+    """
+    tell = tell or (lambda text: None)
+    config.check_here()
+    device, notes = config.torch_device, _notes(config)
+    clock = clock or clock_for(device)
+    with _settings(config), _explain_out_of_memory(config):
+        began = clock.now()
+        tell(f"building {config.model}")
+        base = build(config, model)
+        batches = random_batches(config, base.size, device)
+        try_input_size(base, config, batches[0])  # also loads the device's libraries, so no row pays for that
+        startup = _start_compiler(config, clock, tell)
+        check = None
+        if config.check:
+            tell("comparing with the reference")
+            check = compare(base, batches[0], autocast=config.autocast_dtype, gradients=config.train)
+        deadline = None if config.limit is None else began + config.limit
+        entries, failed = _prepare_all(config, base, batches, clock, deadline, tell)
+        tell(f"measuring {len(entries)} rows for {config.seconds:g} s")
+        steps = {(entry.variant, entry.mode): entry.runner.step for entry in entries}
+        spreads = measure(steps, clock, config.seconds, inputs=config.inputs)
+        machine, kernels = describe_machine(device), kernels_used(device)
+    flops = {variant: base.flops_before if variant == "unmerged" else base.flops_after for variant in config.variants}
+    rows = [entry.row(config, spreads[entry.variant, entry.mode], flops[entry.variant]) for entry in entries]
+    return BenchResult(
+        config=config,
+        rows=tuple(sorted(rows, key=lambda row: (config.variants.index(row.variant), config.modes.index(row.mode)))),
+        failed=tuple(failed),
+        size=base.size,
+        tokens_before=base.tokens_before,
+        tokens_per_layer=base.tokens,
+        flops_before=base.flops_before,
+        flops_after=base.flops_after,
+        check=check,
+        kernels=kernels,
+        startup_s=startup,
+        machine=machine,
+        notes=tuple(notes),
+    )
+
+
+def _prepare_all(
+    config: BenchConfig, base: Baseline, batches: list[Tensor], clock: Clock, deadline: float | None, tell: Tell
+) -> tuple[list[Entry], list[Failure]]:
+    """Prepare every variant mode by mode, so that a mode that runs out of time is missing from all variants."""
+    entries: list[Entry] = []
+    failed: list[Failure] = []
+    eager: dict[str, Tensor] = {}
+    for mode, variant in ((mode, variant) for mode in config.modes for variant in config.variants):
+        if mode != config.modes[0] and deadline is not None and clock.now() > deadline:
+            failed.append(Failure(variant, mode, f"no time left: the limit is {config.limit:g} s"))
+            continue
+        tell(f"preparing {variant}, {mode}")
+        try:
+            entry, output = _prepare_one(config, base, variant, mode, batches, clock)
+        except Exception as error:
+            # without eager rows of these two there is nothing to compare
+            if _is_out_of_memory(error) or (mode == "eager" and variant != "sliced"):
+                raise
+            failed.append(Failure(variant, mode, _reason(error)))
+            tell(f"{variant}, {mode} failed: {_reason(error)}")
+            continue
+        entries.append(entry)
+        if output is not None and mode == "eager":
+            eager[variant] = output
+        elif output is not None and variant in eager:
+            entry.difference = relative_error(output, eager[variant])
+    return entries, failed
+
+
+def _prepare_one(
+    config: BenchConfig, base: Baseline, variant: str, mode: str, batches: list[Tensor], clock: Clock
+) -> tuple[Entry, Tensor | None]:
+    module = base.variant(variant, own_weights=config.train)
+    start = clock.now()
+    runner = prepare(config, mode, module, batches)
+    runner.step(0)
+    ready = clock.now() - start
+    peak = _peak(runner, batches[0])
+    # not the batch of the first step: a captured graph must read the one it is given
+    output = runner.step(len(batches) - 1)
+    return Entry(variant, mode, runner, ready, peak), None if output is None else output_tensor(output).detach().clone()
+
+
+def _peak(runner: Runner, batch: Tensor) -> int | None:
+    """Return the peak memory of a step in bytes, as if the model and one batch were alone on the device."""
+    if not batch.is_cuda:
+        return None
+    runner.step(0)  # the first step may have allocated what stays: workspaces, optimizer state
+    torch.cuda.synchronize(batch.device)
+    before = torch.cuda.memory_allocated(batch.device)
+    torch.cuda.reset_peak_memory_stats(batch.device)
+    runner.step(0)
+    torch.cuda.synchronize(batch.device)
+    used = torch.cuda.max_memory_allocated(batch.device) - before
+    if runner.graph is not None:
+        used = runner.graph.peak_bytes + batch.nbytes
+    return used + runner.static_bytes() + batch.nbytes
+
+
+def _start_compiler(config: BenchConfig, clock: Clock, tell: Tell) -> float | None:
+    """Start the compiler on a small function, so that no row pays for it; return the seconds."""
+    if not uses_compiler(config.modes):
+        return None
+    tell("starting the compiler")
+    start = clock.now()
+    try:
+        torch.compile(lambda x: (x.sin() + 1).softmax(-1))(torch.randn(64, 64, device=config.torch_device))
+    except Exception:  # the rows report it
+        return None
+    return clock.now() - start
+
+
+@contextmanager
+def _settings(config: BenchConfig) -> Iterator[None]:
+    """Set threads, attention backend and compiler limits during a measurement."""
+    with ExitStack() as stack:
+        if config.threads is not None:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(config.threads)
+        if config.attention != "auto":
+            stack.enter_context(_attention_backend(config.attention))
+        if uses_compiler(config.modes):
+            stack.enter_context(fresh_compiler(config.cold))
+        stack.callback(gc.collect)
+        yield
+
+
+@contextmanager
+def _attention_backend(name: str) -> Iterator[None]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    # the others are fallbacks for shapes that the chosen backend does not support
+    with sdpa_kernel([backends[name], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        yield
+
+
+@contextmanager
+def _explain_out_of_memory(config: BenchConfig) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise UnsupportedInput(
+            f"batch {config.batch} does not fit into the memory of this device: {str(error).splitlines()[0]} Choose "
+            "a smaller batch"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error)
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a mode failed, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _notes(config: BenchConfig) -> list[str]:
+    if config.torch_device.type != "cpu" or config.dtype != "fp16":
+        return []
+    text = "fp16 on a CPU is emulated and slow, so its times mean little. Use fp32 or bf16"
+    warnings.warn(text, VitrailWarning, stacklevel=3)
+    return [text]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Times of one model in one mode.
+
+    Attributes:
+        seconds: median time of one step on the whole batch.
+        images_per_s: throughput: images, or other samples, per second.
+        spread: half the interquartile range over the median.
+        samples: number of samples.
+    """
+
+    seconds: float
+    images_per_s: float
+    spread: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class ModelTimes:
+    """Times of one model.
+
+    Attributes:
+        modes: times by mode.
+        failed: why the other modes failed.
+    """
+
+    modes: dict[str, Timed]
+    failed: dict[str, str]
+
+    forms = renamed_property("forms", "modes")
+
+    @property
+    def best(self) -> Timed | None:
+        """The times of the fastest mode; None if all failed."""
+        return min(self.modes.values(), key=lambda timed: timed.seconds, default=None)
+
+
+@renamed_arguments(pictures="images", forms="modes")
+def time_models(
+    models: Mapping[Key, nn.Module],
+    images: Tensor | Sequence[Tensor],
+    *,
+    modes: Modes | Mapping[Key, Modes] = ("eager",),
+    seconds: float = 10.0,
+    compile_mode: str = "default",
+    clock: Clock | None = None,
+) -> dict[Key, ModelTimes]:
+    """Time inference of models, merged or not, in their own dtype and on their own device.
+
+    Copies that share the weights are timed interleaved; the models stay unchanged. A mode that fails records why, and
+    the others go on.
+
+    >>> times = time_models({"unmerged": model, "merged": merged}, images)      # doctest: +SKIP
+    >>> times["unmerged"].best.seconds / times["merged"].best.seconds           # doctest: +SKIP
+
+    Args:
+        models: models by name.
+        images: an input batch, or several of one shape to rotate through.
+        modes: which of :data:`MODES` to time, for all models or by name; ``blocks`` needs a supported model.
+        seconds: time budget for measuring, shared by all models, after warm-up and compilation.
+        compile_mode: mode of ``torch.compile``.
+        clock: a clock to use instead of the device's.
+    """
+    batches = list(images) if isinstance(images, Sequence) else [images]
+    _check_batches(batches)
+    device = batches[0].device
+    _check_models(models, device)
+    wanted = _modes_by_model(models, modes)
+    every = {mode for own in wanted.values() for mode in own}
+    check_graphs(every, device)
+    check_choices("compile_mode", (compile_mode,), COMPILE_MODES)
+    check_time("seconds", seconds)
+    steps: dict[tuple[Key, str], Step] = {}
+    failed: dict[tuple[Key, str], str] = {}
+    with torch.cuda.device_of(batches[0]), fresh_compiler() if uses_compiler(every) else nullcontext():
+        for name, mode in ((name, mode) for name, own in wanted.items() for mode in own):
+            try:
+                step = prepare_inference(mode, copy_model(models[name], share=True).eval(), batches, compile_mode).step
+                step(0)  # compiles and captures
+                steps[name, mode] = step
+            except Exception as error:
+                failed[name, mode] = _reason(error)
+        spreads = measure(steps, clock or clock_for(device), seconds, inputs=len(batches))
+    times = {
+        key: Timed(spread.median, len(batches[0]) / spread.median, spread.relative, spread.samples)
+        for key, spread in spreads.items()
+    }
+    return {
+        name: ModelTimes(
+            {mode: times[name, mode] for mode in own if (name, mode) in times},
+            {mode: failed[name, mode] for mode in own if (name, mode) in failed},
+        )
+        for name, own in wanted.items()
+    }
+
+
+def _modes_by_model(models: Mapping[Key, nn.Module], modes: Modes | Mapping[Key, Modes]) -> dict[Key, tuple[str, ...]]:
+    given = modes if isinstance(modes, Mapping) else dict.fromkeys(models, modes)
+    if given.keys() != models.keys():
+        raise InvalidOption(
+            f"modes has the keys {', '.join(map(repr, given)) or 'nothing'}, but models has "
+            f"{', '.join(map(repr, models))}; use the same keys, or give modes for all models"
+        )
+    wanted = {name: (own,) if isinstance(own, str) else tuple(own) for name, own in ((n, given[n]) for n in models)}
+    for own in wanted.values():
+        check_choices("modes", own, MODES)
+    return wanted
+
+
+def _check_models(models: Mapping[Key, nn.Module], device: torch.device) -> None:
+    if not isinstance(models, Mapping) or not models:
+        got = "none" if isinstance(models, Mapping) else type(models).__name__
+        raise InvalidOption(f'models must be at least one model by name, such as {{"merged": model}}; got {got}')
+    for name, model in models.items():
+        if not isinstance(model, nn.Module):
+            raise InvalidOption(f"model {name!r} is a {type(model).__name__}; expected a torch.nn.Module")
+        others = {str(value.device) for value in (*model.parameters(), *model.buffers()) if value.device != device}
+        if others:
+            raise UnsupportedInput(
+                f"model {name!r} is on {', '.join(sorted(others))}, the images are on {device}; move one to the other"
+            )
+
+
+def _check_batches(batches: Sequence[Tensor]) -> None:
+    if not batches or not all(isinstance(batch, Tensor) for batch in batches):
+        got = ", ".join(type(batch).__name__ for batch in batches) or "nothing"
+        raise UnsupportedInput(f"images must be a tensor, or a sequence of tensors; got {got}")
+    first = batches[0]
+    if first.dim() < 4 or not len(first):
+        raise UnsupportedInput(
+            f"images must be a batch, such as (8, 3, 224, 224); got {tuple(first.shape)}. Pass one image as image[None]"
+        )
+    if len({(batch.shape, batch.dtype, batch.device) for batch in batches}) > 1:
+        got = ", ".join(f"{tuple(batch.shape)} in {batch.dtype} on {batch.device}" for batch in batches)
+        raise UnsupportedInput(f"all batches must have one shape, dtype and device; got {got}")

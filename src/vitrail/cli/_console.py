@@ -1,0 +1,102 @@
+"""Terminal output: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from vitrail.errors import VitrailError, VitrailWarning
+
+
+class PipeConsole(Console):
+    """A console that goes quiet if its pipe is closed (``vitrail train … | head -1``), so that work continues."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard buffered and further output."""
+        self.quiet = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.file.fileno())
+        os.close(null)
+
+
+out = PipeConsole(highlight=False)
+err = PipeConsole(stderr=True, highlight=False)
+
+
+def say(text: str, style: str = "") -> None:
+    """Print a line of results without wrapping, so that paths stay whole."""
+    out.print(Text(text, style=style), soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a yellow note."""
+    err.print(Text.assemble(("Note: ", "bold yellow"), (" ".join(text.split()), "yellow")), soft_wrap=True)
+
+
+def error(text: str) -> None:
+    """Print a red error."""
+    err.print(Text.assemble(("Error: ", "bold red"), (" ".join(text.split()), "red")), soft_wrap=True)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Report a ``VitrailError`` without a traceback and exit with code 2; other errors propagate."""
+    try:
+        yield
+    except VitrailError as problem:
+        error(str(problem))
+        raise typer.Exit(2) from problem
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """Print each ``VitrailWarning`` once, as a note; other warnings are shown as usual."""
+    seen: set[str] = set()
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if not issubclass(category, VitrailWarning):
+                usual(message, category, filename, lineno, file, line)
+            elif str(message) not in seen:
+                seen.add(str(message))
+                note(str(message))
+
+        warnings.simplefilter("always", VitrailWarning)
+        warnings.showwarning = show
+        yield
+
+
+def progress() -> Progress:
+    """Return a progress bar that disappears when done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+
+
+@contextmanager
+def bars() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Yield a callback ``(stage, done, total)`` that draws one progress bar per stage."""
+    with progress() as shown:
+        tasks: dict[str, TaskID] = {}
+
+        def update(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = shown.add_task(stage[:1].upper() + stage[1:], total=total)
+            shown.update(tasks[stage], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,225 @@
+"""Loading models by name, with errors that suggest options of the command line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+from torch import nn
+
+import vitrail
+from vitrail.adapters import LIBRARIES, Found, find, size_options
+from vitrail.adapters.registry import library, split_name
+from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
+from vitrail.data import InputSpec
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
+from vitrail.models import ViT
+
+if TYPE_CHECKING:
+    from vitrail.training.objective.targets import Target
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded model; ``questions`` are the tasks it answers, if its classes have names."""
+
+    name: str
+    model: nn.Module
+    preprocessing: InputSpec
+    layout: vitrail.TokenLayout
+    device: torch.device
+    random: bool
+    questions: tuple[Target, ...] = ()
+
+    @property
+    def weights(self) -> str:
+        """Origin of the weights: random or pretrained."""
+        return "random" if self.random else "pretrained"
+
+
+def load(
+    name: str,
+    *,
+    random: bool,
+    size: tuple[int, ...] | None = None,
+    device: str | None = None,
+    seed: int = 0,
+    shown: bool = True,
+) -> Loaded:
+    """Load a model by name for an input size; random weights depend on ``seed`` only.
+
+    With ``shown=False`` the model need not accept images, only tensors of their shape.
+    """
+    place = _device(device)
+    options = size_options(name, size)
+    torch.manual_seed(seed)
+    origin, rest = split_name(name)
+    unreachable = _unreachable_hub() if origin and origin.uses_hub(rest, not random) else None
+    try:
+        with _quiet_hub(offline=unreachable is not None), origin.quiet() if origin else nullcontext():
+            model = vitrail.load_model(name, pretrained=not random, **options)
+    except ModelLoadError as error:
+        raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
+    found = find(model)
+    _check_takes_pictures(name, found, shown)
+    expected = found.adapter.preprocessing(found.trunk)
+    if size is not None:
+        expected = replace(expected, size=size)
+    try:
+        layout = found.adapter.layout(found.trunk, expected.size)
+    except ValueError as error:
+        raise _wrong_size(name, expected.size) from error
+    if size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2]):
+        raise _wrong_size(name, size)
+    return Loaded(name, model.to(place), expected, layout, place, random, _questions(model))
+
+
+def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
+    """Refuse a model that was made for other arrays: spectrograms, clips, numbers on a scale of their own."""
+    told = read_labels(model_folder(named(name))).get("preprocessing") if is_saved(name) else None
+    trunk = found.trunk
+    shape: tuple[int, ...] = (3, *found.adapter.preprocessing(trunk).size)
+    if isinstance(trunk, ViT):
+        shape = (trunk.config.in_chans, *trunk.config.image)
+    numbers = False
+    if told:
+        expects = InputSpec.from_dict(told)
+        shape = (len(expects.mean), *shape[1:])
+        numbers = expects.is_array and not expects.of_bytes
+    if len(shape) == 3 and shape[0] == 3 and not (numbers and shown):
+        return
+    kind = " of floating point numbers" if numbers else ""
+    looks = "vitrail.record" if len(shape) > 3 else "vitrail.record or vitrail.inspect"
+    raise UnsupportedInput(
+        f"{name} takes arrays{kind}, {' × '.join(map(str, shape))}, and this command is for models that take pictures. "
+        "From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, look inside with "
+        f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
+        "labels.preprocessing normalises arrays for it."
+    )
+
+
+def _questions(model: nn.Module) -> tuple[Target, ...]:
+    """Say which of a model's outputs are which classes, where these have names."""
+    names = vitrail.class_names(model)
+    if not names:
+        return ()
+    from vitrail.training.objective.targets import assign_targets
+
+    return assign_targets(model, names)
+
+
+def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:
+    """Return why a model could not be loaded and what to do, in terms of the command line."""
+    origin, rest = split_name(name)
+    cause = error.__cause__
+    if origin is None:
+        guess = None if ":" in name else _guess(name)
+        return f"{str(error).rstrip('.')}. Did you mean {guess}?" if guess else str(error)
+    if origin.is_missing_directory(rest):
+        return f"{name}: there is no directory {rest}. Name one ({origin.directory}), or a model on the Hub."
+    if cause is None or isinstance(cause, ImportError):
+        return str(error)
+    why = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
+    obstacle = _obstacle(name, options)
+    if obstacle is not None and options:  # is it the size?
+        other = _obstacle(name)
+        if other is None:
+            return f"{name} cannot be built for inputs of another size ({why}). Leave --size out."
+        obstacle = other
+    if isinstance(obstacle, UnsupportedModel):  # weights would not help
+        return f"{name}: {obstacle}"
+    network = isinstance(cause, OSError) and not Path(rest).is_dir()
+    if network and unreachable:
+        what = "it is" if obstacle else "its trained weights are"
+        why = f"{name}: {what} not on this machine, and {unreachable} cannot be reached. Check the network, or"
+        step = f"name a directory, like {origin.directory}" if obstacle else "add --random-weights"
+        return f"{why} {step}."
+    if random:
+        return str(error)
+    if obstacle is None:
+        step = "Check the network, or add" if network else "Add"
+        return f"{name}: its trained weights could not be loaded ({why}). {step} --random-weights to use random ones."
+    return f"{name} could not be loaded: {why}. Name a directory instead, like {origin.directory}."
+
+
+def _guess(name: str) -> str | None:
+    """Return the full name of a model whose prefix was left out, where one fits."""
+    likely = [one for one in map(library, LIBRARIES) if one.looks_like(name)]
+    for one in likely:
+        if one.uses_hub(name, pretrained=False) or _obstacle(f"{one.prefix}:{name}") is None:
+            return f"{one.prefix}:{name}"
+    return None
+
+
+def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError | None:
+    """Say what keeps a model from being merged even with random weights; tried without memory or network."""
+    with _quiet_hub(offline=True), warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        try:
+            find(vitrail.load_model(name, pretrained=False, **(options or {})))
+        except VitrailError as error:
+            return error
+    return None
+
+
+def _unreachable_hub(seconds: float = 3.0) -> str | None:
+    """Give the Hub's host if no connection to it can be made.
+
+    Its own library would find out only after many tries, most of a minute; how often it tries cannot be set.
+    Behind a proxy, only the proxy knows.
+    """
+    try:
+        settings: Any = import_module("huggingface_hub.constants")
+        url = urlsplit(settings.ENDPOINT)
+        if settings.HF_HUB_OFFLINE or url.hostname is None or {"https", "http", "all"} & getproxies().keys():
+            return None
+        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), seconds).close()
+    except OSError:
+        return url.hostname
+    except (ImportError, AttributeError):  # no such library, or a much older or newer one: do as usual
+        return None
+    return None
+
+
+@contextmanager
+def _quiet_hub(offline: bool) -> Iterator[None]:
+    """Keep the Hub's library from announcing each retry, and from asking at all where there is no network."""
+    try:
+        settings: Any = import_module("huggingface_hub.constants")
+        log: Any = import_module("huggingface_hub.utils.logging")  # sets its level when it is imported, so before us
+        before = settings.HF_HUB_OFFLINE, log.get_verbosity()
+    except (ImportError, AttributeError):
+        yield
+        return
+    try:
+        settings.HF_HUB_OFFLINE = before[0] or offline
+        if "HF_HUB_VERBOSITY" not in os.environ:
+            log.set_verbosity(log.ERROR)
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = before[0]
+        log.set_verbosity(before[1])
+
+
+def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
+    return InvalidOption(
+        f"--size {size[0]}x{size[1]} is not a whole number of patches of {name}. Choose a multiple of its patch size "
+        "(often 16 or 14) in each direction, or leave --size out."
+    )
+
+
+def _device(name: str | None) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise InvalidOption("--device cuda: no CUDA device is available. Use --device cpu, or leave it out.")
+    return torch.device(name or ("cuda" if available else "cpu"))

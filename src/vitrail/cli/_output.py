@@ -1,0 +1,119 @@
+"""Output files: written atomically, and never over an input."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import IO
+
+from PIL import Image
+
+from vitrail._atomic_files import drafts
+from vitrail.errors import VitrailError
+
+
+class OutputError(VitrailError):
+    """Results could not be written."""
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise early, before minutes of work, if a file cannot be written; ``option`` is the option that named it."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise OutputError(
+            f"{option} {path}: no file can be written there. Expected a file name in an existing directory."
+        )
+    try:
+        if _is_special(path):
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise _unwritable(path, error, option) from error
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object], option: str = "-o") -> None:
+    """Write a file so that a reader sees the old or the new content, and a failure keeps the old.
+
+    Pipes and devices, like ``/dev/stdout``, are written directly.
+    """
+    try:
+        with nullcontext([path]) if _is_special(path) else drafts(path) as (target,), target.open("wb") as file:
+            write(file)
+    except OSError as error:
+        raise _unwritable(path, error, option) from error
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _unwritable(path: Path, error: OSError, option: str) -> OutputError:
+    return OutputError(
+        f"{path} could not be written ({error.strerror or error}). Name another file with {option}, in a writable "
+        "directory with enough space."
+    )
+
+
+def write_image(path: Path, image: Image.Image) -> None:
+    """Write an image as PNG, atomically."""
+    write_atomically(path, lambda file: image.save(file, format="PNG"))
+
+
+def write_text(path: Path, text: str, option: str = "-o") -> None:
+    """Write a text file, atomically."""
+    write_atomically(path, lambda file: file.write(text.encode()), option)
+
+
+def make_directory(path: Path) -> Path:
+    """Create a directory for results, with its parents, and return its absolute path."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{path}: the output directory could not be made ({error.strerror or error}). Name another one with -o."
+        ) from error
+    return path.resolve()
+
+
+class Names:
+    """File names for results, after their images; they collide neither with each other nor with an input.
+
+    Results of ``cat.jpg`` are called ``cat``. Images that share a name get a longer one: ``cat.gif`` and ``cat.webp``
+    keep their suffixes, ``a/cat.jpg`` and ``b/cat.jpg`` become ``a-cat`` and ``b-cat``. Case is ignored, as on some
+    file systems.
+    """
+
+    def __init__(self, directory: Path, endings: Iterable[str], inputs: Iterable[Path]) -> None:
+        self.directory = directory
+        self.endings = tuple(endings)
+        paths = list(inputs)
+        self.taken = {str(path.resolve()).casefold() for path in paths}
+        self.shared = Counter(label for path in paths for label in {label.casefold() for label in _labels(path)})
+
+    def for_image(self, image: Path) -> dict[str, Path]:
+        """Return the files for an image's results, by ending."""
+        label = next((label for label in _labels(image) if self.shared[label.casefold()] <= 1), image.stem)
+        number = 1
+        while True:
+            stem = label if number == 1 else f"{label}-{number}"
+            paths = {ending: self.directory / f"{stem}-{ending}.png" for ending in self.endings}
+            keys = {str(path.resolve()).casefold() for path in paths.values()}
+            if self.taken.isdisjoint(keys):
+                self.taken |= keys
+                return paths
+            number += 1
+
+
+def _labels(path: Path) -> Iterator[str]:
+    """Yield possible labels of an image, shortest first."""
+    yield path.stem
+    yield path.name
+    parents = Path(os.path.normpath(path.absolute())).parent.parts[1:]
+    for start in reversed(range(len(parents))):
+        prefix = "-".join(parents[start:])
+        yield f"{prefix}-{path.stem}"
+        yield f"{prefix}-{path.name}"

@@ -1,0 +1,270 @@
+"""``vitrail.export.export``: trace a model, write it, verify it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.adapters import Found, find
+from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel, VitrailError
+from vitrail.export._staging import publish, staging
+from vitrail.export._trace import PlainModel, first_line, surface_interrupts, trace
+from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
+from vitrail.export.formats import INPUT, Traced, find_format
+from vitrail.surgery import Merging
+
+Batch = int | Literal["dynamic"]
+Shape = tuple[int | str, ...]
+"""A shape; free dimensions have names."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """An exported file, and how it was verified.
+
+    Attributes:
+        path: the file to load.
+        files: all files that belong to it; weights of 2 GB and more are in a second one.
+        format: ``"onnx"`` or ``"pt2"``.
+        opset: ONNX opset; None for other formats.
+        dtype: dtype of weights and input.
+        batch: ``"dynamic"``, or the fixed batch size.
+        input: shape of the input ``images``.
+        outputs: shapes of the outputs by name.
+        tokens: tokens that leave each block, read from the file; None for an unmerged model.
+        comparisons: distance from the model's outputs, for each batch size tried.
+        tolerance: upper bound for ``max_rel``.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    format: str
+    opset: int | None
+    dtype: torch.dtype
+    batch: Batch
+    input: Shape
+    outputs: dict[str, Shape]
+    tokens: list[int] | None
+    comparisons: tuple[Comparison, ...]
+    tolerance: float
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+@torch.no_grad()
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    example: Tensor | None = None,
+    batch: Batch = "dynamic",
+    dtype: torch.dtype | None = None,
+    opset: int | None = None,
+    tolerance: float | None = None,
+) -> ExportResult:
+    """Export a model, merged or not, to a file that runs without Vitrail.
+
+    The file is loaded and compared with the model on random images, one at a time and several at once; the file of a
+    merged model must have as few tokens in each block as the model. If anything fails, no file is left, and an
+    existing one stays unchanged. The model itself is not changed.
+
+    >>> vitrail.merge(model, r=16)          # doctest: +SKIP
+    >>> export(model, "model.onnx")         # doctest: +SKIP
+
+    Args:
+        model: a model in eval mode that takes one tensor.
+        path: the file; ``.onnx`` or ``.pt2``.
+        format: ``"onnx"`` or ``"pt2"``; by default from the file name.
+        example: an input (B, 3, H, W) of the size to export for; by default the model's own size.
+        batch: ``"dynamic"`` for any batch size, or a fixed one.
+        dtype: dtype of the file; by default the model's own.
+        opset: ONNX opset, 20 by default.
+        tolerance: largest error relative to the largest value of an output; by default 1e-4, in float16 1e-2 and in
+            bfloat16 3e-2.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+    path, kind = Path(path), find_format(path, format)
+    _check_batch(batch)
+    model = _prepare(model, dtype)
+    dtype = _dtype(model, example)
+    kind.check(dtype, opset)
+    tolerance = _tolerance(tolerance, dtype)
+    merging = _merging(model)
+    _check_protect(merging, batch)
+    images = _example(model, merging, example, dtype, 2 if batch == "dynamic" else batch)
+    image_shape, free = tuple(images.shape[1:]), "batch" if batch == "dynamic" else batch
+
+    plain = PlainModel(model)
+    expected, outputs = _run_and_count(plain, merging, images)
+    merges = expected is not None and len(set(expected)) > 1
+    run = partial(_run, plain)
+    with staging(path) as directory, surface_interrupts():
+        program = trace(plain, torch.zeros_like(images), batch == "dynamic")
+        metadata = _metadata(merging, (free, *image_shape), expected)
+        staged = directory / path.name
+        kind.write(Traced(program, tuple(outputs), metadata), staged, opset)
+        file = kind.load(staged, tuple(outputs))
+        tokens = None if merging is None else count_tokens(file, _feeds(plain, merging.found))
+        if expected is not None and tokens != expected[1:]:
+            raise ExportError(
+                f"the exported model does not merge like the model: {tokens} tokens leave its blocks, expected "
+                f"{expected[1:]}. Nothing was written"
+            )
+        comparisons = tuple(
+            compare(run, file, (size, *image_shape), dtype, tolerance, DRAWS if merges else 1)
+            for size in ((1, 3) if batch == "dynamic" else (batch,))
+        )
+        reached = file.opset
+        del file  # closes it
+        files = publish(directory, path)
+    return ExportResult(
+        path=path,
+        files=files,
+        format=kind.name,
+        opset=reached,
+        dtype=dtype,
+        batch=batch,
+        input=(free, *image_shape),
+        outputs={name: (free, *value.shape[1:]) for name, value in outputs.items()},
+        tokens=tokens,
+        comparisons=comparisons,
+        tolerance=tolerance,
+    )
+
+
+def _check_batch(batch: Any) -> None:
+    if batch != "dynamic" and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
+
+
+def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return the model on the CPU in a dtype: itself if it already is, else a copy."""
+    if type(model).__name__ == "OptimizedModule":  # from torch.compile(model)
+        model = model._orig_mod  # type: ignore[assignment]
+    training = [name or type(model).__name__ for name, part in model.named_modules() if part.training]
+    if training:
+        raise ExportError(
+            f"{len(training)} modules are in training mode ({training[0]}, for example); call model.eval() first"
+        )
+    if dtype is not None and dtype not in TOLERANCES:
+        raise InvalidOption(f"dtype must be one of {', '.join(map(str, TOLERANCES))}; got {dtype!r}")
+    values = [*model.parameters(), *model.buffers()]
+    if any(value.is_meta for value in values):
+        raise UnsupportedModel("the model has values on the meta device; load its weights before exporting it")
+    elsewhere = any(value.device.type != "cpu" for value in values)
+    other = dtype is not None and any(value.is_floating_point() and value.dtype != dtype for value in values)
+    return copy.deepcopy(model).to("cpu", dtype) if elsewhere or other else model
+
+
+def _dtype(model: nn.Module, example: Tensor | None) -> torch.dtype:
+    dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), None)
+    if dtype is None:
+        dtype = example.dtype if isinstance(example, Tensor) and example.is_floating_point() else torch.float32
+    if dtype not in TOLERANCES:
+        known = ", ".join(map(str, TOLERANCES))
+        raise ExportError(f"the model's weights are {dtype}; expected one of {known}. Pass dtype=torch.float32")
+    return dtype
+
+
+def _tolerance(tolerance: Any, dtype: torch.dtype) -> float:
+    if tolerance is None:
+        return TOLERANCES[dtype]
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise InvalidOption(f"tolerance must be a relative error above 0; got {tolerance!r}")
+    return float(tolerance)
+
+
+def _merging(model: nn.Module) -> Merging | None:
+    try:
+        return Merging.of(model)
+    except NotApplied:
+        return None
+
+
+def _check_protect(merging: Merging | None, batch: Batch) -> None:
+    config = {} if merging is None else merging.config
+    protect = config.get("protect")
+    if protect is None:
+        return
+    if config["order"] == "original":
+        raise ExportError(
+            "with protect= and order='original' the number of tokens depends on the images, and a file has fixed "
+            "shapes; merge with order='paper' to export"
+        )
+    if len(protect) not in (1, batch):
+        raise ExportError(
+            f"protect= has masks for {len(protect)} images, but batch is {batch!r}; use one mask for all images, or "
+            f"batch={len(protect)}"
+        )
+
+
+def _example(
+    model: nn.Module, merging: Merging | None, example: Tensor | None, dtype: torch.dtype, count: int
+) -> Tensor:
+    """Return an input with ``count`` images: those of the example, repeated, or random ones of the model's size."""
+    if example is None:
+        try:
+            found = find(model) if merging is None else merging.found
+        except UnsupportedModel as error:
+            raise ExportError(f"the input size of {type(model).__name__} is unknown; pass example=") from error
+        height, width = found.adapter.preprocessing(found.trunk).size
+        return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if not isinstance(example, Tensor) or not example.is_floating_point() or example.dim() < 2 or not len(example):
+        got = f"{example.dtype} of shape {tuple(example.shape)}" if isinstance(example, Tensor) else type(example)
+        raise InvalidOption(f"example must be a floating-point batch (B, 3, H, W); got {got}")
+    return example.detach().to("cpu", dtype)[torch.arange(count) % len(example)]
+
+
+def _run_and_count(
+    plain: PlainModel, merging: Merging | None, images: Tensor
+) -> tuple[list[int] | None, dict[str, Tensor]]:
+    """Run the model; return the tokens that enter the first block and leave each one, and the outputs."""
+    if merging is None:
+        return None, _run(plain, images)
+    with merging.track() as tracked:
+        outputs = _run(plain, images)
+    steps = (-merges for merges in tracked.latest.state.per_layer)
+    return list(accumulate(steps, initial=tracked.layout.num_tokens)), outputs
+
+
+def _run(plain: PlainModel, images: Tensor) -> dict[str, Tensor]:
+    try:
+        return plain.outputs(images)
+    except VitrailError:
+        raise
+    except Exception as error:
+        raise ExportError(
+            f"the model itself fails for an input of shape {tuple(images.shape)} ({first_line(error)}); choose an "
+            "input size that it accepts"
+        ) from error
+
+
+def _feeds(plain: PlainModel, found: Found) -> list[list[str]]:
+    """Return the names of each block's MLP modules."""
+    names = {part: name for name, part in plain.named_modules()}
+    pairs = zip(found.blocks, found.block_adapters, strict=True)
+    return [[names[part] for part in parts.feed_parts(block)] for block, parts in pairs]
+
+
+def _metadata(merging: Merging | None, shape: Shape, expected: list[int] | None) -> dict[str, object]:
+    """Return what the file stores: the merging options, and how to normalize images."""
+    from vitrail import __version__
+
+    metadata: dict[str, object] = {"vitrail": __version__, "input": INPUT, "shape": shape}
+    if merging is not None and expected is not None:
+        spec = merging.found.adapter.preprocessing(merging.found.trunk)
+        metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
+    return metadata

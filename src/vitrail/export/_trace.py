@@ -1,0 +1,134 @@
+"""From a model to a ``torch.export`` program with plain tensors as outputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.adapters.saved import class_names
+from vitrail.errors import ExportError, VitrailError, VitrailWarning
+from vitrail.heads import Output
+
+if TYPE_CHECKING:
+    from vitrail.training.objective.targets import Target
+
+MAX_MESSAGE = 300
+"""Characters of another library's message to pass on."""
+
+
+class PlainModel(nn.Module):
+    """Wrapper whose output is a tensor, or a dict of tensors, instead of a library's output class.
+
+    Its programs load where the model's library is not installed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._tasks = _tasks(model)
+        self.eval()  # the model already is
+
+    def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
+        outputs = self.outputs(images)
+        return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+    def outputs(self, images: Tensor) -> dict[str, Tensor]:
+        """Return the outputs by name; if one head serves several tasks, one output for each task."""
+        result = self.model(images)
+        if isinstance(result, Tensor) and self._tasks:
+            return {task.name: task.read(result) for task in self._tasks}
+        return named_tensors(result)
+
+
+def _tasks(model: nn.Module) -> tuple[Target, ...]:
+    """Return the tasks of a model that was trained on several, else none."""
+    names = class_names(model)
+    if len(names) < 2:
+        return ()
+    from vitrail.training.objective.targets import assign_targets
+
+    return assign_targets(model, names)
+
+
+def named_tensors(result: Any) -> dict[str, Tensor]:
+    """Return the tensors of a model's output by name; ``output`` for a bare tensor."""
+    tensors = dict(_walk(result, ""))
+    if not tensors:
+        raise ExportError(
+            f"the model returned a {type(result).__name__}; expected a tensor, or a dict or tuple of tensors. Wrap the "
+            "model in a module that returns tensors"
+        )
+    return tensors
+
+
+def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Output):  # features are not exported
+        yield from _walk({"logits": value.logits, **value.by_role}, name)
+    elif isinstance(value, Tensor):
+        yield name or "output", value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _walk(part, f"{name}_{key}" if name else str(key))
+    elif isinstance(value, tuple | list):
+        for index, part in enumerate(value):
+            yield from _walk(part, f"{name or 'output'}_{index}")
+
+
+def trace(model: PlainModel, images: Tensor, dynamic: bool) -> torch.export.ExportedProgram:
+    """Trace a model into a program for inputs like ``images``.
+
+    Args:
+        model: the model; the program contains its weights.
+        images: an example input; with ``dynamic`` it needs at least two images.
+        dynamic: accept any batch size.
+    """
+    shapes = {"images": {0: torch.export.Dim("batch")} if dynamic else None}
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.export.export(model, (images,), dynamic_shapes=shapes, strict=False)
+    except VitrailError:
+        raise
+    except Exception as error:
+        name = type(model.model).__name__
+        hint = "; try a fixed batch size with batch=N" if dynamic else ""
+        raise ExportError(f"torch.export cannot trace this {name} ({first_line(error)}){hint}") from error
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)  # file paths of this machine
+    return program
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence other libraries' warnings during export; they address those libraries' developers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("default", VitrailWarning)
+        yield
+
+
+@contextmanager
+def surface_interrupts() -> Iterator[None]:
+    """Raise a ``KeyboardInterrupt`` that a library replaced by an error of its own while cleaning up."""
+    try:
+        yield
+    except ExportError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def first_line(error: BaseException) -> str:
+    """Return class and first line of an error raised inside a library."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"

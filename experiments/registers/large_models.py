@@ -34,10 +34,10 @@ from experiments.registers.measure import measure_model, norm_fields
 from experiments.registers.report import highest_norm, outliers_left
 from experiments.registers.scenes import DataWithScenes
 from experiments.registers.study import STUDY, register_arm
+from vitrail._atomic_files import write_bytes
 from vitrail.analysis.survey import survey
 from vitrail.data import Dataset
 from vitrail.errors import InvalidOption
-from vitrail.models.saving import write_whole
 from vitrail.training import Event, Run, evaluate, load_trained, read_log, train
 from vitrail.training.interrupt import Interrupted
 from vitrail.training.run_directory import CHECKPOINTS, LAST
@@ -254,7 +254,7 @@ def _write_section(rows: Path) -> None:
     blank = "# Large models\n\n<!-- long -->\n<!-- /long -->\n"
     written = replace_section(page, text, "long", blank=blank)
     plot_norms(found, rows.parent)
-    write_whole(page, written.encode())
+    write_bytes(page, written.encode())
     typer.echo(f"{len(found)} rows of {rows}, in {page}")
 
 

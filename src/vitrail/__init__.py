@@ -1,6 +1,7 @@
-"""Vitrail: tokens of Vision Transformers, with roles, merged, and seen.
+"""Vitrail: a toolkit for the tokens of Vision Transformers.
 
-The public names are these; importing them loads torch and nothing optional.
+``__all__`` is the public interface. ``import vitrail`` loads torch and nothing optional; the names in ``_LAZY`` load
+their modules on first use.
 """
 
 from __future__ import annotations
@@ -80,18 +81,18 @@ __all__ = [
     "to_timm",
 ]
 
-_LATER = {
-    "class_names": "vitrail.adapters.saved",
-    **dict.fromkeys(("Report", "compare", "inspect"), "vitrail.report"),
-    **dict.fromkeys(("ViT", "ViTConfig", "create_model", "from_timm", "list_models", "to_timm"), "vitrail.models"),
+_LAZY = {
+    "vitrail.adapters.saved": ("class_names",),
+    "vitrail.models": ("ViT", "ViTConfig", "create_model", "from_timm", "list_models", "to_timm"),
+    "vitrail.report": ("Report", "compare", "inspect"),
 }
-"""Names whose modules are loaded when they are first used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

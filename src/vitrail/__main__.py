@@ -1,4 +1,4 @@
-"""``python -m vitrail`` is the same as ``vitrail``."""
+"""Run the command line as ``python -m vitrail``."""
 
 from vitrail.cli import main
 

@@ -1,7 +1,4 @@
-"""Files that are written whole or not at all: out of sight first, beside where they go, and then moved there.
-
-And folders that are held by one process at a time.
-"""
+"""Atomic file writes (a temporary file beside the target, renamed on success) and directory locks."""
 
 from __future__ import annotations
 
@@ -19,55 +16,67 @@ except ImportError:  # Windows
 
 
 @contextmanager
-def drafts(*paths: Path) -> Iterator[list[Path]]:
-    """Give an empty file out of sight for each path; what was written to them takes its place when all is complete.
+def temporary_files(*paths: Path) -> Iterator[list[Path]]:
+    """Yield temporary files, renamed on success.
 
-    A failure leaves what was there before, and nothing else. An ``OSError`` about a draft names the file it was for.
+    On failure the targets are unchanged and the temporary files are deleted. An ``OSError`` names the target, not the
+    temporary file.
     """
-    hidden = [path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in paths]
+    temporary = [path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in paths]
     try:
-        for draft in hidden:
-            draft.touch(exist_ok=False)
-        yield hidden
-        move(dict(zip(hidden, paths, strict=True)))
+        for file in temporary:
+            file.touch(exist_ok=False)
+        yield temporary
+        rename_all(dict(zip(temporary, paths, strict=True)))
     except OSError as error:
-        meant = {str(draft): str(path) for draft, path in zip(hidden, paths, strict=True)}
-        error.filename = meant.get(str(error.filename), error.filename)
+        targets = {str(file): str(path) for file, path in zip(temporary, paths, strict=True)}
+        error.filename = targets.get(str(error.filename), error.filename)
         raise
     finally:
-        for draft in hidden:
+        for file in temporary:
             with suppress(OSError):
-                draft.unlink()
+                file.unlink()
 
 
-def move(complete: Mapping[Path, Path]) -> None:
-    """Flush files to the disk, and then move each to its place, in this order; a folder in the way of one stops all."""
-    for draft in complete:
-        with draft.open("r+b") as file:
-            os.fsync(file.fileno())
-    for path in complete.values():
+def rename_all(targets: Mapping[Path, Path]) -> None:
+    """Flush files to disk, then rename each to its target in order; rename none if a target is a directory."""
+    for file in targets:
+        with file.open("r+b") as handle:
+            os.fsync(handle.fileno())
+    for path in targets.values():
         if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-    for draft, path in complete.items():
-        draft.replace(path)
+            raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))
+    for file, path in targets.items():
+        file.replace(path)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file atomically, readable by everyone."""
+    with temporary_files(path) as (file,):
+        file.write_bytes(data)
+        file.chmod(0o644)
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold a folder; ``BlockingIOError`` where somebody else does. A process that dies lets go of it.
+def directory_lock(directory: Path) -> Iterator[None]:
+    """Lock a directory; raise ``BlockingIOError`` if another process holds the lock.
 
-    On systems and disks that cannot lock, everybody holds everything.
+    The lock ends with the process. Where the system or the disk has no locks, this does nothing.
     """
     if fcntl is None:
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):
-                raise
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
         yield
     finally:
         os.close(handle)
+
+
+drafts, move, held = temporary_files, rename_all, directory_lock  # former names

@@ -1,4 +1,4 @@
-"""Several processes as one: how they meet, agree, and part."""
+"""Distributed runs: ranks, world size, and collectives on Python objects."""
 
 from __future__ import annotations
 
@@ -17,137 +17,149 @@ from vitrail.errors import InvalidOption, TrainingError, VitrailError
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(minutes=30)
-"""How long processes wait for one that is busy, decoding pictures or compiling, before they give up."""
+TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for one that is busy decoding images or compiling."""
 
 
-def cores() -> int:
-    """Give how many cores this process may use."""
+def cpu_count() -> int:
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class LinkLost(TrainingError):
-    """Another process ended, or cannot be reached."""
+class ConnectionLost(TrainingError):
+    """Another rank ended or cannot be reached."""
 
 
-class SaidElsewhere(TrainingError):
-    """What the first process says, in another one: all end, and one of them tells why."""
+class ReportedByMain(TrainingError):
+    """An error that rank 0 reports; the other ranks exit silently."""
 
 
 @dataclass(frozen=True)
-class Crew:
-    """This process among those that work together."""
+class World:
+    """The rank of this process, the world size, and the device to compute on."""
 
     rank: int
-    world: int
+    world_size: int
     device: torch.device
 
     @property
-    def first(self) -> bool:
-        """Whether this is the process that writes files and speaks."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Let every process do something; where it fails in one, it fails in all, with the same message."""
-        if self.world == 1:
+    def run(self, work: Callable[[], T]) -> T:
+        """Run a function on every rank; if it fails on one, raise the same message on all."""
+        if self.world_size == 1:
             return work()
-        problem, done = None, None
+        problem, result = None, None
         try:
-            done = work()
+            result = work()
         except VitrailError as error:
             problem = error
-        said = self.gather(None if problem is None else str(problem))
-        found = next((rank for rank, text in enumerate(said) if text is not None), None)
-        if found is not None:
-            self.fail(problem or TrainingError(f"Process {found} of {self.world}: {said[found]}"))
-        return done  # type: ignore[return-value]
+        messages = self.all_gather(None if problem is None else str(problem))
+        failed = next((rank for rank, text in enumerate(messages) if text is not None), None)
+        if failed is not None:
+            self.fail(problem or TrainingError(f"Rank {failed} of {self.world_size}: {messages[failed]}"))
+        return result  # type: ignore[return-value]
 
     def fail(self, error: VitrailError) -> NoReturn:
-        """Raise an error that all processes came to together; only in the first one it is to be told."""
-        raise error if self.first else SaidElsewhere(str(error)) from error
+        """Raise an error that occurred on all ranks, to be reported by rank 0 alone."""
+        raise error if self.is_main else ReportedByMain(str(error)) from error
 
-    def first_does(self, work: Callable[[], T]) -> T:
-        """Let the first process do something, and give what it gives, or raises, to all."""
-        value = self.together(lambda: work() if self.first else None)
-        return self.share(value)  # type: ignore[return-value]
+    def run_on_main(self, work: Callable[[], T]) -> T:
+        """Run a function on rank 0, and return its result, or raise its error, on all ranks."""
+        value = self.run(lambda: work() if self.is_main else None)
+        return self.broadcast(value)  # type: ignore[return-value]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Give every process the values of all, in the order of their ranks."""
-        return [value] if self.world == 1 else gathered(value)
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order."""
+        return [value] if self.world_size == 1 else all_gather(value)
 
-    def share(self, value: T) -> T:
-        """Give every process the value of the first one."""
-        if self.world == 1:
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0 on all ranks."""
+        if self.world_size == 1:
             return value
-        box = [value if self.first else None]
+        box = [value if self.is_main else None]
         dist.broadcast_object_list(box, 0)
         return box[0]  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Wait for all."""
-        if self.world > 1:
-            self.gather(None)
+        """Wait until all ranks arrive."""
+        if self.world_size > 1:
+            self.all_gather(None)
+
+    # former names
+    world = property(lambda self: self.world_size)
+    first = property(lambda self: self.is_main)
+    together, first_does, gather, share = run, run_on_main, all_gather, broadcast
 
 
-def told() -> tuple[int, int] | None:
-    """Give this process's number and how many there are, as torchrun tells; None where it is alone."""
-    said = os.environ
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= said.keys() or said["WORLD_SIZE"] == "1":
+def torchrun_rank() -> tuple[int, int] | None:
+    """Return rank and world size from torchrun's environment variables; None in a single process."""
+    environment = os.environ
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys() or environment["WORLD_SIZE"] == "1":
         return None
-    return int(said["RANK"]), int(said["WORLD_SIZE"])
+    return int(environment["RANK"]), int(environment["WORLD_SIZE"])
 
 
-def ranks() -> tuple[int, int]:
-    """Give this process's number and how many there are in the process group, whoever made it; 0 and 1 without one."""
+def rank_and_world_size() -> tuple[int, int]:
+    """Return rank and world size of the default process group; 0 and 1 without one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
-def gathered(value: Any) -> list[Any]:
-    """Give every process of the group the values of all, in the order of their ranks."""
+def all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks of the default process group, in order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def place(device: str | None) -> torch.device:
-    """Choose where to compute: on CUDA where there is one, unless it is said."""
+def choose_device(device: str | None) -> torch.device:
+    """Return the device to compute on: CUDA if available, unless ``device`` names one."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise InvalidOption("device='cuda': no CUDA device can be used here; leave it out, or say cpu")
+        raise InvalidOption("device='cuda', but no CUDA device is available; leave device out or use 'cpu'")
     if device == "cpu" or not available:
         return torch.device("cpu")
-    rank, _ = told() or (0, 1)
+    rank, _ = torchrun_rank() or (0, 1)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
 
 
 @contextmanager
-def joined(device: str | None, patience: timedelta = PATIENCE, tensors: bool = True) -> Iterator[Crew]:
-    """Join the processes that torchrun started, or be alone; leave them at the end.
+def distributed(device: str | None, timeout: timedelta = TIMEOUT, tensors: bool = True) -> Iterator[World]:
+    """Set up the process group that torchrun asks for, if any; destroy it on exit.
 
-    A process group that exists already is used as it is, and stays.
+    An existing process group is used and left as it is.
 
     Args:
-        device: where to compute, as for `place`.
-        patience: how long to wait for one that is busy.
-        tensors: whether tensors on devices are exchanged, too; each process then needs a device of its own.
+        device: device to compute on; see `choose_device`.
+        timeout: how long to wait for a busy rank.
+        tensors: set up NCCL to exchange CUDA tensors; each rank then needs its own device.
     """
-    where = place(device)
+    where = choose_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    if told() is None or (dist.is_available() and dist.is_initialized()):
-        yield Crew(*ranks(), where)
+    if torchrun_rank() is None or (dist.is_available() and dist.is_initialized()):
+        yield World(*rank_and_world_size(), where)
         return
-    linked = where if tensors and where.type == "cuda" else None
-    dist.init_process_group("cpu:gloo,cuda:nccl" if linked else "gloo", timeout=patience, device_id=linked)
+    nccl_device = where if tensors and where.type == "cuda" else None
+    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl_device else "gloo", timeout=timeout, device_id=nccl_device)
     try:
-        yield Crew(*ranks(), where)
+        yield World(*rank_and_world_size(), where)
     finally:
-        leave()
+        gc.collect()  # objects that still hold the connection would crash its threads
+        dist.destroy_process_group()
 
 
-def leave() -> None:
-    """Leave the other processes, with all that still holds on to the link."""
-    gc.collect()
-    dist.destroy_process_group()
+# former names
+Crew = World
+LinkLost = ConnectionLost
+SaidElsewhere = ReportedByMain
+cores = cpu_count
+told = torchrun_rank
+ranks = rank_and_world_size
+gathered = all_gather
+place = choose_device
+joined = distributed

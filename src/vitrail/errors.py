@@ -1,75 +1,77 @@
-"""Everything that Vitrail raises or warns about.
+"""Errors and warnings of Vitrail.
 
     VitrailError
-    ├── UnsupportedModel     the model, or one of its blocks, is not one that Vitrail knows
-    ├── UnsupportedInput     the model is fine, this call is not (a mask over merged tokens, attention maps, ...)
-    ├── InvalidOption        an argument is out of range or contradicts another one
-    ├── AlreadyMerged        the model carries a merging already
-    ├── NotMerged            the model carries no merging (any more)
-    ├── BrokenPass           tokens reached a block without the state of their forward pass
-    ├── ImageError         a file is not a picture that can be used
-    ├── ModelLoadError       a model name could not be turned into a model
-    ├── TrainingError        training cannot go on, or what it wrote cannot be read
-    │   └── Diverged         the loss is no longer a finite number
-    ├── ExportError          a model could not be exported, or its file does not do what the model does
+    ├── UnsupportedModel     the model, or one of its blocks, has no adapter
+    ├── UnsupportedInput     the model is supported, but not with this input
+    ├── InvalidOption        an argument is out of range or contradicts another one (also a ValueError)
+    ├── AlreadyApplied       the model carries this change, or one that excludes it
+    ├── NotApplied           the model does not carry this change, or no longer
+    ├── BrokenPass           tokens reached a block outside a forward pass of the whole model
+    ├── ImageError           a file is missing, broken, or not an image
+    ├── ModelLoadError       a model could not be built, read or written
+    ├── TrainingError        training cannot continue, or a run directory cannot be read
+    │   └── Diverged         the loss is no longer finite
+    ├── ExportError          a model could not be exported, or the exported file computes something else
     └── ReportError          a report could not be written or read
 
     VitrailWarning
-    └── SaturatedWarning     fewer tokens merge than were asked for
+    └── SaturatedWarning     fewer tokens merge than requested
 
-Each message says what was given, what is expected, and what to do about it. An error raised while a model is
-being changed leaves the model as it was.
+Each message names what was given, what is allowed, and what to do. An error raised while a model is being changed
+leaves the model unchanged.
 """
 
 from __future__ import annotations
 
+from vitrail._deprecation import renamed_attributes
+
 
 class VitrailError(Exception):
-    """Root of all errors raised by Vitrail."""
+    """Base class of all errors that Vitrail raises."""
 
 
 class UnsupportedModel(VitrailError):
-    """The model, or one of its blocks, is not one that Vitrail knows how to reach into."""
+    """The model, or one of its blocks, has no adapter."""
 
 
 class UnsupportedInput(VitrailError):
-    """The model is supported, but not called like this while it is merged."""
+    """The model is supported, but not with this input in its current state."""
 
 
 class InvalidOption(VitrailError, ValueError):
     """An option is out of range, of the wrong type, or contradicts another one."""
 
 
-class AlreadyMerged(VitrailError):
-    """The model carries a merging already."""
+class AlreadyApplied(VitrailError):
+    """The model already carries this change, or one that excludes it."""
 
 
-class NotMerged(VitrailError):
-    """The model carries no merging, or its merging was removed."""
+class NotApplied(VitrailError):
+    """The model does not carry this change, or the handle's change was removed."""
 
 
 class BrokenPass(VitrailError):
-    """Tokens reached a merged block without the state of their forward pass."""
+    """Tokens reached a changed block outside a forward pass of the whole model."""
 
 
 class ImageError(VitrailError):
-    """A file is missing, broken, or not a picture."""
+    """A file is missing, broken, or not an image."""
 
 
 class ModelLoadError(VitrailError):
-    """A model name could not be turned into a model."""
+    """A model could not be built, read or written."""
 
 
 class TrainingError(VitrailError):
-    """Training cannot go on as asked, or what it wrote cannot be read."""
+    """Training cannot continue, or a run directory cannot be read."""
 
 
 class Diverged(TrainingError):
-    """The loss is no longer a finite number."""
+    """The loss is no longer finite."""
 
 
 class ExportError(VitrailError):
-    """A model could not be exported, or its file does not do what the model does."""
+    """A model could not be exported, or the exported file computes something else."""
 
 
 class ReportError(VitrailError):
@@ -77,8 +79,18 @@ class ReportError(VitrailError):
 
 
 class VitrailWarning(UserWarning):
-    """Root of all warnings of Vitrail."""
+    """Base class of all warnings that Vitrail issues."""
 
 
 class SaturatedWarning(VitrailWarning):
-    """Fewer tokens merge than were asked for, or none at all."""
+    """Fewer tokens merge than requested, or none."""
+
+
+__getattr__ = renamed_attributes(
+    __name__,
+    {
+        "AlreadyMerged": "vitrail.errors:AlreadyApplied",
+        "NotMerged": "vitrail.errors:NotApplied",
+        "PictureError": "vitrail.errors:ImageError",
+    },
+)

@@ -24,7 +24,7 @@ from experiments.merging.report import row_at
 from experiments.merging.study import PLAIN, STUDY, WITH, R
 from experiments.merging.study import measure as measure_run
 from vitrail.data.spec import MEAN, STD, InputSpec
-from vitrail.errors import NotMerged
+from vitrail.errors import NotApplied
 from vitrail.merging import Room
 from vitrail.models import ViT, create_model
 from vitrail.surgery import Merging, merge
@@ -142,7 +142,7 @@ def test_model_with_more_special_tokens_is_measured_and_not_changed() -> None:
     assert [one["r"] for one in found if one["kind"] == MERGED] == [0, 1, 2, 3, 4]
     torch.manual_seed(1)
     assert found == measure_merging(model, labels, validation, seconds=0)
-    with pytest.raises(NotMerged):
+    with pytest.raises(NotApplied):
         Merging.of(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     options: dict[str, dict[str, Any]] = {

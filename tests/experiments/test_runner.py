@@ -23,7 +23,7 @@ from experiments.common.results import RESULTS, SEARCH, add_row, best_point, rea
 from experiments.common.runner import Runner
 from experiments.common.study import Arm, RunOf, Study
 from experiments.common.tables import difference
-from vitrail._atomic_files import held
+from vitrail._atomic_files import directory_lock
 from vitrail.errors import ImageError, InvalidOption
 from vitrail.training import Event
 from vitrail.training.interrupt import Interrupted, Stop
@@ -304,7 +304,7 @@ def test_several_processes_share_a_study(tmp_path: Path, monkeypatch: pytest.Mon
     with ExitStack() as other:
         for folder in folders:
             folder.mkdir(parents=True)
-            other.enter_context(held(folder))
+            other.enter_context(directory_lock(folder))
 
         def wait(seconds: float) -> None:
             rows = read_rows(tmp_path / RESULTS)
@@ -343,7 +343,7 @@ def test_run_that_failed_in_another_process_is_not_retried(tmp_path: Path, monke
 def test_run_of_another_process_does_not_count_as_unfinished(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "claimed" / f"runs-{run_key(TOY, TOY.arms[0], TOY.seeds[0], {}, tmp_path)}"
     folder.mkdir(parents=True)
-    with held(folder):
+    with directory_lock(folder):
         runner = Runner(TOY, tmp_path, seconds=0, device="cpu")
         runner.run()
     assert (runner.unfinished, runner.tried) == (3, 0)

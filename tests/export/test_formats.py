@@ -125,7 +125,7 @@ def test_model_is_unchanged(tmp_path: Path) -> None:
         wanted = model(images).logits
         export(model, tmp_path / "half.pt2", dtype=torch.float16, batch=2)
         assert (model(images).logits == wanted).all()
-    assert merging.is_applied
+    assert merging.is_active
     assert all((value == before[key]).all() for key, value in model.state_dict().items())
     assert not any(part._forward_pre_hooks for part in model.modules())
     merging.remove()

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.heads import AttentionPool, Heads, Output
-from vitrail.heads.fusion import mean_of_softmaxes
+from vitrail.heads.by_role import mean_of_softmaxes
 from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 
 WIDTH, CLASSES, GRID = 6, 3, (1, 2, 3)
 CLS, DIST = TokenSpec("cls", Role.CLASS), TokenSpec("dist", Role.DISTILLATION)
 REG = TokenSpec("reg", Role.REGISTER, count=2)
-COLOUR = TokenSpec("colour", Role.TASK, classes=4)
+COLOR = TokenSpec("color", Role.TASK, classes=4)
 DEPTH = TokenSpec("depth", Role.TASK, classes=1, kind="regression")
 
 
@@ -23,7 +23,7 @@ def layout_of(*specs, grid=GRID):
 
 
 def made(*specs, num_classes=CLASSES, **options):
-    """Heads in float64 with every parameter drawn, tokens, and their layout."""
+    """Return heads in float64 with random parameters, tokens, and their layout."""
     heads = Heads(specs, WIDTH, num_classes, **options).double()
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
@@ -49,7 +49,7 @@ def test_one_class_token():
     assert out.features is x
 
 
-def test_heads_begin_small():
+def test_initial_weights():
     heads = Heads([CLS], 400, 50)
     assert heads.cls.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert heads.cls.bias.abs().max() == 0
@@ -63,7 +63,7 @@ def test_several_tokens_share_a_head_and_their_logits_are_averaged():
     assert close(expected, by_hand(heads, "cls", x[:, 2:4].mean(1)))  # as the head of the mean token
 
 
-def test_the_four_ways_to_fuse():
+def test_fuse():
     one, other = torch.tensor([[2.0, 0.0, -1.0]]).double(), torch.tensor([[-1.0, 0.5, 3.0]]).double()
     expected = {
         "logits": torch.tensor([[0.5, 0.25, 1.0]]).double(),
@@ -107,7 +107,7 @@ def test_mean_of_softmaxes_survives_large_logits():
     assert x.grad.isfinite().all()
 
 
-def test_class_tokens_with_heads_of_their_own_count_as_one_answer():
+def test_class_tokens_with_separate_heads_are_averaged_first():
     other = TokenSpec("other", Role.CLASS)
     heads, x, layout = made(CLS, other, DIST)
     a, b, c = (by_hand(heads, name, x[:, i]) for i, name in enumerate(("cls", "other", "dist")))
@@ -117,22 +117,22 @@ def test_class_tokens_with_heads_of_their_own_count_as_one_answer():
     assert close(heads(x, layout).logits.exp(), (a + b) / 4 + c / 2)
 
 
-def test_the_layout_says_where_tokens_are():
-    heads, x, layout = made(CLS, REG, COLOUR)
-    moved = layout_of(COLOUR, CLS, REG)
+def test_tokens_are_read_by_layout():
+    heads, x, layout = made(CLS, REG, COLOR)
+    moved = layout_of(COLOR, CLS, REG)
     order = [3, 0, 1, 2, *range(4, 10)]
     first, second = heads(x, layout), heads(x[:, order], moved)
     assert close(first.logits, second.logits)
-    assert close(first.by_role["colour"], second.by_role["colour"])
-    assert close(first.by_role["colour"], by_hand(heads, "colour", x[:, 3]))
+    assert close(first.by_role["color"], second.by_role["color"])
+    assert close(first.by_role["color"], by_hand(heads, "color", x[:, 3]))
 
 
 def test_tasks_have_a_head_each_and_are_not_fused():
-    heads, x, layout = made(CLS, COLOUR, DEPTH)
+    heads, x, layout = made(CLS, COLOR, DEPTH)
     out = heads(x, layout)
     assert {name: tuple(value.shape) for name, value in out.by_role.items()} == {
         "cls": (4, 3),
-        "colour": (4, 4),
+        "color": (4, 4),
         "depth": (4, 1),
     }
     assert close(out.logits, by_hand(heads, "cls", x[:, 0]))
@@ -140,19 +140,19 @@ def test_tasks_have_a_head_each_and_are_not_fused():
 
 
 def test_task_tokens_alone():
-    heads, x, layout = made(COLOUR, DEPTH, num_classes=0)
+    heads, x, layout = made(COLOR, DEPTH, num_classes=0)
     out = heads(x, layout)
     assert out.logits is None
-    assert list(out.by_role) == ["colour", "depth"]
+    assert list(out.by_role) == ["color", "depth"]
     with pytest.raises(UnsupportedInput, match="task tokens alone"):
         heads.pooled(x, layout)
 
 
 def test_mean_over_patches():
-    heads, x, layout = made(REG, COLOUR, pool="mean")
+    heads, x, layout = made(REG, COLOR, pool="mean")
     out = heads(x, layout)
     assert close(out.logits, by_hand(heads, "patch", x[:, 3:].mean(1)))
-    assert list(out.by_role) == ["patch", "colour"]
+    assert list(out.by_role) == ["patch", "color"]
     heads, x, layout = made(REG, pool="mean", norm_eps=1e-3)
     pooled = x[:, 2:].mean(1)
     normed = (pooled - pooled.mean(-1, keepdim=True)) / (pooled.var(-1, correction=0, keepdim=True) + 1e-3).sqrt()
@@ -174,13 +174,13 @@ def test_class_tokens_beside_pooled_patches():
     assert close(heads(x, layout).logits, by_hand(heads, "patch", x[:, 2:].mean(1)))
 
 
-def test_attention_pool_gives_the_logits():
+def test_attention_pool():
     heads, x, layout = made(REG, pool="attention", attention=AttentionPool(WIDTH, 2, mlp_ratio=0, norm=False))
     assert close(heads(x, layout).logits, by_hand(heads, "patch", heads.attn_pool(x[:, 2:])))
     assert isinstance(Heads([], WIDTH, 3, pool="attention").attn_pool, AttentionPool)
 
 
-def test_without_classes_the_answer_is_features():
+def test_without_classes_logits_are_features():
     for specs, options, places in [
         ((CLS, REG), {}, [0]),
         ((CLS, DIST), {}, [0, 1]),
@@ -197,9 +197,9 @@ def test_without_classes_the_answer_is_features():
         assert not list(heads.parameters())
 
 
-def test_single_tokens_answer():
+def test_logits_of_single_tokens():
     two = TokenSpec("cls", Role.CLASS, count=2)
-    heads, x, layout = made(two, DIST, COLOUR)
+    heads, x, layout = made(two, DIST, COLOR)
     found = heads.answers(x, layout)
     assert list(found) == ["cls[0]", "cls[1]", "dist"]
     assert close(found["cls[1]"], by_hand(heads, "cls", x[:, 1]))
@@ -214,7 +214,7 @@ def test_single_tokens_answer():
     [("logits", {"cls", "dist"}), ("softmax", {"cls", "dist"}), ("class", {"cls"}), ("distillation", {"dist"})],
 )
 def test_gradients_reach_exactly_the_heads_and_tokens_in_use(fuse, used):
-    heads, x, layout = made(CLS, DIST, REG, COLOUR, fuse=fuse)
+    heads, x, layout = made(CLS, DIST, REG, COLOR, fuse=fuse)
     x.requires_grad_()
     (heads(x, layout).logits * torch.randn(4, 3)).sum().backward()
     assert {name.partition(".")[0] for name, p in heads.named_parameters() if p.grad is not None} == used
@@ -223,7 +223,7 @@ def test_gradients_reach_exactly_the_heads_and_tokens_in_use(fuse, used):
 
 
 def test_gradients_of_a_task():
-    heads, x, layout = made(CLS, COLOUR, DEPTH)
+    heads, x, layout = made(CLS, COLOR, DEPTH)
     x.requires_grad_()
     heads(x, layout).by_role["depth"].sum().backward()
     assert {name for name, p in heads.named_parameters() if p.grad is not None} == {"depth.weight", "depth.bias"}
@@ -240,7 +240,7 @@ def test_gradients_are_right(pool, fuse):
 
 @pytest.mark.parametrize("pool", ["token", "mean", "attention"])
 def test_compiles_as_one_graph(pool):
-    heads, x, layout = made(CLS, DIST, REG, COLOUR, pool=pool, fuse="softmax")
+    heads, x, layout = made(CLS, DIST, REG, COLOR, pool=pool, fuse="softmax")
     compiled = torch.compile(heads, fullgraph=True, backend="aot_eager")
     for layout_now in (layout, layout.with_grid((1, 3, 3))):
         x = torch.randn(2, layout_now.num_tokens, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -252,27 +252,27 @@ def test_compiles_as_one_graph(pool):
 
 
 def test_reset():
-    heads, x, layout = made(CLS, DIST, COLOUR)
+    heads, x, layout = made(CLS, DIST, COLOR)
     heads.eval()
-    colour = heads.colour
+    color = heads.color
     heads.reset(7)
     assert (heads.num_classes, heads.cls.out_features, heads.dist.out_features) == (7, 7, 7)
     assert heads.cls.weight.dtype is torch.float64
     assert not heads.cls.training
-    assert heads.colour is colour
+    assert heads.color is color
     assert heads(x, layout).logits.shape == (4, 7)
     heads.reset(0)
-    assert list(heads.state_dict()) == ["colour.weight", "colour.bias"]
+    assert list(heads.state_dict()) == ["color.weight", "color.bias"]
     assert close(heads(x, layout).logits, x[:, :2].mean(1))
     heads.reset(2)
-    assert list(heads(x, layout).by_role) == ["cls", "dist", "colour"]
+    assert list(heads(x, layout).by_role) == ["cls", "dist", "color"]
     bare = Heads([], WIDTH, 0, pool="mean")
     bare.reset(5, dtype=torch.float64)
     assert bare.patch.weight.shape == (5, WIDTH)
     assert bare.patch.weight.dtype is torch.float64
 
 
-def test_a_reset_that_cannot_be_changes_nothing():
+def test_an_invalid_reset_changes_nothing():
     heads, x, layout = made(CLS, TokenSpec("dist", Role.DISTILLATION, classes=3))
     before = heads(x, layout)
     with pytest.raises(InvalidOption, match="cls 5, dist 3"):
@@ -288,23 +288,23 @@ def test_a_reset_that_cannot_be_changes_nothing():
     [
         ([REG], {}, "none among reg .register."),
         ([], {}, "no special tokens"),
-        ([COLOUR], {}, "none among colour"),
-        ([DIST], {}, "pool='token' answers with class tokens"),
+        ([COLOR], {}, "none among color"),
+        ([DIST], {}, "pool='token' needs a class token"),
         ([CLS], {"fuse": "distillation"}, "fuse='distillation'.*there is none"),
         ([CLS], {"fuse": "sum"}, "fuse is one of"),
         ([CLS], {"pool": "max"}, "pool is one of"),
-        ([CLS], {"norm_eps": 1e-6}, "norm_eps is for pooled patches"),
+        ([CLS], {"norm_eps": 1e-6}, "norm_eps applies to pooled patches"),
         ([CLS], {"attention": AttentionPool(WIDTH)}, "pool='attention'"),
         ([CLS, TokenSpec("dist", "distillation", classes=9)], {}, "cls 3, dist 9"),
         ([CLS, TokenSpec("dist", "distillation", kind="regression")], {}, "cannot be fused"),
-        ([TokenSpec("cls", "class", kind="regression")], {"fuse": "softmax"}, "fuse='softmax' is for classes"),
+        ([TokenSpec("cls", "class", kind="regression")], {"fuse": "softmax"}, "fuse='softmax' needs classification"),
         ([CLS, TokenSpec("attn_pool", "task", classes=2)], {}, "'attn_pool' cannot name"),
         ([CLS, TokenSpec("reset", "task", classes=2)], {}, "'reset' cannot name"),
         ([CLS, CLS], {}, "more than once"),
         ([CLS, DIST, TokenSpec("other", "distillation")], {}, "at most one distillation"),
     ],
 )
-def test_wrong_mixes(specs, options, words):
+def test_invalid_combinations(specs, options, words):
     with pytest.raises(InvalidOption, match=words):
         Heads(specs, WIDTH, CLASSES, **options)
 

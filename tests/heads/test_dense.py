@@ -1,4 +1,4 @@
-"""Maps from patches, in the places where the patches are."""
+"""Dense heads: maps in the order of the patches."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def made(kind="segmentation", layout=LAYOUT, classes=2):
 
 
 def by_hand(head, x, layout=LAYOUT):
-    """The value of every patch (B, C, t, h, w)."""
+    """Return the value of every patch (B, C, t, h, w)."""
     time, height, width = layout.grid
     found = torch.zeros(len(x), head.head.out_features, *layout.grid, dtype=torch.float64)
     for t in range(time):
@@ -29,7 +29,7 @@ def by_hand(head, x, layout=LAYOUT):
     return found
 
 
-def test_one_value_a_patch():
+def test_one_value_per_patch():
     head, x = made()
     assert head(x, LAYOUT).shape == (2, 2, 2, 3)
     assert torch.allclose(head(x, LAYOUT), by_hand(head, x)[:, :, 0], atol=1e-12)
@@ -68,7 +68,7 @@ def test_frames_are_interpolated_one_by_one():
         assert torch.allclose(found[:, :, t], alone, atol=1e-12)
 
 
-def test_only_patches_learn():
+def test_only_patches_get_gradients():
     head, x = made()
     x.requires_grad_()
     head(x, LAYOUT, (8, 12)).square().sum().backward()
@@ -92,8 +92,8 @@ def test_wrong_use():
         (0, 3, "width=0"),
         (True, 3, "width=True"),
     ):
-        with pytest.raises(InvalidOption, match=f"{name}; expected a whole number, 1 or more"):
+        with pytest.raises(InvalidOption, match=f"{name}; expected an integer, 1 or more"):
             DenseHead(width, classes)
     head, x = made()
-    with pytest.raises(UnsupportedInput, match="all 9 tokens"):
+    with pytest.raises(UnsupportedInput, match="9 tokens"):
         head(x[:, :-1], LAYOUT)

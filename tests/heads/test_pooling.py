@@ -1,4 +1,4 @@
-"""Attention pooling, computed by hand and by timm."""
+"""Attention pooling, compared with explicit loops and timm."""
 
 from math import erf, sqrt
 
@@ -18,7 +18,7 @@ def drawn(pool):
 
 
 def by_hand(pool, x):
-    """What attention pooling is, in loops over pictures and heads."""
+    """Compute attention pooling in loops over samples and heads."""
     width = x.shape[-1]
     size = width // pool.num_heads
     query = pool.latent[0, 0] @ pool.q.weight.T + pool.q.bias
@@ -77,12 +77,12 @@ def test_gradients():
 def test_heads_by_width():
     assert [AttentionPool(width).num_heads for width in (16, 192, 768)] == [1, 3, 12]
     for width, heads in ((8, 3), (8, 0), (200, None)):
-        with pytest.raises(InvalidOption, match="evenly"):
+        with pytest.raises(InvalidOption, match="must divide"):
             AttentionPool(width, heads)
     for width in (0, "8", None):
-        with pytest.raises(InvalidOption, match=r"width=.*expected a whole number, 1 or more"):
+        with pytest.raises(InvalidOption, match=r"width=.*expected an integer"):
             AttentionPool(width)
-    with pytest.raises(InvalidOption, match="evenly"):
+    with pytest.raises(InvalidOption, match="must divide"):
         AttentionPool(8, "2")
     with pytest.raises(InvalidOption, match="mlp_ratio"):
         AttentionPool(8, 2, mlp_ratio=-1)

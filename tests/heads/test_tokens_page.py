@@ -1,4 +1,4 @@
-"""The page about tokens tells the truth: its examples run, and its table of indices is what the libraries do."""
+"""docs/tokens.md is right: its examples run, and its table of layouts equals the libraries."""
 
 import re
 from pathlib import Path
@@ -23,17 +23,17 @@ def test_examples_run(tmp_path, monkeypatch):
         for block in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE):
             exec(compile(block, "docs/tokens.md", "exec"), names)
             run.setdefault(section.partition("\n")[0], []).append(dict(names))
-    (said,) = run["How to say it"]
-    assert said["output"].by_role["colour"].shape == (1, 8)
-    assert said["model"].layout().indices("register") == range(2, 6)
-    shaped, read = run["Pictures, videos, sound"]
+    (specs,) = run["Token specs"]
+    assert specs["output"].by_role["color"].shape == (1, 8)
+    assert specs["model"].layout().indices("register") == range(2, 6)
+    shaped, read = run["Images, videos, spectrograms"]
     assert shaped["video"].layout((16, 64, 64)).grid == (8, 4, 4)
     assert not shaped["late"].layout(layer=11).indices("class")
     assert read["features"].shape == (2, 41, 192)
     assert read["dense"](read["features"], read["wide"].layout(), size=(64, 160)).shape == (2, 21, 64, 160)
-    (loaded,) = run["Weights of timm"]
+    (loaded,) = run["timm weights"]
     assert loaded["fit"] == (["tokens.breed", "heads.breed.weight", "heads.breed.bias"], [])
-    extended = run["Roles for a model that exists"][0]
+    extended = run["Adding tokens to an existing model"][0]
     assert extended["output"].by_role["breed"].shape == (2, 37)
     assert extended["added"].layout.indices("task", "species") == range(6, 7)
 

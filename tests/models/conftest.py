@@ -1,4 +1,4 @@
-"""Models this small are slower with several threads, much slower where others share the machine."""
+"""Run these tests on one thread: such small models are slower with several."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Run on one thread, and give back what there was."""
+    """Use one thread, and restore the number of threads afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

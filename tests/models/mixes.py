@@ -1,4 +1,4 @@
-"""Small models of ours: every mix of roles, at every place that tokens can have."""
+"""Small ViTs with every combination of roles, entry points and visibility."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def mixes() -> dict[str, ViTConfig]:
-    """Every choice of roles, with one, several or no class tokens, times every place; names say which."""
+    """Return all combinations of roles (with one, several or no class tokens) and entry points, by name."""
     found = {}
     for main, distilled, registers, tasks in product(("", "class", "classes"), *[(False, True)] * 3):
         chosen = {"distillation": distilled, "registers": registers, "tasks": tasks}
@@ -46,7 +46,7 @@ def mixes() -> dict[str, ViTConfig]:
 
 
 def config(names: list[str], place: str, options: dict[str, Any]) -> ViTConfig:
-    """One mix; ``mixed`` gives each kind of token a place of its own."""
+    """Return the specs of one combination; ``mixed`` gives each role its own entry point."""
     specs = [spec for name in names for spec in ROLES[name]]
     given = []
     for index, spec in enumerate(specs):
@@ -68,22 +68,22 @@ def config(names: list[str], place: str, options: dict[str, Any]) -> ViTConfig:
 MIXES = mixes()
 FULLEST = tuple(f"classes+distillation+registers+tasks+{place}" for place in ("gathering", "mixed"))
 COMPILED = always(FULLEST, MIXES)
-"""All of them; compiling takes seconds each: the two that have all roles at the most places, merged, do it always."""
+"""All combinations for compilation, which takes seconds each; only two are not marked slow."""
 
 WHOLE = ("class", "distillation", "registers", "tasks", "classes+distillation+registers+tasks")
 SINGLE = always([name for name in MIXES if name.rpartition("+")[0] in ("", *WHOLE)], MIXES)
-"""All of them; each role alone and all together, at every place, are always there."""
+"""All combinations; each role alone and all together are not marked slow."""
 
 
 def built(config: ViTConfig, dtype: torch.dtype = torch.float64, seed: int = 1) -> ViT:
-    """A model in evaluation mode, with redrawn parameters."""
+    """Return a model in evaluation mode with redrawn parameters."""
     model = ViT(config).double()
     redraw(model, seed)
     return model.to(dtype).eval()
 
 
 def pictures(config: ViTConfig, batch: int = 2, dtype: torch.dtype = torch.float64, size: Any = None) -> Tensor:
-    """Random inputs, the same at every call."""
+    """Return random inputs, the same at every call."""
     generator = torch.Generator().manual_seed(7)
     shape = (batch, config.in_chans, *(config.image if size is None else size))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

@@ -1,4 +1,4 @@
-"""The definition of our models, slowly: all tokens are there from the start, and masks say who takes part."""
+"""A slow reference of ``ViT``: all tokens are present from the start, and masks select who takes part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vitrail.models.position import rotary_table, rotate
 
 @torch.no_grad()
 def features_of(model: ViT, x: Tensor) -> Tensor:
-    """What ``forward_features`` must give, at the model's own input size.
+    """Compute what ``forward_features`` must return, at the model's own input size.
 
     Patches stand in front here, so that a mistake in the model's order of tokens shows.
     """

@@ -1,4 +1,4 @@
-"""Every mix of roles builds, runs, compiles, saves, and learns what it should."""
+"""Every combination of roles builds, runs, compiles, saves and has the right gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answers(output: Output) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_runs_as_its_layout_says(name: str) -> None:
+def test_output_follows_the_layout(name: str) -> None:
     config = MIXES[name]
     model = built(config)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def test_runs_as_its_layout_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_features_are_those_of_the_definition(name: str) -> None:
+def test_features_equal_the_reference(name: str) -> None:
     model = built(MIXES[name])
     x = pictures(model.config)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_features_are_those_of_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_gradients_reach_what_should_learn(name: str) -> None:
+def test_gradients_reach_the_trainable_parameters(name: str) -> None:
     config = MIXES[name]
     model = built(config)
     output = model.forward_output(pictures(config))
@@ -60,7 +60,7 @@ def test_gradients_reach_what_should_learn(name: str) -> None:
 
 
 def unread(model: ViT) -> set[str]:
-    """Parameters that no head can see: registers that only read, and a last stage in which nobody answers."""
+    """Return parameters that no head depends on: invisible registers, and a last stage without heads."""
     config = model.config
     asking = [spec for spec in config.tokens if config.gathers(spec)]
     silent = {f"tokens.{spec.name}" for spec in config.tokens if spec.role is Role.REGISTER and not spec.visible}
@@ -103,7 +103,7 @@ READERS = {
 
 @pytest.mark.parametrize("talking", [False, True], ids=["heads", "talking-heads"])
 @pytest.mark.parametrize("reader", READERS)
-def test_a_token_that_only_reads_changes_nothing_else(reader: str, talking: bool) -> None:
+def test_an_invisible_token_changes_nothing_else(reader: str, talking: bool) -> None:
     spec = READERS[reader]
     others = (
         TokenSpec("cls", Role.CLASS),
@@ -132,8 +132,8 @@ def test_a_token_that_only_reads_changes_nothing_else(reader: str, talking: bool
 
 
 @pytest.mark.parametrize(("std", "apart"), [(0.0, False), (0.02, True)])
-def test_equal_tokens_stay_equal_and_others_part(std: float, apart: bool) -> None:
-    """Tokens with equal values, positions and losses cannot part; a spread of 0.02 suffices."""
+def test_equal_tokens_stay_equal_and_others_diverge(std: float, apart: bool) -> None:
+    """Tokens with equal values, positions and losses cannot diverge; a std of 0.02 suffices."""
     tokens = (TokenSpec("cls", Role.CLASS, count=2, std=std, position=False),)
     config = ViTConfig(image_size=16, patch_size=4, width=24, depth=2, heads=2, num_classes=5, tokens=tokens)
     model = ViT(config).double()

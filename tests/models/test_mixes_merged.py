@@ -1,4 +1,4 @@
-"""Every mix of roles merges, at every place that tokens can have: entering late, only reading, gathering at the end."""
+"""Every combination of roles merges: tokens that enter late, are invisible, or enter at class attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def close(some: list[Tensor], others: list[Tensor], within: float = 1e-10) -> bo
 
 
 @every
-def test_no_merges_change_nothing_and_some_are_undone(name: str) -> None:
+def test_r_of_zero_changes_nothing_and_removal_restores(name: str) -> None:
     model = built(MIXES[name])
     x = pictures(model.config)
     before = said(model, x)
@@ -47,8 +47,8 @@ def test_no_merges_change_nothing_and_some_are_undone(name: str) -> None:
 
 
 @every
-def test_equal_patches_merge_without_any_difference(name: str) -> None:
-    """Patches without positions that come in equal pairs: a pair of them and one that counts twice are the same."""
+def test_merging_equal_patches_changes_nothing(name: str) -> None:
+    """Patches without positions come in equal pairs: a pair equals one token of size 2."""
     config = replace(MIXES[name], position="none")
     model = built(config)
     cells = torch.randn(2, 3, 4, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_equal_patches_merge_without_any_difference(name: str) -> None:
 
 
 @single
-def test_recorded_as_its_layout_says(name: str) -> None:
+def test_recording_follows_the_layout(name: str) -> None:
     config = MIXES[name]
     model = built(config)
     x = pictures(config)

@@ -1,4 +1,4 @@
-"""Positions of patches: learned at any size, sines and cosines, rotary."""
+"""Positions of patches: learned and resampled, sines and cosines, rotary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rotary_scores_depend_on_distance_alone(axes: int, grid: tuple[int, int,
     assert len({round(value, 9) for value in by_distance.values()}) == len(by_distance)
 
 
-def test_rotary_keeps_lengths_and_leaves_special_tokens_alone() -> None:
+def test_rotary_keeps_norms_and_special_tokens() -> None:
     table = rotary_table((1, 3, 3), 8, 2, LIKE)
     x = torch.randn(2, 2, 11, 8, dtype=torch.float64)
     y = rotate(x, table)
@@ -56,7 +56,7 @@ def test_rotary_positions_reach_the_model_and_any_size() -> None:
         assert model(pictures(config, size=(8, 24))).shape == (2, 3)
 
 
-def test_without_position_the_order_of_patches_is_nothing() -> None:
+def test_without_position_the_order_of_patches_does_not_matter() -> None:
     config = ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, num_classes=3, position="none")
     model = built(config)
     x = pictures(config)
@@ -64,7 +64,7 @@ def test_without_position_the_order_of_patches_is_nothing() -> None:
         torch.testing.assert_close(model(x), model(torch.roll(x, (4, 8), (2, 3))))
 
 
-def test_sincos_is_what_it_says() -> None:
+def test_sincos_values() -> None:
     table = sincos_table((1, 3, 4), 16, 2, LIKE)
     assert table.shape == (1, 12, 16)
     row, column, band = 2, 3, 1
@@ -76,7 +76,7 @@ def test_sincos_is_what_it_says() -> None:
     assert sincos_table((2, 3, 4), 16, 3, LIKE).shape == (1, 24, 16)  # four channels are left over
 
 
-def test_sincos_models_have_no_position_to_learn() -> None:
+def test_sincos_models_have_no_position_parameters() -> None:
     config = ViTConfig(image_size=16, patch_size=4, width=16, depth=1, heads=2, num_classes=3, position="sincos")
     model = built(config)
     assert model.pos_embed is None

@@ -1,4 +1,4 @@
-"""Stems of convolutions, and patches that are left out while training."""
+"""Convolutional stems, and patch drop in training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONVOLVED: dict[str, Any] = {**SMALL, "stem": "convolutions"}
 
 
 def test_a_stem_halves_until_a_pixel_is_a_patch() -> None:
-    """Against the layers written out; a patch also sees its neighbours, and nothing farther than they reach."""
+    """Compare with explicit layers; the receptive field of a patch ends at its neighbors."""
     config = ViTConfig(**CONVOLVED)
     model = built(config)
     first, norm, _, second, other, _ = model.patch_embed.stem
@@ -37,8 +37,7 @@ def test_a_stem_halves_until_a_pixel_is_a_patch() -> None:
     assert (int(rows.min()), int(rows.max())) == (1, 7)
 
 
-def test_a_model_with_a_stem_is_a_model(tmp_path: Any) -> None:
-    """Saved, merged and counted as any other."""
+def test_a_model_with_a_stem_saves_merges_and_counts(tmp_path: Any) -> None:
     config = ViTConfig(**CONVOLVED)
     model, x = built(config), pictures(config)
     with torch.no_grad():
@@ -55,20 +54,20 @@ def test_a_model_with_a_stem_is_a_model(tmp_path: Any) -> None:
             model(x[:1])
     assert vitrail.count(model).flops * 2 == counter.get_total_flops()
     assert vitrail.count(model, (16, 32)).tokens == 1 + 32
-    with pytest.raises(UnsupportedModel, match="a stem of convolutions"):
+    with pytest.raises(UnsupportedModel, match="a convolutional stem"):
         vitrail.to_timm(model)
 
 
 @pytest.mark.parametrize("patch", [6, (4, 8), 1, (2, 4, 4)])
-def test_patches_that_no_halving_gives(patch: Any) -> None:
+def test_patch_sizes_that_a_stem_cannot_have(patch: Any) -> None:
     sides = (4, 24, 24) if isinstance(patch, tuple) and len(patch) == 3 else 24
     with pytest.raises(InvalidOption, match=r"square patch_size of 2, 4, 8, 16"):
         ViTConfig(**{**CONVOLVED, "image_size": sides, "patch_size": patch})
 
 
 @pytest.mark.parametrize("position", ["learned", "sincos", "rotary"])
-def test_left_out_patches_are_as_if_they_were_not_there(position: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the order of the kept ones undone, blocks must see a subset of the patches, each in its own place."""
+def test_dropped_patches_are_absent(position: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their order restored, blocks must see a subset of the patches, each at its own position."""
     config = ViTConfig(**SMALL, position=position, patch_drop=0.5)
     model, x = built(config).train(), pictures(config)
     places = torch.tensor([[3, 15, 0, 8, 7, 2, 11, 4], [9, 1, 14, 5, 6, 13, 10, 12]])
@@ -84,7 +83,7 @@ def test_left_out_patches_are_as_if_they_were_not_there(position: Any, monkeypat
 
 
 def alone(model: ViT, x: Tensor, places: Tensor) -> Tensor:
-    """What tokens become when blocks are given these patches alone, one picture, by masks instead of by leaving out."""
+    """Return the features of one image with these patches only, by masking instead of dropping the others."""
     from vitrail.models.position import rotary_table
 
     patches, special = model._embed(x, model.config.grid)
@@ -97,12 +96,12 @@ def alone(model: ViT, x: Tensor, places: Tensor) -> Tensor:
     return model.norm(sequence)[0, kept]
 
 
-def test_each_patch_is_left_out_as_often_as_it_says() -> None:
-    from vitrail.models.sequence import drop_patches
+def test_each_patch_is_dropped_at_the_configured_rate() -> None:
+    from vitrail.models.vit import _drop_patches
 
     torch.manual_seed(0)
     x = torch.arange(12.0).expand(2000, 12).unsqueeze(-1)
-    kept, rope = drop_patches(x, None, 0.25)
+    kept, rope = _drop_patches(x, None, 0.25)
     assert rope is None
     assert kept.shape == (2000, 9, 1)
     assert all(len(set(row)) == 9 for row in kept[:, :, 0].tolist())
@@ -110,7 +109,7 @@ def test_each_patch_is_left_out_as_often_as_it_says() -> None:
     assert (shares - 0.75).abs().max() < 5 * (0.75 * 0.25 / 2000) ** 0.5
 
 
-def test_merging_what_is_left() -> None:
+def test_merging_with_dropped_patches() -> None:
     config = ViTConfig(**SMALL, patch_drop=0.25)
     model, x = built(config).train(), pictures(config)
     with vitrail.merge(model, r=2) as merging, merging.track() as trace:

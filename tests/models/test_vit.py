@@ -1,4 +1,4 @@
-"""What a model offers beside its numbers: sizes, video and sound, heads, decay, training."""
+"""``ViT`` apart from numerical parity: input sizes, video, heads, weight decay, training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_video_patches_are_cubes() -> None:
 
 
 @pytest.mark.parametrize("position", ["learned", "sincos", "rotary", "none"])
-def test_a_video_of_one_frame_is_a_picture(position: Any) -> None:
+def test_a_video_of_one_frame_is_an_image(position: Any) -> None:
     config = ViTConfig(**SMALL, position=position)
     video = ViTConfig(**{**SMALL, "image_size": (1, 16, 16), "patch_size": (1, 4, 4)}, position=position)
     picture, film = built(config), built(video)
@@ -57,7 +57,7 @@ def test_a_video_of_one_frame_is_a_picture(position: Any) -> None:
     assert same is (position in ("learned", "none"))
 
 
-def test_spectrograms_are_pictures_of_one_channel() -> None:
+def test_spectrograms_are_images_of_one_channel() -> None:
     config = ViTConfig(**{**SMALL, "image_size": (16, 64), "in_chans": 1})
     model = built(config)
     assert model.layout().grid == (1, 4, 16)
@@ -68,11 +68,11 @@ def test_spectrograms_are_pictures_of_one_channel() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 15, 16), (2, 3, 16, 3), (2, 1, 16, 16), (2, 3, 16), (2, 3, 1, 16, 16)])
 def test_wrong_inputs_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UnsupportedInput, match=r"cannot be cut into patches|expected an input of"):
+    with pytest.raises(UnsupportedInput, match=r"not divisible into patches|expected an input of"):
         ViT(ViTConfig(**SMALL))(torch.zeros(shape))
 
 
-def test_forward_gives_a_tensor_or_with_tasks_everything() -> None:
+def test_forward_returns_a_tensor_or_an_output_with_tasks() -> None:
     plain, tasked = ViT(ViTConfig(**SMALL)), ViT(ViTConfig(**SMALL, tokens=(CLASS, COLOUR)))
     x = pictures(plain.config, dtype=torch.float32)
     assert plain(x).shape == (2, 5)
@@ -90,7 +90,7 @@ def test_forward_gives_a_tensor_or_with_tasks_everything() -> None:
         plain.forward_head(torch.zeros(1, 1, 24))
 
 
-def test_layout_of_a_layer_has_those_that_entered() -> None:
+def test_layout_of_a_layer_has_the_tokens_that_entered() -> None:
     tokens = (TokenSpec("late", Role.REGISTER, enters=1), CLASS, TokenSpec("last", Role.TASK, classes=2, enters=-1))
     model = ViT(ViTConfig(**SMALL, tokens=tokens, class_attention=1))
     names = [[span.name for span in model.layout(layer=layer).special] for layer in range(3)]
@@ -102,7 +102,7 @@ def test_layout_of_a_layer_has_those_that_entered() -> None:
     assert seen == [model.layout(layer=layer).num_tokens for layer in range(2)]
 
 
-def test_class_attention_leaves_patches_alone_and_teaches_them() -> None:
+def test_class_attention_keeps_patches_and_passes_gradients() -> None:
     config = MIXES["class+registers+gathering"]
     model = built(config)
     x = pictures(config)
@@ -141,14 +141,14 @@ def test_reset_classifier_keeps_tasks() -> None:
     assert model.forward_output(pictures(model.config)).logits.shape == (2, 4)  # type: ignore[union-attr]
 
 
-def test_weight_decay_leaves_tokens_and_positions_alone() -> None:
+def test_no_weight_decay_for_tokens_and_positions() -> None:
     tokens = (CLASS, TokenSpec("r", Role.REGISTER, decay=True))
     model = ViT(ViTConfig(**SMALL, tokens=tokens))
     assert model.no_weight_decay() == {"tokens.cls", "pos_embed"}
     assert model.no_weight_decay() < {name for name, _ in model.named_parameters()}
 
 
-def test_tokens_start_with_their_spread() -> None:
+def test_initial_std_of_tokens() -> None:
     tokens = (
         TokenSpec("cls", Role.CLASS, count=200),
         TokenSpec("zero", Role.REGISTER, count=3, std=0.0),
@@ -173,7 +173,7 @@ def test_checkpointing_changes_no_gradient() -> None:
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_drop_path_acts_in_training_alone_and_never_in_class_attention() -> None:
+def test_drop_path_acts_in_training_only_and_never_in_class_attention() -> None:
     config = ViTConfig(
         **SMALL, tokens=(TokenSpec("cls", Role.CLASS, enters=-1),), class_attention=2, drop_path=0.5,
         drop_path_uniform=True, dropout=0.3, attention_dropout=0.2,
@@ -204,10 +204,10 @@ def test_half_precision(name: str) -> None:
         torch.testing.assert_close(output.logits.float(), exact.logits, rtol=0.2, atol=0.2)
 
 
-def test_more_tokens_than_the_layout_says_are_refused() -> None:
+def test_tokens_that_differ_from_the_config_are_refused() -> None:
     model = ViT(ViTConfig(**SMALL))
     model.tokens["cls"] = nn.Parameter(torch.zeros(1, 2, 24))
-    with pytest.raises(UnsupportedModel, match=r"'cls': \(1, 2, 24\).*its config says.*\(1, 1, 24\)"):
+    with pytest.raises(UnsupportedModel, match=r"'cls': \(1, 2, 24\).*its config.*\(1, 1, 24\)"):
         model(torch.zeros(1, 3, 16, 16))
     model.tokens["cls"] = nn.Parameter(torch.zeros(1, 1, 24))
     model.tokens["more"] = nn.Parameter(torch.zeros(1, 1, 24))
@@ -215,7 +215,7 @@ def test_more_tokens_than_the_layout_says_are_refused() -> None:
         model(torch.zeros(1, 3, 16, 16))
 
 
-def test_layouts_that_are_none() -> None:
+def test_invalid_layouts() -> None:
     model = ViT(ViTConfig(**SMALL))
     for layer in (2, 99, -1, "1"):
         with pytest.raises(InvalidOption, match="expected 0 to 1"):
@@ -228,7 +228,7 @@ def test_layouts_that_are_none() -> None:
         video.layout(32)
 
 
-def test_a_config_is_a_config() -> None:
+def test_vit_takes_a_config() -> None:
     with pytest.raises(InvalidOption, match="ViT takes a ViTConfig"):
         ViT({"width": 24})  # type: ignore[arg-type]
 
@@ -236,7 +236,7 @@ def test_a_config_is_a_config() -> None:
 @pytest.mark.parametrize(
     ("pool", "meant"), [("avg", "mean"), ("map", "attention"), ("mean", "mean"), ("token", "token")]
 )
-def test_reset_classifier_pools_as_timm_calls_it(pool: str, meant: str) -> None:
+def test_reset_classifier_takes_timms_pool_names(pool: str, meant: str) -> None:
     model = ViT(ViTConfig(**SMALL, tokens=(CLASS, COLOUR))).double().eval()
     task = model.heads.colour.weight
     model.reset_classifier(7, pool)
@@ -255,7 +255,7 @@ def test_features_before_the_logits() -> None:
     model = built(ViTConfig(**SMALL, tokens=(CLASS, COLOUR)))
     features = model.forward_features(pictures(model.config))
     assert torch.equal(model.forward_head(features, pre_logits=True), features[:, 0])
-    with pytest.raises(UnsupportedInput, match="features are"):
+    with pytest.raises(UnsupportedInput, match="expected features"):
         model.forward_head(features[0])
 
 
@@ -283,7 +283,7 @@ def test_blocks_with_their_own_drop_path_share_compiled_code() -> None:
     assert counter.frame_count == 2  # with drop path, and the first block without
 
 
-def test_drop_path_leaves_out_as_many_as_it_says_and_makes_up_for_them() -> None:
+def test_drop_path_rate_and_scaling() -> None:
     part = DropPath(0.25).train()
     x = torch.ones(4000, 2, 3)
     y = part(x)

@@ -12,6 +12,7 @@ import vitrail
 from tests.report.models import inspect_quickly, planted, random_images, small
 from tests.surgery.test_registers import LAYER, NEURONS, SPOTS
 from tests.surgery.test_registers import planted as planted_by_neurons
+from vitrail.errors import NotApplied
 from vitrail.report import Report
 from vitrail.report.sections.cure import effect
 
@@ -32,7 +33,8 @@ def found() -> tuple[nn.Module, Tensor, Report]:
     assert torch.equal(model(images[:4]), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-    assert vitrail.TestTimeRegisters.of(model) is None
+    with pytest.raises(NotApplied):
+        vitrail.TestTimeRegisters.of(model)
     return model, images, report
 
 
@@ -110,9 +112,9 @@ def test_models_that_carry_something_already() -> None:
     model, images = curable()
     with vitrail.test_time_registers(model, neurons={0: [3]}) as handle:
         report = inspect_quickly(model, images)
-        assert handle.active
+        assert handle.is_active
     assert report.norms["verdict"] == "artifacts"
-    assert "has test-time registers already" in report.cure["note"]
+    assert "already has test-time registers" in report.cure["note"]
 
 
 def test_an_iterator_has_no_second_pass() -> None:

@@ -1,4 +1,4 @@
-"""One small model of each kind that promises are tested on."""
+"""One small model of each kind, for the tests of surgery."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ FEW = [
 
 
 def run(model: nn.Module, images: Tensor, case: Case) -> Tensor:
-    """Give a model's main output."""
+    """Return a model's main output."""
     return main_output(model(images, **case.call))
 
 
@@ -39,18 +39,18 @@ def main_output(result: Any) -> Tensor:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference, relative to the largest value of the second."""
+    """Return the largest difference relative to the largest value of the second."""
     return float((a - b).detach().abs().max() / b.detach().abs().max())
 
 
 def trunk_blocks(model: nn.Module) -> list[nn.Module]:
-    """Give the blocks, however the library calls them."""
+    """Return the blocks of a model of any library."""
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
     return list(next(part for part in lists if len(part) >= 3 and hasattr(part[0], "mlp")))
 
 
 def leaving(model: nn.Module, images: Tensor, **call: Any) -> list[Tensor]:
-    """Give the tokens that leave each block, seen from outside."""
+    """Return the outputs of all blocks, taken by hooks."""
     found: list[Tensor] = []
     hooks = [
         block.register_forward_hook(lambda _, __, out: found.append(out[0] if isinstance(out, tuple) else out))

@@ -1,4 +1,4 @@
-"""Ablations replace what they say, by what they say, and leave no trace."""
+"""Ablation replaces the requested tokens only, and is removed without a trace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 import vitrail
 from tests.surgery.models import ALL, distance
 from vitrail.data import open_dataset
-from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedInput
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
 from vitrail.surgery.ablation import How, ablate
 
 NAMES = ["timm-registers", "eva-dinov3", "hf-registers-head"]
 
 
 def tokens_after(model: torch.nn.Module, images: Tensor, layer: int) -> tuple[Tensor, list[int]]:
-    """What the next block is given, and where the registers are."""
+    """Return the input of the next block, and the positions of the registers."""
     seen: list[Tensor] = []
     blocks = vitrail.adapters.find(model).blocks
     hook = blocks[layer + 1].register_forward_pre_hook(
@@ -56,7 +56,7 @@ def test_registers_are_replaced_and_nothing_else(name: str, how: How) -> None:
     assert not any(part._forward_hooks for part in model.modules())
 
 
-def test_noise_has_the_mean_and_the_spread_of_the_pictures() -> None:
+def test_noise_has_the_mean_and_standard_deviation_of_the_images() -> None:
     case = ALL["timm-registers"]
     model, images = case.model(), case.images(batch=6)
     before, places = tokens_after(model, images, 1)
@@ -80,7 +80,7 @@ def test_batches_give_the_same_mean() -> None:
         assert torch.allclose(parts.moments[layer][1], deviation, atol=1e-7)
 
 
-def test_mean_over_a_folder(tmp_path: Path) -> None:
+def test_mean_over_a_directory(tmp_path: Path) -> None:
     case = ALL["timm-registers"]
     model = case.model()
     for number in range(3):
@@ -100,21 +100,21 @@ def test_bad_options_are_refused() -> None:
     model, images = case.model(), case.images()
     with pytest.raises(InvalidOption, match="zero, mean, noise, shuffle"):
         ablate(model, "fire")  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="needs pictures"):
+    with pytest.raises(InvalidOption, match="needs images"):
         ablate(model, "mean")
-    with pytest.raises(InvalidOption, match="special ones"):
+    with pytest.raises(InvalidOption, match="special tokens"):
         ablate(model, "zero", tokens="patch")
     with pytest.raises(InvalidOption, match="no such token"):
         ablate(ALL["hf-deit-head"].model(), "zero")
-    with pytest.raises(InvalidOption, match="queries are roles"):
+    with pytest.raises(InvalidOption, match="tokens are roles"):
         ablate(model, "zero", tokens=2.5)
     with pytest.raises(InvalidOption, match="seed"):
         ablate(model, "noise", images, seed="a")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedInput, match="not finite"):
         ablate(model, "mean", images * torch.nan)
-    with pytest.raises(UnsupportedInput, match="no pictures"):
+    with pytest.raises(UnsupportedInput, match="no images"):
         ablate(model, "mean", [])
-    with vitrail.merge(model, r=1), pytest.raises(AlreadyMerged):
+    with vitrail.merge(model, r=1), pytest.raises(AlreadyApplied):
         ablate(model, "zero")
-    with ablate(model, "shuffle"), pytest.raises(UnsupportedInput, match="two pictures"):
+    with ablate(model, "shuffle"), pytest.raises(UnsupportedInput, match="two images"):
         model(images[:1])

@@ -16,10 +16,10 @@ import vitrail
 from tests.fakes import ToyViT
 from tests.surgery.models import ALL, FEW, distance, main_output, run
 from vitrail.errors import (
-    AlreadyMerged,
+    AlreadyApplied,
     BrokenPass,
     InvalidOption,
-    NotMerged,
+    NotApplied,
     SaturatedWarning,
     UnsupportedInput,
     UnsupportedModel,
@@ -103,7 +103,7 @@ def test_r_can_be_changed_between_calls(model, images):
         merging.r = -1
     assert merging.r == [2, 2, 2]
     merging.remove()
-    with pytest.raises(NotMerged):
+    with pytest.raises(NotApplied):
         merging.r = 1
 
 
@@ -229,14 +229,14 @@ def test_with_block_gives_the_model_back_also_after_an_error(model, images):
 
 def test_merging_twice_and_removing_twice_are_errors(model):
     merging = vitrail.merge(model, r=2)
-    with pytest.raises(AlreadyMerged, match=r"Merging\.of\(model\)\.remove"):
+    with pytest.raises(AlreadyApplied, match=r"Merging\.of\(model\)\.remove"):
         vitrail.merge(model, r=3)
     assert vitrail.Merging.of(model).config == merging.config
     merging.remove()
     for use in (merging.remove, merging.track):
-        with pytest.raises(NotMerged, match="was removed"):
+        with pytest.raises(NotApplied, match="was removed"):
             use()
-    with pytest.raises(NotMerged, match="not merged"):
+    with pytest.raises(NotApplied, match="carries no Merging"):
         vitrail.Merging.of(model)
     assert "r=2" in repr(merging)
 
@@ -252,7 +252,7 @@ def test_a_wrapped_model_is_found_inside(model, images):
 
 def test_nothing_is_tracked_outside(model, images):
     merging = vitrail.merge(model, r=2)
-    with merging.track() as trace, pytest.raises(NotMerged, match="nothing was tracked"):
+    with merging.track() as trace, pytest.raises(NotApplied, match="nothing was tracked"):
         trace.groups  # noqa: B018
     with merging.track() as trace:
         model(images)

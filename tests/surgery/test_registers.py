@@ -1,4 +1,4 @@
-"""Test-time registers: planted neurons are found, their artifacts move, and everything comes back."""
+"""Test-time registers: planted neurons are found, their artifacts move, and removal restores the model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.surgery.models import ALL, FEW, distance, run
-from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedInput
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
 from vitrail.surgery import TestTimeRegisters, find_register_neurons, test_time_registers
 
 LAYER, NEURONS, SPOTS = 1, (7, 40), (5, 10)
-"""Where artifacts are planted: a block, two of its neurons, and two patches of a 4 × 4 grid."""
+"""Planted artifacts: a block, two of its neurons, and two patches of a 4 × 4 grid."""
 
 
 @torch.no_grad()
 def planted() -> tuple[nn.Module, Tensor]:
-    """A ViT in which two neurons of one block answer to bright patches and make their tokens huge."""
+    """Return a ViT in which two neurons respond to bright patches and give them a huge norm."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, embed_dim=32, num_heads=2, num_classes=3)
     model.eval().double()
@@ -46,15 +46,19 @@ def planted() -> tuple[nn.Module, Tensor]:
 
 
 def norms(model: nn.Module, images: Tensor) -> Tensor:
-    """Norms (L, B, P) of the patches after each block."""
+    """Return the norms (L, B, P) of the patches after each block."""
     found = vitrail.record(model, images, "norms")
     return torch.stack([found.norms[layer] for layer in found.layers])[:, :, found.layout.num_special :]
 
 
 def artifacts(model: nn.Module, images: Tensor) -> Tensor:
-    """Which patches (B, P) are at least five times as long as usual after the last block."""
+    """Return which patches (B, P) have five times the median norm or more after the last block."""
     last = norms(model, images)[-1]
     return last > 5 * last.median()
+
+
+def untouched(model: nn.Module) -> bool:
+    return not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 def test_plant_makes_artifacts() -> None:
@@ -68,7 +72,7 @@ def test_planted_neurons_are_found() -> None:
     assert {layer: set(some) for layer, some in found.by_layer.items()} == {LAYER: set(NEURONS)}
     assert found.onset == LAYER
     assert found.outlier_share == pytest.approx(2 / 16)
-    assert found.pictures == 6
+    assert found.images == 6
     assert found.count == 2
     assert all(score > 1 for score in found.scores[LAYER])
     batches = find_register_neurons(model, images.split(4), 2, threshold=found.threshold)
@@ -77,7 +81,7 @@ def test_planted_neurons_are_found() -> None:
 
 
 class Shuffled:
-    """Batches in another order at every walk, as loaders give them; counts the walks and the batches alive at once."""
+    """A shuffling data loader that counts its epochs and the batches alive at once."""
 
     def __init__(self, images: Tensor) -> None:
         self.images, self.walks, self.most = images, 0, 0
@@ -116,7 +120,7 @@ def test_threshold_is_three_deviations_above_the_mean() -> None:
     assert found.outlier_share == float((last > found.threshold).double().mean())
 
 
-def test_neurons_are_found_in_a_folder(tmp_path: Path) -> None:
+def test_neurons_are_found_in_a_directory(tmp_path: Path) -> None:
     model, images = planted()
     for number, image in enumerate(images):
         pixels = (255 * (image * 0.5 + 0.5)).clamp(0, 255).byte().permute(1, 2, 0).numpy()
@@ -127,7 +131,7 @@ def test_neurons_are_found_in_a_folder(tmp_path: Path) -> None:
         assert {layer: set(some) for layer, some in handle.by_layer.items()} == {LAYER: set(NEURONS)}
 
 
-def test_the_strongest_of_those_found() -> None:
+def test_strongest() -> None:
     model, images = planted()
     found = find_register_neurons(model, images, 30)
     for count in (1, 2, 7, 30):
@@ -150,14 +154,13 @@ def test_artifacts_move_to_the_registers(registers: int) -> None:
         used = min(registers, len(NEURONS))
         assert (recording.norms[3][:, list(places)[:used]] > 5 * patches.median()).all()
         assert recording.attention[0].shape[2] == 1 + registers
-        assert handle.active
+        assert handle.is_active
         assert TestTimeRegisters.of(model) is handle
     assert artifacts(model, images).any()
-    assert TestTimeRegisters.of(model) is None
 
 
-def test_each_picture_has_its_own() -> None:
-    """The largest activation of each picture moves, not that of the batch or of its first picture."""
+def test_each_image_has_its_own_activations() -> None:
+    """The largest activation of each image moves, not that of the batch or of its first image."""
     model, images = planted()
     images[3:] *= torch.tensor([0.5, 0.9, 1.7]).view(3, 1, 1, 1)
     with test_time_registers(model, neurons={LAYER: NEURONS}):
@@ -166,7 +169,7 @@ def test_each_picture_has_its_own() -> None:
     assert distance(torch.cat(apart), together) < 1e-12
 
 
-def test_moving_is_what_its_description_says() -> None:
+def test_activations_move_as_documented() -> None:
     model, images = planted()
     seen: dict[str, Tensor] = {}
     last = model.blocks[LAYER].mlp.fc2
@@ -185,7 +188,7 @@ def test_moving_is_what_its_description_says() -> None:
     assert torch.equal(seen["after"], expected)
 
 
-def test_random_neurons_cure_nothing() -> None:
+def test_random_neurons_remove_no_artifacts() -> None:
     model, images = planted()
     before = artifacts(model, images)
     for seed in range(5):
@@ -194,7 +197,7 @@ def test_random_neurons_cure_nothing() -> None:
             assert torch.equal(artifacts(model, images), before)
 
 
-def test_random_neurons_are_none_of_those_given() -> None:
+def test_random_neurons_exclude_the_given_ones() -> None:
     model, _ = planted()
     given = tuple(range(0, 128, 2))  # half of the layer: the control can only be the other half
     for seed in range(3):
@@ -202,7 +205,7 @@ def test_random_neurons_are_none_of_those_given() -> None:
             assert sorted(handle.by_layer[LAYER]) == list(range(1, 128, 2))
     with pytest.raises(InvalidOption, match="layer 1 has 128, of which 65 are given"):
         test_time_registers(model, neurons={LAYER: (*given, 1)}, control=0)
-    assert TestTimeRegisters.of(model) is None
+    assert untouched(model)
 
 
 def test_found_and_moved_in_one_call() -> None:
@@ -212,14 +215,13 @@ def test_found_and_moved_in_one_call() -> None:
     assert {layer: set(some) for layer, some in handle.by_layer.items()} == {LAYER: set(NEURONS)}
     assert not artifacts(model, images).any()
     handle.remove()
-    handle.remove()  # nothing more to do
     again = test_time_registers(model, neurons=handle.neurons)
     assert not artifacts(model, images).any()
     again.remove()
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_every_model_takes_registers_and_is_itself_afterwards(name: str) -> None:
+def test_every_model_takes_registers_and_is_restored(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     before = run(model, images, case)
@@ -231,12 +233,12 @@ def test_every_model_takes_registers_and_is_itself_afterwards(name: str) -> None
         assert not torch.equal(changed, before)
     assert torch.equal(run(model, images, case), before)
     assert all(torch.equal(value, keys[key]) for key, value in model.state_dict().items())
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert untouched(model)
 
 
 @pytest.mark.parametrize("name", ["eva-dinov3", "timm-registers", "hf-registers-head"])
 def test_patches_keep_their_rotation(name: str) -> None:
-    """With no neuron to move, a zero token changes attention only by the little that goes to it: to zero values."""
+    """Without neurons to move, a zero token changes attention only by its own share."""
     case = ALL[name]
     model, images = case.model(), case.images()
     plain = vitrail.record(model, images, ("attention",), layers=0, queries=[0])
@@ -248,16 +250,16 @@ def test_patches_keep_their_rotation(name: str) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no data": ({}, InvalidOption, "give pictures"),
-    "registers": ({"neurons": {0: (1,)}, "registers": 0}, InvalidOption, "number of registers"),
+    "no data": ({}, InvalidOption, "pass data"),
+    "registers": ({"neurons": {0: (1,)}, "registers": 0}, InvalidOption, "registers must be"),
     "layer": ({"neurons": {9: (1,)}}, InvalidOption, "0 to 3; got layer 9"),
     "neuron": ({"neurons": {0: (1, 5000)}}, InvalidOption, r"neurons 0 to 127.*got \[5000\]"),
     "twice": ({"neurons": {0: (1, 1)}}, InvalidOption, "each to be given once"),
     "none": ({"data": torch.zeros(2, 3, 64, 64), "threshold": 1e9}, UnsupportedInput, "no artifacts"),
-    "layers": ({"data": torch.zeros(2, 3, 64, 64), "layers": [99]}, InvalidOption, "layers are numbers from -4 to 3"),
+    "layers": ({"data": torch.zeros(2, 3, 64, 64), "layers": [99]}, InvalidOption, "layers are integers from -4 to 3"),
     "threshold": ({"data": torch.zeros(2, 3, 64, 64), "threshold": "high"}, InvalidOption, "a finite number"),
-    "half a register": ({"neurons": {0: (1,)}, "registers": 1.5}, InvalidOption, "number of registers"),
-    "control": ({"neurons": {0: (1,)}, "control": "yes"}, InvalidOption, "control is a seed"),
+    "half a register": ({"neurons": {0: (1,)}, "registers": 1.5}, InvalidOption, "registers must be"),
+    "control": ({"neurons": {0: (1,)}, "control": "yes"}, InvalidOption, "control must be a random seed"),
     "half a neuron": ({"neurons": {0: (1.5,)}}, InvalidOption, "numbers by layer"),
     "layer in words": ({"neurons": {"0": (1,)}}, InvalidOption, "numbers by layer"),
     "one neuron": ({"neurons": {0: 5}}, InvalidOption, "numbers by layer"),
@@ -283,15 +285,15 @@ def test_bad_options_change_nothing(wrong: str) -> None:
     with pytest.raises(kind, match=words):
         test_time_registers(model, **options)
     assert torch.equal(model(images), before)
-    assert TestTimeRegisters.of(model) is None
+    assert untouched(model)
 
 
 def test_merging_and_registers_refuse_each_other() -> None:
     model, _ = planted()
     with test_time_registers(model, neurons={0: (1,)}):
-        with pytest.raises(AlreadyMerged, match="test-time registers"):
+        with pytest.raises(AlreadyApplied, match="test-time registers"):
             vitrail.merge(model, r=1)
-        with pytest.raises(AlreadyMerged, match="already"):
+        with pytest.raises(AlreadyApplied, match="already"):
             test_time_registers(model, neurons={0: (1,)})
-    with vitrail.merge(model, r=1), pytest.raises(AlreadyMerged, match="merged already"):
+    with vitrail.merge(model, r=1), pytest.raises(AlreadyApplied, match="already merged"):
         test_time_registers(model, neurons={0: (1,)})

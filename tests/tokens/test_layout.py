@@ -1,9 +1,9 @@
-"""TokenLayout answers which index is which token."""
+"""TokenLayout maps positions to roles and back, and names tokens."""
 
 import pytest
 
-from vitrail import Role, TokenLayout, TokenSpan, TokenSpec
 from vitrail.errors import InvalidOption
+from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec, span_names, token_names
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def test_indices_invert_roles(layout):
     assert list(layout.indices(Role.TASK)) == []
 
 
-def test_tasks_are_told_apart_by_name():
-    layout = TokenLayout((TokenSpan(Role.TASK, 1, "colour"), TokenSpan(Role.TASK, 2, "shape")), (1, 2, 2))
+def test_tasks_are_found_by_name():
+    layout = TokenLayout((TokenSpan(Role.TASK, 1, "color"), TokenSpan(Role.TASK, 2, "shape")), (1, 2, 2))
     assert list(layout.indices(Role.TASK, "shape")) == [1, 2]
     assert list(layout.indices(Role.TASK)) == [0, 1, 2]
 
@@ -50,12 +50,12 @@ def test_positions_outside_are_errors(layout, index):
         layout.role_of(index)
 
 
-def test_roles_may_be_written_as_words():
+def test_roles_as_strings():
     layout = TokenLayout.of("class", ("register", 2), grid=[1, 2, 2])
     assert layout == TokenLayout.of(Role.CLASS, (Role.REGISTER, 2), grid=(1, 2, 2))
     assert layout.indices("class") == range(1)
     assert layout.role_of(1) is Role.REGISTER
-    assert TokenSpan("task", 1, "colour").role is Role.TASK
+    assert TokenSpan("task", 1, "color").role is Role.TASK
 
 
 @pytest.mark.parametrize(
@@ -65,21 +65,21 @@ def test_roles_may_be_written_as_words():
         ([Role.CLASS], (2, 2), "grid"),
         ([Role.CLASS], 4, "grid"),
         ([Role.CLASS], (1, 2.0, 2), "grid"),
-        ([(Role.PATCH, 3)], (1, 2, 2), "other roles than patch"),
-        (["king"], (1, 2, 2), "a role is one of class, distillation, register, task, patch; got 'king'"),
-        ([("class", -1)], (1, 2, 2), "a whole number of tokens, 1 or more; got -1"),
-        ([("class", "2")], (1, 2, 2), "got '2' class"),
-        ([("class", 1, "cls")], (1, 2, 2), "pairs of a role and a count"),
-        ([TokenSpec("cls", "class")], (1, 2, 2), "from_specs takes the specs"),
+        ([(Role.PATCH, 3)], (1, 2, 2), "cannot have the role patch"),
+        (["king"], (1, 2, 2), "a role is one of .* got 'king'"),
+        ([("class", -1)], (1, 2, 2), "1 or more; got -1"),
+        ([("class", "2")], (1, 2, 2), "count of class tokens.*'2'"),
+        ([("class", 1, "cls")], (1, 2, 2), "role, count"),
+        ([TokenSpec("cls", "class")], (1, 2, 2), "from_specs"),
         ([3], (1, 2, 2), "TokenLayout.of takes roles"),
     ],
 )
-def test_nonsense_is_refused(special, grid, words):
+def test_invalid_options(special, grid, words):
     with pytest.raises(InvalidOption, match=words):
         TokenLayout.of(*special, grid=grid)
 
 
-def test_other_nonsense_is_refused(layout):
+def test_other_invalid_options(layout):
     with pytest.raises(InvalidOption, match="a tuple of TokenSpan"):
         TokenLayout(("class",), (1, 2, 2))
     with pytest.raises(InvalidOption, match="got 'king'"):
@@ -87,3 +87,29 @@ def test_other_nonsense_is_refused(layout):
     for specs in (["class"], 3):
         with pytest.raises(InvalidOption, match="a list of TokenSpec"):
             TokenLayout.from_specs(specs, (1, 2, 2))
+
+
+def test_tokens_are_found_by_role_and_position(layout):
+    assert layout.find() == (0, 1, 2, 3, 4, 5)
+    assert layout.find("register") == (2, 3, 4, 5)
+    assert layout.find([Role.CLASS, -1, 0]) == (0, 20)
+    assert layout.find(iter([3])) == (3,)
+    for wrong in ("king", 21, 2.5, True):
+        with pytest.raises(InvalidOption, match=r"roles .* or positions below 21"):
+            layout.find(wrong)
+    with pytest.raises(InvalidOption, match="no such token: the model has 1 class, 1 distillation, 4 register"):
+        layout.find("task")
+
+
+def test_a_span_is_named_after_its_role_unless_several_share_it():
+    spans = [TokenSpan(Role.CLASS, 1, "cls"), TokenSpan(Role.DISTILLATION, 1, "teacher"), TokenSpan(Role.REGISTER, 2)]
+    assert span_names(spans) == ("class", "distillation", "register")
+    assert token_names(spans) == ("class", "distillation", "register 1", "register 2")
+    spans = [TokenSpan(Role.REGISTER, 2), TokenSpan(Role.REGISTER, 1, "test-time")]
+    assert token_names(spans) == ("register 1", "register 2", "test-time")
+    assert token_names([TokenSpan(Role.CLASS), TokenSpan(Role.CLASS)]) == ("class 1", "class 2")
+
+
+def test_a_task_is_named_after_itself():
+    assert token_names([TokenSpan(Role.TASK, 1, "color")]) == ("color",)
+    assert token_names([TokenSpan(Role.CLASS, 1, "cls"), TokenSpan(Role.TASK, 1, "class")]) == ("class 1", "class 2")

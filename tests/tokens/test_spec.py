@@ -1,4 +1,4 @@
-"""Specs of tokens: what they default to, what they refuse, and the layout that they give."""
+"""Token specs: defaults, invalid options, and their layout."""
 
 import json
 from typing import Any
@@ -15,11 +15,11 @@ def test_defaults_are_those_of_a_class_token() -> None:
     assert (spec.classes, spec.kind, spec.decay) == (None, "classification", False)
 
 
-def test_role_may_be_written_as_a_word() -> None:
-    assert TokenSpec("colour", "task", classes=3).role is Role.TASK  # type: ignore[arg-type]
+def test_role_as_a_string() -> None:
+    assert TokenSpec("color", "task", classes=3).role is Role.TASK  # type: ignore[arg-type]
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     spec = TokenSpec("r", Role.REGISTER, count=4, std=0.1, position=True, enters=-1, visible=False, decay=True)
     assert TokenSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     assert TokenSpec.from_dict({"name": "c", "role": "class"}) == TokenSpec("c", Role.CLASS)
@@ -42,48 +42,48 @@ def test_outputs_of_a_head(spec: TokenSpec, outputs: int) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"role": "patch"}, "class, distillation, register or task; got the role 'patch'"),
-        ({"role": ["class"]}, "got the role"),
-        ({"name": "class", "role": Role.CLASS}, "a Python name"),
-        ({"name": "a.b"}, "a Python name"),
-        ({"name": ""}, "a Python name"),
-        ({"name": 3}, "a Python name"),
-        ({"name": "_hidden"}, "a Python name"),
+        ({"role": "patch"}, "class, distillation, register or task; got 'patch'"),
+        ({"role": ["class"]}, "got .*class"),
+        ({"name": "class", "role": Role.CLASS}, "a Python identifier"),
+        ({"name": "a.b"}, "a Python identifier"),
+        ({"name": ""}, "a Python identifier"),
+        ({"name": 3}, "a Python identifier"),
+        ({"name": "_hidden"}, "a Python identifier"),
         ({"name": "keys"}, "try 'keys_token'"),
         ({"name": "type"}, "try 'type_token'"),
         ({"name": "patch"}, "cannot name a token"),
-        ({"count": 0}, "count=0; expected a whole number, 1 or more"),
+        ({"count": 0}, "count=0; expected an integer, 1 or more"),
         ({"count": True}, "count=True"),
         ({"std": -1}, "std=-1"),
         ({"std": float("nan")}, "std=nan"),
-        ({"enters": -2}, "enters=-2; expected a whole number, -1 or more"),
+        ({"enters": -2}, "enters=-2; expected an integer, -1 or more"),
         ({"visible": 1}, "visible=1"),
         ({"position": "yes"}, "position='yes'"),
         ({"decay": None}, "decay=None"),
         ({"kind": "dense"}, "kind='dense'"),
         ({"classes": -1}, "classes=-1"),
         ({"role": "register", "classes": 3}, "registers have no head"),
-        ({"role": "register", "kind": "regression"}, "kind='regression'; expected none of its own"),
-        ({"role": "distillation", "count": 2}, "count=2; expected 1; further teachers are task tokens"),
+        ({"role": "register", "kind": "regression"}, "registers have no head"),
+        ({"role": "distillation", "count": 2}, "count=2; expected 1"),
         ({"role": "task"}, "the number of outputs of the task"),
         ({"role": "task", "classes": 0}, "the number of outputs of the task"),
     ],
 )
-def test_nonsense_is_refused(values: dict[str, Any], words: str) -> None:
+def test_invalid_options(values: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
         TokenSpec(**{"name": "a", "role": Role.CLASS, **values})
 
 
 def test_unknown_and_missing_values_are_named() -> None:
-    with pytest.raises(InvalidOption, match="missing here: role; not known: colour"):
-        TokenSpec.from_dict({"name": "a", "colour": 3})
-    with pytest.raises(InvalidOption, match="written as a dict"):
+    with pytest.raises(InvalidOption, match="missing: role; unknown: color"):
+        TokenSpec.from_dict({"name": "a", "color": 3})
+    with pytest.raises(InvalidOption, match="is a dict"):
         TokenSpec.from_dict("class")  # type: ignore[arg-type]
 
 
 def test_names_differ() -> None:
-    with pytest.raises(InvalidOption, match="more than once: colour"):
-        check_specs([TokenSpec("colour", Role.TASK, classes=3), TokenSpec("colour", Role.CLASS)])
+    with pytest.raises(InvalidOption, match="more than once: color"):
+        check_specs([TokenSpec("color", Role.TASK, classes=3), TokenSpec("color", Role.CLASS)])
 
 
 def test_one_distillation_token_at_most() -> None:
@@ -94,6 +94,7 @@ def test_one_distillation_token_at_most() -> None:
 def test_specs_are_specs() -> None:
     with pytest.raises(InvalidOption, match="TokenSpec objects; got 'class'"):
         check_specs(["class"])  # type: ignore[list-item]
+    assert check_specs([{"name": "c", "role": "class"}]) == (TokenSpec("c", Role.CLASS),)
 
 
 def test_layout_has_the_order_of_the_specs_and_their_names() -> None:

@@ -70,7 +70,7 @@ def test_runs_of_other_libraries_go_by_the_same_names(small: Path) -> None:
     for name in ("vitrail:runs/timm", "runs/timm", "vitrail:runs/timm/last"):
         model = vitrail.load_model(name)
         assert type(model) is type(trained)
-        assert vitrail.merge(model, r=1).is_applied
+        assert vitrail.merge(model, r=1).is_active
     first, second = (evaluate(name, "photos", seconds=0) for name in ("vitrail:runs/timm", "runs/timm"))
     assert first.accuracy == second.accuracy
     found = evaluate("runs/timm/last", "photos", look=0, seconds=0)

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import as_tuple
 from vitrail.adapters import Found, find, head_outputs
 from vitrail.errors import UnsupportedInput
 from vitrail.runtime.checks import extended_trunk
 from vitrail.runtime.layout import all_entered, layout_of
 from vitrail.runtime.side_tokens import receiving
-from vitrail.surgery.added_token_module import AddedModule
-from vitrail.surgery.added_tokens import AddedTokens
+from vitrail.surgery.added_tokens import AddedModule, AddedTokens
+from vitrail.surgery.hooks import check_layers
 from vitrail.surgery.recording import stream
-from vitrail.surgery.selection import check_layers, listed
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 
@@ -120,9 +120,7 @@ def record_roles(
     """Run a model on images, and record its special tokens, their attention and their logits."""
     found = find(model)
     stage = _ClassAttentionStage(found)
-    chosen = (
-        check_layers(attention_layers, len(found.blocks) + len(stage.blocks)) if listed(attention_layers, str) else ()
-    )
+    chosen = check_layers(attention_layers, len(found.blocks) + len(stage.blocks)) if as_tuple(attention_layers) else ()
     if not stage.full_layout(layout_of(found)).num_special:
         raise UnsupportedInput(
             f"this {type(found.trunk).__name__} has no special tokens; there are no roles to compare"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
-from vitrail.errors import ExportError, InvalidOption, NotMerged, UnsupportedModel, VitrailError
+from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel, VitrailError
 from vitrail.export._staging import publish, staging
 from vitrail.export._trace import PlainModel, first_line, surface_interrupts, trace
 from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
@@ -190,7 +190,7 @@ def _tolerance(tolerance: Any, dtype: torch.dtype) -> float:
 def _merging(model: nn.Module) -> Merging | None:
     try:
         return Merging.of(model)
-    except NotMerged:
+    except NotApplied:
         return None
 
 

@@ -1,4 +1,4 @@
-"""Heads on the tokens after the last layer: pooling, one head per role, fusion, dense maps."""
+"""Heads: pooling, one linear head per role, fusion of their logits, and dense maps."""
 
 from vitrail._deprecation import renamed_attributes
 from vitrail.heads.by_role import Heads, Output

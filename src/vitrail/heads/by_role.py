@@ -1,32 +1,34 @@
-"""Heads by role: every token is read by its own head, and those that answer the same question are fused."""
+"""Heads by role: each kind of token has its own linear head; heads for the same classes are fused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import log
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import is_int
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.heads.fusion import FUSE, Fuse, mean, mean_of_softmaxes
 from vitrail.heads.pooling import AttentionPool, check_size, linear
 from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
 
 Pool = Literal["token", "mean", "attention"]
+Fuse = Literal["logits", "softmax", "class", "distillation"]
 
 PATCH = Role.PATCH.value
 """Name of the head that reads the pooled patches."""
 
 
 class Output(NamedTuple):
-    """What a model says about pictures.
+    """The output of a model with heads by role.
 
     Attributes:
-        logits: the fused answer (B, classes); the pooled features (B, D) where ``num_classes`` is 0; None where a
-            model has task tokens alone.
-        by_role: the answer of each head, by the name of its tokens; ``patch`` for pooled patches.
-        features: all tokens (B, N, D) after the last norm.
+        logits: fused logits (B, classes); pooled features (B, D) if ``num_classes`` is 0; None if the model has task
+            tokens only.
+        by_role: logits of each head, by the name of its tokens; ``patch`` for pooled patches.
+        features: all tokens (B, N, D) after the final norm.
     """
 
     logits: Tensor | None
@@ -35,28 +37,27 @@ class Output(NamedTuple):
 
 
 class Heads(nn.Module):
-    """One linear head for each kind of token that has one, and one answer from those for the model's own classes.
+    """One linear head for each kind of token, and fused logits for the model's own classes.
 
-    - Several tokens of one spec share its head; its answer is the mean of their logits. The head is linear, so that
-      is also its answer for the mean token.
-    - The model's own question is answered by the class tokens (``pool="token"``), or by the patches, pooled by their
-      mean or by attention. Class tokens beside pooled patches then have a head only where their spec says
-      ``classes``, and it is not fused. The distillation token, where there is one, answers the same question.
-    - ``fuse`` makes one answer of the two: ``logits`` is the mean of the logits, ``softmax`` the mean of the
-      softmaxes, returned as **log-probabilities** (so that argmax and cross-entropy are right as they are), ``class``
-      or ``distillation`` is one of them alone. Class tokens of several specs count as one answer, their mean.
-    - Task tokens have a head each and are never fused. Regression heads give plain values, and have no softmax.
+    - Tokens of one spec share a head; their logits are averaged.
+    - The model's own classes are predicted from the class tokens (``pool="token"``) or from the patches, pooled by
+      their mean or by attention. With pooled patches, class tokens have a head only if their spec sets ``classes``,
+      and it is not fused. The distillation token, if any, predicts the same classes.
+    - ``fuse`` combines the two: ``logits`` is the mean of the logits, ``softmax`` the mean of the softmaxes, returned
+      as **log-probabilities** (so that argmax and cross-entropy need no change), ``class`` or ``distillation`` is one
+      of them alone. Class tokens of several specs are averaged first.
+    - Each task token has its own head and is never fused.
 
     The parameters of a head are named ``NAME.weight`` and ``NAME.bias``.
 
     Args:
         specs: the model's special tokens.
         width: channels of a token.
-        num_classes: outputs of the heads whose spec does not say; 0 for none, so that ``logits`` are features.
-        pool: what answers the model's own question.
-        fuse: how class (or pooled patches) and distillation become one answer.
-        attention: the module that pools, for ``pool="attention"``; by default ``AttentionPool(width)``.
-        norm_eps: epsilon of a LayerNorm for the pooled patches; None for no such norm.
+        num_classes: outputs of heads whose spec does not set ``classes``; 0 for none, so that ``logits`` are features.
+        pool: where the prediction for the model's own classes comes from.
+        fuse: how class (or pooled patches) and distillation logits are combined.
+        attention: the pooling module for ``pool="attention"``; by default ``AttentionPool(width)``.
+        norm_eps: epsilon of a LayerNorm on the pooled patches; None for no norm.
     """
 
     def __init__(
@@ -81,41 +82,41 @@ class Heads(nn.Module):
         self.fc_norm = nn.LayerNorm(width, eps=norm_eps) if norm_eps is not None else None
         taken = [spec.name for spec in self._specs if hasattr(self, spec.name)]
         if taken:
-            raise InvalidOption(f"{taken[0]!r} cannot name a token: heads use it themselves; choose another name")
+            raise InvalidOption(f"{taken[0]!r} cannot name a token: Heads uses it; choose another name")
         for name, outputs in sizes.items():
             self.add_module(name, linear(width, outputs))
 
     def forward(self, features: Tensor, layout: TokenLayout) -> Output:
-        """Read the tokens (B, N, D), not merged, that a layout describes."""
+        """Compute the output from all tokens (B, N, D), unmerged, in the order of ``layout``."""
         self._check(features, layout)
-        by_role = {name: self._answers(name, features, layout).mean(1) for name in self._names}
-        main, distilled = self._asked()
+        by_role = {name: self._logits(name, features, layout).mean(1) for name in self._names}
+        main, distilled = self._fused_names()
         if not main and distilled is None:
             return Output(None, by_role, features)
         if (main[0] if main else distilled) not in by_role:
             return Output(self.pooled(features, layout), by_role, features)
-        join = mean_of_softmaxes if self._fuse == "softmax" else mean
-        parts = [join([by_role[name] for name in main])] if main else []
+        fuse = mean_of_softmaxes if self._fuse == "softmax" else mean
+        parts = [fuse([by_role[name] for name in main])] if main else []
         if distilled is not None:
             parts.append(by_role[distilled])
-        return Output(join(parts), by_role, features)
+        return Output(fuse(parts), by_role, features)
 
     def pooled(self, features: Tensor, layout: TokenLayout) -> Tensor:
-        """Give what the fused heads read, as one vector a picture (B, D): the mean, where they are several."""
+        """Return the input of the fused heads as one vector per sample (B, D), averaged over the heads."""
         self._check(features, layout)
-        main, distilled = self._asked()
+        main, distilled = self._fused_names()
         if not main and distilled is None:
-            raise UnsupportedInput("a model of task tokens alone has no pooled features; read the tokens by name")
+            raise UnsupportedInput("a model with task tokens alone has no pooled features; read the tokens by name")
         parts = [mean([self._read(name, features, layout).mean(1) for name in main])] if main else []
         if distilled is not None:
             parts.append(self._read(distilled, features, layout).mean(1))
         return mean(parts)
 
     def answers(self, features: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
-        """Give what each single token says to the model's own question, one by one: logits (B, classes) by name.
+        """Return the logits (B, classes) of each single token for the model's own classes, by name.
 
-        Tokens that share a head are told apart as ``name[0]``, ``name[1]``, ...; how far they agree says how
-        redundant they are. Heads of tasks and heads that regress are left out.
+        Tokens that share a head are named ``name[0]``, ``name[1]``, ...; comparing them shows how redundant they are.
+        Task and regression heads are left out.
         """
         self._check(features, layout)
         kinds = {spec.name: spec.kind for spec in self._specs if spec.role in (Role.CLASS, Role.DISTILLATION)}
@@ -123,14 +124,14 @@ class Heads(nn.Module):
         found: dict[str, Tensor] = {}
         for name in self._names:
             if kinds.get(name) == "classification":
-                each = self._answers(name, features, layout).unbind(1)
+                each = self._logits(name, features, layout).unbind(1)
                 found.update({f"{name}[{i}]" if len(each) > 1 else name: one for i, one in enumerate(each)})
         return found
 
     def reset(self, num_classes: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
-        """Start anew with another number of classes; heads whose spec says ``classes`` stay as they are.
+        """Replace the heads by new ones with ``num_classes``; heads whose spec sets ``classes`` are kept.
 
-        New heads are where the others are and in their dtype, unless it is said. An error changes nothing.
+        Device and dtype are those of the present parameters by default. If this raises, nothing has changed.
         """
         sizes = self._sizes(num_classes)
         like = next(self.parameters(), None)
@@ -149,28 +150,28 @@ class Heads(nn.Module):
         return f"pool={self._pool!r}, fuse={self._fuse!r}, num_classes={self.num_classes}"
 
     def _sizes(self, num_classes: int) -> dict[str, int]:
-        """Give the outputs of every head there is, after checking that those to be fused fit together."""
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
-            raise InvalidOption(f"num_classes is a whole number, 0 for no head; got {num_classes!r}")
+        """Return the number of outputs of each head, after checking that the heads can be fused."""
+        if not is_int(num_classes, 0):
+            raise InvalidOption(f"num_classes must be an integer, 0 for no head; got {num_classes!r}")
         sizes = {spec.name: spec.outputs(num_classes) for spec in self._specs}
         if self._pool != "token":
             for spec in self._specs:
                 if spec.role is Role.CLASS and spec.classes is None:
                     sizes[spec.name] = 0
             sizes = {PATCH: num_classes, **sizes}
-        main, distilled = self._asked()
+        main, distilled = self._fused_names()
         _check_fusion(main, distilled, num_classes, self._pool, self._fuse, self._specs)
-        together = {name: sizes[name] for name in (*main, *([distilled] if distilled else []))}
-        if len(set(together.values())) > 1:
-            said = ", ".join(f"{name} {size}" for name, size in together.items())
+        fused = {name: sizes[name] for name in (*main, *([distilled] if distilled else []))}
+        if len(set(fused.values())) > 1:
+            given = ", ".join(f"{name} {size}" for name, size in fused.items())
             raise InvalidOption(
-                f"heads that are fused have the same number of outputs; got {said}. Leave classes unset in the specs "
-                "of class and distillation tokens, or make the other one a task token"
+                f"fused heads must have the same number of outputs; got {given}. Leave classes unset in the specs of "
+                "class and distillation tokens, or use a task token"
             )
         return {name: size for name, size in sizes.items() if size}
 
-    def _asked(self) -> tuple[list[str], str | None]:
-        """Name the heads that are fused: those of class tokens or patches, and that of the distillation token."""
+    def _fused_names(self) -> tuple[list[str], str | None]:
+        """Return the names of the fused heads: those of class tokens or patches, and the distillation head."""
         classes = [spec.name for spec in self._specs if spec.role is Role.CLASS]
         main = classes if self._pool == "token" else [PATCH]
         distilled = next((spec.name for spec in self._specs if spec.role is Role.DISTILLATION), None)
@@ -178,13 +179,13 @@ class Heads(nn.Module):
             return main, None
         return ([] if self._fuse == "distillation" else main), distilled
 
-    def _answers(self, name: str, features: Tensor, layout: TokenLayout) -> Tensor:
-        """Give the logits (B, count, classes) of each token that a head reads."""
+    def _logits(self, name: str, features: Tensor, layout: TokenLayout) -> Tensor:
+        """Return the logits (B, count, classes) of each token of a head."""
         logits: Tensor = getattr(self, name)(self._read(name, features, layout))
         return logits
 
     def _read(self, name: str, features: Tensor, layout: TokenLayout) -> Tensor:
-        """Give what a head reads: its tokens, or the pooled patches as one token (B, 1, D)."""
+        """Return the input of a head: its tokens (B, count, D), or the pooled patches (B, 1, D)."""
         if name == PATCH:
             patches = features[:, layout.patches]
             x = patches.mean(1) if self.attn_pool is None else self.attn_pool(patches)
@@ -192,34 +193,49 @@ class Heads(nn.Module):
         start = 0
         for span in layout.special:
             if span.name == name:
-                return features[:, start : start + span.count]
+                break
             start += span.count
-        raise UnsupportedInput(f"the layout has no tokens named {name!r}: {layout.special}")
+        return features[:, start : start + span.count]
 
     def _check(self, features: Tensor, layout: TokenLayout) -> None:
         if features.ndim != 3 or features.shape[1] != layout.num_tokens or features.shape[2] != self._width:
             raise UnsupportedInput(
-                f"heads read (pictures, {layout.num_tokens} tokens, {self._width} channels) for {layout}; "
+                f"expected features of shape (batch, {layout.num_tokens} tokens, {self._width} channels) for {layout}; "
                 f"got {tuple(features.shape)}; unmerge merged tokens first"
             )
         given = [(span.name, span.role, span.count) for span in layout.special]
         for spec in self._specs:
             if (spec.name, spec.role, spec.count) not in given:
                 raise UnsupportedInput(
-                    f"these heads are for {spec.count} {spec.role} tokens named {spec.name!r}; the layout has "
+                    f"these heads need {spec.count} {spec.role} tokens named {spec.name!r}; the layout has "
                     f"{', '.join(f'{count} {role} {name!r}' for name, role, count in given) or 'no special token'}"
                 )
 
 
+def mean(parts: Sequence[Tensor]) -> Tensor:
+    """Return the mean of tensors of the same shape; a single tensor is returned as it is."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).mean(0)
+
+
+def mean_of_softmaxes(logits: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the softmaxes of logits (B, C) as log-probabilities (B, C).
+
+    >>> one, other = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986123]])
+    >>> mean_of_softmaxes([one, other]).exp()
+    tensor([[0.3750, 0.6250]])
+    """
+    logs = torch.stack([part.log_softmax(-1) for part in logits])
+    return logs[0] if len(logits) == 1 else torch.logsumexp(logs, 0) - log(len(logits))
+
+
 def _check_options(pool: str, fuse: str, attention: AttentionPool | None, norm_eps: float | None) -> None:
-    if pool not in get_args(Pool):
-        raise InvalidOption(f"pool is one of {', '.join(get_args(Pool))}; got {pool!r}")
-    if fuse not in FUSE:
-        raise InvalidOption(f"fuse is one of {', '.join(FUSE)}; got {fuse!r}")
+    for name, value, choices in (("pool", pool, get_args(Pool)), ("fuse", fuse, get_args(Fuse))):
+        if value not in choices:
+            raise InvalidOption(f"{name} is one of {', '.join(choices)}; got {value!r}")
     if attention is not None and pool != "attention":
-        raise InvalidOption(f"a module for attention pooling needs pool='attention'; got pool={pool!r}")
+        raise InvalidOption(f"an attention pooling module needs pool='attention'; got pool={pool!r}")
     if norm_eps is not None and pool == "token":
-        raise InvalidOption("norm_eps is for pooled patches (pool='mean' or 'attention'); tokens have the model's norm")
+        raise InvalidOption("norm_eps applies to pooled patches only; use pool='mean' or 'attention'")
 
 
 def _check_fusion(
@@ -230,21 +246,20 @@ def _check_fusion(
     fuse: Fuse,
     specs: Sequence[TokenSpec],
 ) -> None:
-    """Refuse what cannot be fused."""
     if fuse == "distillation" and distilled is None:
         raise InvalidOption(
-            "fuse='distillation' answers with the head of the distillation token, and there is none; add "
+            "fuse='distillation' needs a distillation token, and there is none; add "
             "TokenSpec(..., role='distillation') or choose another fuse"
         )
     tasks_alone = distilled is None and num_classes == 0 and any(spec.role is Role.TASK for spec in specs)
     if fuse != "distillation" and not main and not tasks_alone:
         raise InvalidOption(
-            f"pool={pool!r} answers with class tokens, and there is none among "
+            f"pool={pool!r} needs a class token, and there is none among "
             f"{', '.join(f'{spec.name} ({spec.role})' for spec in specs) or 'no special tokens'}; add one, pool the "
-            "patches with pool='mean' or 'attention', or set num_classes=0 for a model of task tokens alone"
+            "patches with pool='mean' or 'attention', or set num_classes=0 for a model with task tokens alone"
         )
     kinds = {spec.kind for spec in specs if spec.name in (*main, distilled)}
     if len(kinds) > 1:
-        raise InvalidOption("a head that classifies and one that regresses cannot be fused; use fuse='class'")
+        raise InvalidOption("a classification head and a regression head cannot be fused; use fuse='class'")
     if fuse == "softmax" and "regression" in kinds:
-        raise InvalidOption("fuse='softmax' is for classes; a head that regresses has none, so use fuse='logits'")
+        raise InvalidOption("fuse='softmax' needs classification heads; use fuse='logits' for regression")

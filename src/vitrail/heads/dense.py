@@ -1,4 +1,4 @@
-"""A map from patch tokens: segmentation, depth, or any value for each pixel."""
+"""Dense heads: segmentation, depth or other values for each pixel."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ DenseKind = Literal["segmentation", "depth", "regression"]
 
 
 class DenseHead(nn.Module):
-    """One linear layer on every patch, and bilinear interpolation to pixels.
+    """A linear layer on each patch, and bilinear interpolation to pixels.
 
     Args:
         width: channels of a token.
         classes: channels of the map.
-        kind: ``segmentation`` gives logits, ``regression`` plain values, ``depth`` positive ones (softplus, before
-            the interpolation, which keeps them positive).
+        kind: ``segmentation`` for logits, ``regression`` for plain values, ``depth`` for positive values (softplus
+            before the interpolation).
     """
 
     def __init__(self, width: int, classes: int, kind: DenseKind = "segmentation") -> None:
         super().__init__()
         if kind not in get_args(DenseKind):
-            raise InvalidOption(f"a dense head is for one of {', '.join(get_args(DenseKind))}; got {kind!r}")
+            raise InvalidOption(f"kind is one of {', '.join(get_args(DenseKind))}; got {kind!r}")
         check_size("width", width)
         check_size("classes", classes)
         self.kind = kind
         self.head = linear(width, classes)
 
     def forward(self, features: Tensor, layout: TokenLayout, size: tuple[int, int] | None = None) -> Tensor:
-        """Give the map (B, classes, height, width), or (B, classes, time, height, width) of several frames.
+        """Compute the map (B, classes, height, width), or (B, classes, time, height, width) for several frames.
 
         Args:
-            features: all tokens (B, N, D), not merged.
-            layout: which of them are patches.
-            size: height and width in pixels; by default the map keeps one value a patch.
+            features: all tokens (B, N, D), unmerged.
+            layout: layout of the tokens.
+            size: height and width in pixels; by default one value per patch.
         """
         if features.ndim != 3 or features.shape[1] != layout.num_tokens:
             raise UnsupportedInput(
-                f"a dense head needs all {layout.num_tokens} tokens, as (pictures, tokens, channels); "
+                f"expected features of shape (batch, {layout.num_tokens} tokens, channels); "
                 f"got {tuple(features.shape)}; unmerge merged tokens first"
             )
         maps = self.head(features[:, layout.patches])

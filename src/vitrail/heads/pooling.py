@@ -1,4 +1,4 @@
-"""One vector from many patches: their mean, or what one learned query gathers from them."""
+"""Attention pooling of patches, and the linear layer of all heads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
 from vitrail.merging.attention import weights_of_few
 
 
 def linear(width: int, outputs: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Linear:
-    """Make a linear layer as heads begin: weights of standard deviation .02 cut at two, biases zero."""
+    """Return a linear layer with truncated normal weights (standard deviation 0.02) and zero biases."""
     layer = nn.Linear(width, outputs, device=device, dtype=dtype)
     nn.init.trunc_normal_(layer.weight, std=0.02)
     nn.init.zeros_(layer.bias)
@@ -21,23 +22,22 @@ def linear(width: int, outputs: int, device: torch.device | None = None, dtype: 
 
 
 def check_size(name: str, value: Any) -> None:
-    """Refuse a number of channels or outputs that is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidOption(f"{name}={value!r}; expected a whole number, 1 or more")
+    """Raise if a number of channels or outputs is not an integer of 1 or more."""
+    if not is_int(value, 1):
+        raise InvalidOption(f"{name}={value!r}; expected an integer, 1 or more")
 
 
 class AttentionPool(nn.Module):
-    """One learned query attends to all patches: (B, P, D) becomes (B, D).
+    """Attention of one learned query over all patches: (B, P, D) to (B, D).
 
-    What it gathers is projected, and then goes through ``x + mlp(norm(x))``, or through the norm alone where there
-    is no MLP. Parameters have the names and shapes of timm's latent attention pooling. Every patch counts once:
-    merged tokens are unmerged before they come here.
+    The result is projected, followed by ``x + mlp(norm(x))``, or by the norm alone without an MLP. Parameters have the
+    names and shapes of timm's ``AttentionPoolLatent``. Unmerge merged tokens first: each patch counts once.
 
     Args:
         width: channels of a token.
-        heads: attention heads; by default one for 64 channels.
-        norm: whether there is a LayerNorm.
-        mlp_ratio: hidden channels of the MLP, as a multiple of the width; 0 for no MLP.
+        heads: attention heads; by default one per 64 channels.
+        norm: whether to apply a LayerNorm.
+        mlp_ratio: hidden channels of the MLP as a multiple of the width; 0 for no MLP.
         norm_eps: epsilon of the norm.
     """
 
@@ -53,15 +53,12 @@ class AttentionPool(nn.Module):
         super().__init__()
         check_size("width", width)
         self.num_heads = max(1, width // 64) if heads is None else heads
-        whole = isinstance(self.num_heads, int) and self.num_heads >= 1
-        if not whole or width % self.num_heads:
-            raise InvalidOption(
-                f"heads of attention pooling share {width} channels evenly; got {self.num_heads} heads"
-                f"{' (one for 64 channels); say how many' if heads is None else ''}"
-            )
+        if not is_int(self.num_heads, 1) or width % self.num_heads:
+            default = " (one per 64 channels); set heads" if heads is None else ""
+            raise InvalidOption(f"heads must divide the width of {width} channels; got {self.num_heads}{default}")
         hidden = round(mlp_ratio * width)
         if hidden < 0:
-            raise InvalidOption(f"mlp_ratio is 0 for no MLP, or more; got {mlp_ratio}")
+            raise InvalidOption(f"mlp_ratio is 0 (no MLP) or more; got {mlp_ratio}")
         self.latent = nn.Parameter(torch.empty(1, 1, width))
         nn.init.trunc_normal_(self.latent, std=width**-0.5)
         self.q = linear(width, width)

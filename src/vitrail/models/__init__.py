@@ -1,4 +1,4 @@
-"""Vision transformers of our own: ViT, DeiT, CaiT, with tokens of any roles; timm's equals, weight for weight."""
+"""Vision transformers (ViT, DeiT, CaiT) with special tokens of any roles, weight-compatible with timm."""
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.registry import MODELS, create_model, list_models

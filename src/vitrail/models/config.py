@@ -1,29 +1,26 @@
-"""Everything that makes up a model, as one frozen object that JSON can hold."""
+"""``ViTConfig``: all options of a model in one frozen object, convertible to JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from vitrail._checks import is_int, is_number
 from vitrail.errors import InvalidOption
+from vitrail.heads.by_role import Fuse, Pool
 from vitrail.tokens import Role, TokenSpec, check_specs
 
 CLASS_TOKEN = TokenSpec("cls", Role.CLASS)
 DISTILLATION_TOKEN = TokenSpec("distillation", Role.DISTILLATION)
 
+Stem = Literal["patches", "convolutions"]
 Position = Literal["learned", "sincos", "rotary", "none"]
+MlpKind = Literal["gelu", "swiglu"]
 FinalNorm = Literal["tokens", "pooled", "none"]
 
-_CHOICES = {
-    "stem": ("patches", "convolutions"),
-    "position": ("learned", "sincos", "rotary", "none"),
-    "mlp": ("gelu", "swiglu"),
-    "pool": ("token", "mean", "attention"),
-    "fuse": ("logits", "softmax", "class", "distillation"),
-    "final_norm": ("tokens", "pooled", "none"),
-}
-_WHOLE = {"in_chans": 1, "width": 1, "depth": 1, "heads": 1, "num_classes": 0, "class_attention": 0}
+_CHOICES = {"stem": Stem, "position": Position, "mlp": MlpKind, "pool": Pool, "fuse": Fuse, "final_norm": FinalNorm}
+_INTEGERS = {"in_chans": 1, "width": 1, "depth": 1, "heads": 1, "num_classes": 0, "class_attention": 0}
 _RATES = ("drop_path", "dropout", "attention_dropout", "patch_drop")
 _FLAGS = ("qkv_bias", "proj_bias", "qk_norm", "talking_heads", "pre_norm", "drop_path_uniform")
 _TIMM = {
@@ -32,29 +29,29 @@ _TIMM = {
     "attn_drop_rate": "attention_dropout", "pos_embed": "position", "reg_tokens": "tokens", "class_token": "tokens",
     "depth_token_only": "class_attention", "patch_drop_rate": "patch_drop",
 }  # fmt: skip
-"""What timm calls some of the options."""
+"""timm's names of some options, for error messages."""
 
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """A vision transformer in words and numbers.
+    """Configuration of a vision transformer.
 
     - ``image_size``, ``patch_size``: one number, (height, width), or (time, height, width) for video; a spectrogram
-      is a picture of one channel, (frequency, time). Other input sizes work too; this is the one that learned
-      positions are kept for.
-    - ``stem``: each patch projected by itself, as usual; or ``"convolutions"`` of 3 by 3 that halve the picture until a
-      pixel is a patch (Xiao et al., 2021: easier to train, and far better on few pictures).
-    - ``mlp_ratio``: outputs of the first linear layer over ``width``; with SwiGLU its two halves count together.
+      is an image of one channel, (frequency, time). Models accept other input sizes; learned positions are stored for
+      this one.
+    - ``stem``: a linear projection of each patch, or ``"convolutions"`` of 3 × 3 that halve the image until a pixel is
+      a patch (Xiao et al., 2021: easier to train, and much better on small datasets).
+    - ``mlp_ratio``: outputs of the first linear layer of the MLP relative to ``width``; for SwiGLU, both halves.
     - ``tokens``: the special tokens, in their order in front of the patches.
-    - ``position``: of the patches. Learned positions may be shared by special tokens; rotary ones turn patches only.
-    - ``layer_scale``: first value of the scale on each residual branch; ``None`` for no such scale.
-    - ``pool``, ``fuse``: what the heads read, and how class and distillation heads become one answer.
-    - ``final_norm``: of every token, as usual; ``"pooled"``, of the pooled patches alone; or none.
-    - ``pre_norm``: a norm before the first block, and then no bias in the patch embedding.
-    - ``patch_drop``: share of the patches that are left out while training, others of each input.
-    - ``drop_path``: of the last block, rising linearly from 0; of every block with ``drop_path_uniform``.
-    - ``class_attention``: so many layers after the blocks, in which the tokens that enter there gather from all the
-      others, which those layers no longer change.
+    - ``position``: positions of the patches. Special tokens can have learned ones, too; rotary ones are for patches.
+    - ``layer_scale``: initial value of the scale of each residual branch; ``None`` for no scale.
+    - ``pool``, ``fuse``: see :class:`vitrail.heads.Heads`.
+    - ``final_norm``: a norm of all tokens, of the ``"pooled"`` patches only, or none.
+    - ``pre_norm``: a norm before the first block, and no bias in the patch embedding.
+    - ``patch_drop``: share of the patches dropped in training, chosen at random for each sample.
+    - ``drop_path``: rate in the last block, rising linearly from 0; in all blocks with ``drop_path_uniform``.
+    - ``class_attention``: number of class-attention layers after the blocks (CaiT); only tokens that enter there
+      change in them.
     """
 
     image_size: int | tuple[int, ...] = 224
@@ -66,16 +63,16 @@ class ViTConfig:
     mlp_ratio: float = 4.0
     num_classes: int = 1000
     tokens: tuple[TokenSpec, ...] = (CLASS_TOKEN,)
-    stem: Literal["patches", "convolutions"] = "patches"
+    stem: Stem = "patches"
     position: Position = "learned"
     layer_scale: float | None = None
     qk_norm: bool = False
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: MlpKind = "gelu"
     qkv_bias: bool = True
     proj_bias: bool = True
     norm_eps: float = 1e-6
-    pool: Literal["token", "mean", "attention"] = "token"
-    fuse: Literal["logits", "softmax", "class", "distillation"] = "logits"
+    pool: Pool = "token"
+    fuse: Fuse = "logits"
     final_norm: FinalNorm = "tokens"
     pre_norm: bool = False
     drop_path: float = 0.0
@@ -94,70 +91,65 @@ class ViTConfig:
             raise InvalidOption(f"image_size {image} is not a whole number of patches of {patch} in each direction")
         for name, sides in (("patch_size", patch), ("image_size", image)):
             if not isinstance(getattr(self, name), int):
-                object.__setattr__(self, name, sides)  # a list, as JSON gives it, becomes a tuple
+                object.__setattr__(self, name, sides)  # JSON has lists instead of tuples
         halvings = len(patch) == 2 and patch[0] == patch[1] and patch[0].bit_count() == 1 and patch[0] > 1
         if self.stem == "convolutions" and not (halvings and self.width % (patch[0] // 2) == 0):
             raise InvalidOption(
-                f"stem='convolutions' halves a picture and doubles its channels until a pixel is a patch; expected a "
-                f"square patch_size of 2, 4, 8, 16 ... and a width that is a multiple of half of it, got {patch} and "
-                f"{self.width}"
+                "stem='convolutions' needs a square patch_size of 2, 4, 8, 16, ... and a width that is a multiple of "
+                f"half of it; got {patch} and {self.width}"
             )
         self._check_tokens()
 
     def _check_values(self) -> None:
-        for name, low in _WHOLE.items():
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            self._expect(name, whole and value >= low, f"a whole number, {low} or more")
-        for name, choices in _CHOICES.items():
-            self._expect(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        for name, low in _INTEGERS.items():
+            self._expect(name, is_int(getattr(self, name), low), f"an integer, {low} or more")
+        for name, literal in _CHOICES.items():
+            self._expect(name, getattr(self, name) in get_args(literal), f"one of {', '.join(get_args(literal))}")
         for name in _FLAGS:
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
-        for name in (*_RATES, "mlp_ratio", "norm_eps", "layer_scale"):
+        for name in _RATES:
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name in _RATES:
-                self._expect(name, number and 0 <= value < 1, "a rate, 0 or more and less than 1")
-            elif value is not None or name != "layer_scale":
-                self._expect(name, number and value > 0, "a number more than 0")
+            self._expect(name, is_number(value) and 0 <= value < 1, "a rate, 0 or more and less than 1")
+        for name in ("mlp_ratio", "norm_eps", "layer_scale"):
+            value = getattr(self, name)
+            if value is not None or name != "layer_scale":
+                self._expect(name, is_number(value) and value > 0, "a number greater than 0")
         self._expect("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
-        self._expect("mlp_ratio", self.hidden >= 1, f"a hidden unit or more, so 1/{self.width} or more")
-        self._expect("mlp", self.mlp == "gelu" or self.hidden % 2 == 0, f"an even number of halves, got {self.hidden}")
-        if self.position == "rotary":
+        self._expect("mlp_ratio", self.hidden >= 1, f"at least one hidden channel, so 1/{self.width} or more")
+        even = self.mlp == "gelu" or self.hidden % 2 == 0
+        self._expect("mlp", even, f"an even number of hidden channels for SwiGLU; got {self.hidden}")
+        if self.position in ("rotary", "sincos"):
             needed = 2 * len(_sizes("patch_size", self.patch_size))
-            right = self.head_width % 2 == 0 and self.head_width >= needed
-            self._expect("heads", right, f"heads of an even width of {needed} or more for rotary position")
-        if self.position == "sincos":
-            needed = 2 * len(_sizes("patch_size", self.patch_size))
-            self._expect("width", self.width % 2 == 0 and self.width >= needed, f"even, {needed} or more, for sincos")
+            name, width = ("heads", self.head_width) if self.position == "rotary" else ("width", self.width)
+            what = "heads of an even width" if self.position == "rotary" else "an even width"
+            self._expect(name, width % 2 == 0 and width >= needed, f"{what} of {needed} or more for {self.position}")
 
     def _check_tokens(self) -> None:
         self._expect("tokens", isinstance(self.tokens, list | tuple), "a list of TokenSpec objects, in their order")
-        specs = check_specs(TokenSpec.from_dict(spec) if isinstance(spec, Mapping) else spec for spec in self.tokens)
+        specs = check_specs(self.tokens)
         object.__setattr__(self, "tokens", specs)
         last = self.depth + self.class_attention - 1
         for spec in specs:
             if self.entry(spec) > last:
                 raise InvalidOption(
-                    f"the token {spec.name!r} has enters={spec.enters}; expected 0 to {last}, for the model has "
+                    f"the token {spec.name!r} has enters={spec.enters}; expected 0 to {last}: the model has "
                     f"{self.depth} blocks and {self.class_attention} class-attention layers"
                     + (" (-1 needs class_attention)" if spec.enters == -1 else "")
                 )
             if spec.position and self.position != "learned":
                 raise InvalidOption(
-                    f"the token {spec.name!r} asks for a position; expected position='learned' in the model, got "
-                    f"{self.position!r}: other positions are of patches alone. Leave the token's position at None"
+                    f"the token {spec.name!r} has position=True, which needs a model with position='learned'; got "
+                    f"{self.position!r}. Leave the token's position at None"
                 )
         if self.class_attention and not any(self.gathers(spec) for spec in specs):
             raise InvalidOption(
-                f"class_attention={self.class_attention} needs tokens that gather there; give at least one token "
-                "enters=-1 (after the last block)"
+                f"class_attention={self.class_attention} needs at least one token with enters=-1 (after the last block)"
             )
-        answering = [spec.name for spec in specs if spec.role is not Role.CLASS and spec.outputs(self.num_classes)]
-        if self.final_norm == "pooled" and (self.pool == "token" or answering):
+        with_head = [spec.name for spec in specs if spec.role is not Role.CLASS and spec.outputs(self.num_classes)]
+        if self.final_norm == "pooled" and (self.pool == "token" or with_head):
             raise InvalidOption(
-                "final_norm='pooled' is for models whose patches alone answer (pool='mean' or 'attention', no "
-                f"distillation or task token); got pool={self.pool!r} and {', '.join(answering) or 'no such token'}"
+                "final_norm='pooled' needs pool='mean' or 'attention', and no distillation or task token; got "
+                f"pool={self.pool!r} and {', '.join(with_head) or 'no such token'}"
             )
 
     def _expect(self, name: str, right: bool, expected: str) -> None:
@@ -176,7 +168,7 @@ class ViTConfig:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Patches of the model's own input size: (time, height, width)."""
+        """Patch grid at ``image_size``: (time, height, width)."""
         steps = tuple(side // step for side, step in zip(self.image, self.patch, strict=True))
         return (1, *steps)[-3:]  # type: ignore[return-value]
 
@@ -188,69 +180,69 @@ class ViTConfig:
     @property
     def hidden(self) -> int:
         """Outputs of the first linear layer of an MLP."""
-        return int(self.width * self.mlp_ratio + 1e-6)  # a ratio read off a model may be one bit short
+        return int(self.width * self.mlp_ratio + 1e-6)  # a ratio computed from a model may be one bit short
 
     @property
     def drop_paths(self) -> list[float]:
-        """Drop path of each block."""
-        if self.drop_path_uniform or self.depth == 1:
-            return [self.drop_path if self.drop_path_uniform else 0.0] * self.depth
-        return [self.drop_path * layer / (self.depth - 1) for layer in range(self.depth)]
+        """Drop path rate of each block."""
+        if self.drop_path_uniform:
+            return [self.drop_path] * self.depth
+        return [self.drop_path * layer / max(1, self.depth - 1) for layer in range(self.depth)]
 
     def entry(self, spec: TokenSpec) -> int:
-        """Layer before which a token enters; class-attention layers count on from the blocks."""
+        """Return the layer before which a token enters; class-attention layers are numbered after the blocks."""
         return self.depth if spec.enters == -1 else spec.enters
 
     def gathers(self, spec: TokenSpec) -> bool:
-        """Whether a token enters at the class-attention stage, where it queries and nothing else changes."""
+        """Return whether a token enters at the class-attention stage."""
         return self.entry(spec) >= self.depth
 
     def positioned(self, spec: TokenSpec) -> bool:
-        """Whether a token has a learned position of its own."""
+        """Return whether a token has a learned position."""
         if self.position != "learned":
             return False
         return (spec.role is not Role.REGISTER and not self.gathers(spec)) if spec.position is None else spec.position
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values, ready for JSON."""
+        """Return plain data for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {**plain, "tokens": [spec.to_dict() for spec in self.tokens]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ViTConfig:
-        """Build a config from plain values, as `to_dict` gives them; what is left out has its default."""
+        """Build a config from plain data as `to_dict` returns it; missing options have their defaults."""
         if not isinstance(values, Mapping):
-            raise InvalidOption(f"a config is written as a dict of options, as to_dict gives it; got {values!r}")
+            raise InvalidOption(f"a config is a dict of options as to_dict returns it; got {values!r}")
         check_options(values)
         return cls(**values)
 
 
 def depth_rule(depth: int) -> float:
-    """Give LayerScale's first value for a depth: the deeper a model, the nearer to the identity it starts."""
+    """Return CaiT's initial value of LayerScale: smaller for deeper models."""
     if depth <= 18:
         return 0.1
     return 1e-5 if depth <= 24 else 1e-6
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise where an option is none of a config's."""
+    """Raise if a name is not an option of `ViTConfig`."""
     known = {field.name for field in fields(ViTConfig)}
     wrong = sorted(map(str, set(options) - known))
     if wrong:
         meant = [f"timm's {name} is {_TIMM[name]}" for name in wrong if name in _TIMM]
         hint = f" ({', '.join(meant)} here)" if meant else ""
-        raise InvalidOption(f"a model has no option {', '.join(wrong)}{hint}; it has {', '.join(sorted(known))}")
+        raise InvalidOption(f"ViTConfig has no option {', '.join(wrong)}{hint}; it has {', '.join(sorted(known))}")
 
 
 def _sizes(name: str, value: Any, count: int = 2) -> tuple[int, ...]:
-    """Write a size as a tuple: one number stands for height and width alike."""
+    """Return a size as a tuple; one number stands for height and width."""
     if isinstance(value, int) and count == 3:
         raise InvalidOption(f"{name}={value}; expected (time, height, width), as patch_size has three numbers")
     sides = (value,) * count if isinstance(value, int) else value
     lengths = (2, 3) if name == "patch_size" else (count,)
     right = isinstance(sides, list | tuple) and len(sides) in lengths
-    if not right or any(not isinstance(side, int) or isinstance(side, bool) or side < 1 for side in sides):
+    if not right or not all(is_int(side, 1) for side in sides):
         expected = "(height, width), (time, height, width)" if name == "patch_size" else f"{count} numbers"
-        raise InvalidOption(f"{name}={value!r}; expected one whole number or {expected}, each 1 or more")
+        raise InvalidOption(f"{name}={value!r}; expected one integer or {expected}, each 1 or more")
     return tuple(sides)

@@ -1,6 +1,6 @@
-"""Where a patch is: learned positions at any size, sines and cosines, rotary position.
+"""Positions of patches: resampled learned embeddings, sines and cosines, rotary embeddings.
 
-A grid is (time, height, width); pictures and spectrograms have one frame, and their time is not an axis.
+A grid is (time, height, width). Images and spectrograms have one frame, and only two axes.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROTARY_BASE = 100.0
-"""Slowest wave of rotary position, in patches over 2π: pictures are short, next to text with its 10 000."""
+"""Longest wavelength of rotary position, in patches over 2π; text, which is longer, uses 10,000."""
 
 
 def coordinates(grid: tuple[int, int, int], axes: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Give the coordinates (P, axes) of the patches, counted in patches, the last axis running fastest."""
+    """Return the coordinates (P, axes) of the patches in patches, the last axis running fastest."""
     steps = [torch.arange(length, device=device, dtype=dtype) for length in grid[3 - axes :]]
     return torch.stack(torch.meshgrid(steps, indexing="ij"), -1).reshape(-1, axes)
 
 
 def rotary_frequencies(head_width: int, axes: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Give the frequencies (axes, d / 2): each axis turns channels of its own, and those left over stand still."""
+    """Return the frequencies (axes, d / 2): each axis rotates its own channels; any rest is not rotated."""
     bands = head_width // 2 // axes
     exponents = torch.arange(bands, device=device, dtype=dtype) / bands
     waves = ROTARY_BASE**-exponents
@@ -31,7 +31,7 @@ def rotary_frequencies(head_width: int, axes: int, device: torch.device, dtype: 
 
 
 def rotary_table(grid: tuple[int, int, int], head_width: int, axes: int, like: Tensor) -> Tensor:
-    """Give sines and cosines (P, 2·d) of the patches, in float32 or better; pairs are half a head apart."""
+    """Return sines and cosines (P, 2·d) of the patches, at least in float32; pairs are half a head apart."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequencies = rotary_frequencies(head_width, axes, like.device, dtype)
     angle = coordinates(grid, axes, like.device, dtype) @ frequencies
@@ -40,17 +40,17 @@ def rotary_table(grid: tuple[int, int, int], head_width: int, axes: int, like: T
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate queries or keys (B, H, N, d) of the last tokens, as many as the table (P, 2·d) has; others stay."""
+    """Rotate the last P queries or keys of (B, H, N, d) by a table (P, 2·d); return all."""
     sine, cosine = table.chunk(2, -1)
     front = x.shape[-2] - table.shape[-2]
     patches = x[..., front:, :]
     left, right = patches.chunk(2, -1)
-    turned = patches * cosine + torch.cat([-right, left], -1) * sine
-    return torch.cat([x[..., :front, :], turned.to(x.dtype)], -2)
+    rotated = patches * cosine + torch.cat([-right, left], -1) * sine
+    return torch.cat([x[..., :front, :], rotated.to(x.dtype)], -2)
 
 
 def sincos_table(grid: tuple[int, int, int], width: int, axes: int, like: Tensor) -> Tensor:
-    """Give fixed positions (1, P, D): for each axis sines, then cosines, of waves up to 10 000 patches long."""
+    """Return fixed positions (1, P, D): for each axis sines, then cosines, of wavelengths up to 10,000 · 2π patches."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     bands = width // 2 // axes
     waves = 10_000.0 ** -(torch.arange(bands, device=like.device, dtype=dtype) / bands)
@@ -60,9 +60,9 @@ def sincos_table(grid: tuple[int, int, int], width: int, axes: int, like: Tensor
 
 
 def resample(positions: Tensor, old: tuple[int, int, int], new: tuple[int, int, int]) -> Tensor:
-    """Bring learned positions (1, P, D) to another grid: bicubic with antialiasing in space, linear in time.
+    """Resample learned positions (1, P, D) to another grid: bicubic with antialiasing in space, linear in time.
 
-    Computed in float32 whatever the model's precision, as timm does, so that both give the same numbers.
+    Always computed in float32, as in timm, so that both libraries agree.
     """
     if old == new:
         return positions

@@ -1,4 +1,4 @@
-"""Models by name, each with the numbers that its name stands for."""
+"""The registry of models: ``create_model``, ``list_models``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.models.config import CLASS_TOKEN, DISTILLATION_TOKEN, ViTConfig, ch
 from vitrail.models.vit import ViT
 
 GATHERING_CLASS_TOKEN = replace(CLASS_TOKEN, enters=-1, position=False)
-"""CaiT's class token: it enters after the last block and has no position."""
+"""The class token of CaiT, which enters after the last block."""
 
 
 def _vit(width: int, depth: int, heads: int, **options: Any) -> ViTConfig:
@@ -41,34 +41,34 @@ MODELS: dict[str, ViTConfig] = {
     **{f"deit_{size}_patch16": _vit(*_SIZES[size]) for size in ("tiny", "small", "base")},
     **{f"deit_{size}_patch16_distilled": _vit(*_SIZES[size], tokens=_DISTILLED) for size in ("tiny", "small", "base")},
     "cait_xxs24": _cait(192, 24, 224),
-    "cait_xxs36": _cait(192, 36, 224, layer_scale=1e-5),  # as it was released; the rule says 1e-6
+    "cait_xxs36": _cait(192, 36, 224, layer_scale=1e-5),  # as released; the rule gives 1e-6
     "cait_xs24": _cait(288, 24, 384),
     "cait_s24": _cait(384, 24, 224),
     "cait_s36": _cait(384, 36, 384),
     "cait_m36": _cait(768, 36, 384),
     "cait_m48": _cait(768, 48, 448),
 }
-"""What each name stands for; image sizes are those that the models were published with."""
+"""Configurations by name, with the published image sizes."""
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Give the names of our models, those that match a pattern (``"*_patch16"``) or begin with it (``"cait"``)."""
+    """Return the names of models that match a pattern (``"*_patch16"``) or start with it (``"cait"``)."""
     if not isinstance(pattern, str):
-        raise InvalidOption(f"a pattern of names is a string such as 'cait'; got {pattern!r}")
+        raise InvalidOption(f"pattern must be a string such as 'cait'; got {pattern!r}")
     return sorted(name for name in MODELS if fnmatch(name, pattern) or name.startswith(pattern))
 
 
 def model_config(name: str, **options: Any) -> ViTConfig:
-    """Give the config that a name stands for, with some options of `ViTConfig` changed.
+    """Return the configuration of a named model, with some options of `ViTConfig` changed.
 
-    Where a CaiT is given another depth, LayerScale begins as the rule for that depth says, unless it is given too.
+    If the depth of a CaiT changes, ``layer_scale`` follows CaiT's rule for the new depth unless given.
     """
     if name not in MODELS:
-        # timm's names have the same words, in another order, and the size of pictures
+        # timm's names have the same words in another order, and the image size
         near = [model for model in MODELS if set(model.split("_")) <= set(name.split("_"))]
         near = near or get_close_matches(name, MODELS, n=1)
-        hint = f"; did you mean {max(near, key=len)!r}? The size of pictures is its image_size" if near else ""
-        raise InvalidOption(f"there is no model {name!r}{hint}; there are {', '.join(list_models())}")
+        hint = f"; did you mean {max(near, key=len)!r}? Set the image size with image_size" if near else ""
+        raise InvalidOption(f"no model {name!r}{hint}; available: {', '.join(list_models())}")
     check_options(options)
     config = MODELS[name]
     depth = options.get("depth", config.depth)
@@ -78,22 +78,24 @@ def model_config(name: str, **options: Any) -> ViTConfig:
 
 
 def create_model(name: str, **options: Any) -> ViT:
-    """Build one of our models by name, or load one from files; its weights are random unless they come from files.
+    """Build a model by name with random weights, or load one from files.
 
-    Options are those of `ViTConfig`. ``local-dir:FOLDER`` and ``hf-hub:OWNER/NAME`` read what ``save_pretrained``
-    wrote; then the only option is ``num_classes``.
+    Options are those of `ViTConfig`. ``local-dir:DIRECTORY`` and ``hf-hub:OWNER/NAME`` load a model written by
+    ``save_pretrained``; the only option is then ``num_classes``.
 
     >>> model = create_model("deit_tiny_patch16_distilled", num_classes=10, depth=2)
     >>> model.num_prefix_tokens
     2
     """
     if not isinstance(name, str):
-        raise InvalidOption(f"a model is created by its name, a string; got {name!r}. ViT(config) takes a config")
+        raise InvalidOption(
+            f"create_model takes the name of a model as a string; got {name!r}. Use ViT(config) for a config"
+        )
     if not name.startswith(("local-dir:", "hf-hub:")):
         return ViT(model_config(name, **options))
     wrong = sorted(set(options) - {"num_classes"})
     if wrong:
-        raise InvalidOption(f"{name} brings its own options; only num_classes can be changed, got {', '.join(wrong)}")
+        raise InvalidOption(f"only num_classes can be changed when loading {name}; got {', '.join(wrong)}")
     model = ViT.from_pretrained(name)
     if "num_classes" in options and options["num_classes"] != model.config.num_classes:
         model.reset_classifier(options["num_classes"])

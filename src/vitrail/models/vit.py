@@ -1,8 +1,9 @@
-"""The vision transformer. DeiT is one with a distillation token; CaiT is one with class attention at its end."""
+"""``ViT``: vision transformers with special tokens of any roles, DeiT and CaiT included."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -15,22 +16,26 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.heads import AttentionPool, Heads, Output
-from vitrail.models.class_attention import ClassAttentionBlock
 from vitrail.models.config import ViTConfig
-from vitrail.models.layers import Block, PatchEmbed, layer_norm
+from vitrail.models.layers import Block, ClassAttentionBlock, PatchEmbed, layer_norm
 from vitrail.models.position import resample, rotary_table, sincos_table
-from vitrail.models.saving import TOLD, load_states, push_folder, read_folder, write_folder
-from vitrail.models.sequence import drop_patches, pick, reading_mask, weave
+from vitrail.models.saving import LABELS_ATTRIBUTE, load_states, push_folder, read_folder, write_folder
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
-POOLS = {"avg": "mean", "map": "attention"}
-"""What timm calls our ways of pooling."""
+TIMM_POOLS = {"avg": "mean", "map": "attention"}
+"""timm's names of ``pool``, accepted by `ViT.reset_classifier`."""
+
+TOKEN_AND_POSITION_NAMES = (
+    *("cls_token", "dist_token", "distillation_token", "register", "reg_token", "mask_token"),
+    *("pos_embed", "position_embedding", "relative_position_bias_table", "latent"),
+)
+"""Parts of parameter names by which other libraries call tokens and positions."""
 
 
 class ViT(nn.Module):
     """A vision transformer with special tokens of any roles.
 
-    The sequence is the special tokens that have entered, in the order of ``config.tokens``, then the patches.
+    The sequence is the special tokens, in the order of ``config.tokens``, followed by the patches.
 
     >>> config = ViTConfig(image_size=32, patch_size=8, width=32, depth=2, heads=2, num_classes=5)
     >>> model = ViT(config)
@@ -41,7 +46,7 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         if not isinstance(config, ViTConfig):
-            raise InvalidOption(f"ViT takes a ViTConfig, which ViTConfig.from_dict makes of a dict; got {config!r}")
+            raise InvalidOption(f"ViT takes a ViTConfig; got {config!r}. Use ViTConfig.from_dict for a dict")
         self.config = config
         self.grad_checkpointing = False
         self.patch_embed = PatchEmbed(config)
@@ -59,42 +64,40 @@ class ViT(nn.Module):
         self._init_weights()
         self.heads = _heads(config)
 
-    # What the model is.
-
     @property
     def num_prefix_tokens(self) -> int:
-        """How many tokens stand before the patches in the output of `forward_features`."""
+        """Number of special tokens in the output of `forward_features`."""
         return sum(spec.count for spec in self.config.tokens)
 
     def layout(self, size: int | tuple[int, ...] | None = None, layer: int | None = None) -> TokenLayout:
-        """Say which index is which token, for inputs of a size (default: the model's own).
+        """Return the layout for inputs of a size, by default ``config.image_size``.
 
-        With ``layer``, as that layer sees the sequence: without the tokens that enter later. In a class-attention
-        layer the tokens that gather there are apart, in front; the layout names them with all others.
+        With ``layer``, leave out the tokens that enter after that layer. Class-attention layers are numbered after
+        the blocks.
         """
         last = self.config.depth + self.config.class_attention - 1
         if layer is not None and not (isinstance(layer, int) and 0 <= layer <= last):
             raise InvalidOption(
-                f"layer={layer!r}; expected 0 to {last}, class-attention layers counted on from the blocks"
+                f"layer={layer!r}; expected 0 to {last}; class-attention layers are numbered after the blocks"
             )
         specs = self.config.tokens if layer is None else self._entered(layer)
         return TokenLayout.from_specs(specs, self._grid(size))
 
     def no_weight_decay(self) -> set[str]:
-        """Name the parameters that weight decay should leave alone, beside norms and biases."""
+        """Return the parameters without weight decay, apart from norms and biases."""
         tokens = {f"tokens.{spec.name}" for spec in self.config.tokens if not spec.decay}
         return tokens | ({"pos_embed"} if self.pos_embed is not None else set())
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep less for the backward pass: each block runs again there."""
+        """Trade compute for memory: recompute each block in the backward pass."""
         self.grad_checkpointing = enable
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Give the model new heads for ``num_classes``; heads with outputs of their own (tasks) stay as they are.
+        """Replace the heads by new ones for ``num_classes``; heads whose spec sets ``classes`` (tasks) are kept.
 
-        With ``global_pool`` it pools in another way from now on: ``pool`` of the config, or as timm calls it.
+        ``global_pool`` changes ``config.pool``; timm's names are accepted, too.
         """
-        pool: Any = self.config.pool if global_pool is None else POOLS.get(global_pool, global_pool)
+        pool: Any = self.config.pool if global_pool is None else TIMM_POOLS.get(global_pool, global_pool)
         config = replace(self.config, num_classes=num_classes, pool=pool)
         reference = self.patch_embed.proj.weight
         if pool == self.config.pool:
@@ -107,18 +110,16 @@ class ViT(nn.Module):
             self.heads = heads
         self.config = config
 
-    # What the model does.
-
     def forward(self, x: Tensor) -> Tensor | Output:
-        """Give the logits (B, num_classes), or the whole `Output` where task tokens have heads of their own."""
+        """Return the logits (B, num_classes), or an `Output` if the model has task tokens."""
         return self._short(self.forward_output(x))
 
     def forward_output(self, x: Tensor) -> Output:
-        """Give the logits, the answer of each head by name, and the features of all tokens."""
+        """Return the logits, the logits of each head by name, and the features of all tokens."""
         return self._answer(self.forward_features(x))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor | Output:
-        """Give for features (B, N, D) what `forward` gives for inputs; or, as in timm, the pooled features (B, D)."""
+        """Return the output of `forward` for features (B, N, D); with ``pre_logits`` the pooled features (B, D)."""
         if pre_logits:
             return self.heads.pooled(features, self._layout_of(features))
         return self._short(self._answer(features))
@@ -127,19 +128,19 @@ class ViT(nn.Module):
         return self.heads(features, self._layout_of(features))
 
     def _layout_of(self, features: Tensor) -> TokenLayout:
-        """Give the layout of features (B, N, D), of however many patches."""
+        """Return the layout of features (B, N, D) with any number of patches."""
         if features.dim() != 3:
-            raise UnsupportedInput(f"features are (pictures, tokens, channels); got {tuple(features.shape)}")
+            raise UnsupportedInput(f"expected features of shape (batch, tokens, channels); got {tuple(features.shape)}")
         patches = features.shape[1] - self.num_prefix_tokens
         if patches < 1:
             raise UnsupportedInput(
                 f"features of {features.shape[1]} tokens have no patches after the {self.num_prefix_tokens} special "
-                "tokens; expected all tokens, as forward_features gives them"
+                "tokens; expected all tokens, as forward_features returns them"
             )
         return TokenLayout.from_specs(self.config.tokens, (1, 1, patches))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Give the features (B, N, D) of all tokens after the last norm, in the order of `layout`."""
+        """Return the features (B, N, D) of all tokens after the final norm, in the order of `layout`."""
         config = self.config
         self._check_input(x)
         grid = self._grid(tuple(x.shape[2:]))
@@ -147,37 +148,37 @@ class ViT(nn.Module):
         axes = len(config.patch)
         rope = rotary_table(grid, config.head_width, axes, x) if config.position == "rotary" else None
         if self.training and config.patch_drop:
-            x, rope = drop_patches(x, rope, config.patch_drop)
+            x, rope = _drop_patches(x, rope, config.patch_drop)
         patches = x.shape[1]
         here: tuple[TokenSpec, ...] = ()
         mask = None
         for layer, block in enumerate(self.blocks):
             if (entered := self._entered(layer)) != here:
                 x, here = self._enter(x, entered, here, special), entered
-                mask = reading_mask(here, patches, x.shape[1], x.device)
+                mask = _attention_mask(here, patches, x.shape[1], x.device)
             x = self._run(block, x, rope=rope, mask=mask)
         if config.class_attention:
-            x = weave(config.tokens, here, x, self._gather(x, here, special))
+            x = _weave(config.tokens, here, x, self._gather(x, here, special))
         return self.norm(x)
 
     def _enter(
         self, x: Tensor, entered: tuple[TokenSpec, ...], here: tuple[TokenSpec, ...], special: dict[str, Tensor]
     ) -> Tensor:
-        """Let tokens into a sequence that has those of ``here``, so that it has those of ``entered``."""
-        return weave(entered, here, x, special)
+        """Insert tokens so that a sequence with the special tokens ``here`` has those of ``entered``."""
+        return _weave(entered, here, x, special)
 
     def _gather(self, x: Tensor, here: tuple[TokenSpec, ...], special: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the class-attention stage: give the tokens that enter there, when they have read all others."""
+        """Run the class-attention stage; return the tokens that enter there by name."""
         queries, mask = x[:, :0], None
         asking: tuple[TokenSpec, ...] = ()
         for layer, block in enumerate(self.blocks_token_only, self.config.depth):
             entered = tuple(spec for spec in self._entered(layer) if self.config.gathers(spec))
             if entered != asking:
-                queries, asking = weave(entered, asking, queries, special), entered
+                queries, asking = _weave(entered, asking, queries, special), entered
                 patches = x.shape[1] - sum(spec.count for spec in here)
-                mask = reading_mask((*asking, *here), patches, queries.shape[1], x.device)
+                mask = _attention_mask((*asking, *here), patches, queries.shape[1], x.device)
             queries = self._run(block, queries, others=x, mask=mask)
-        return pick(asking, queries)
+        return _pick(asking, queries)
 
     def _run(self, block: nn.Module, x: Tensor, **given: Tensor | None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -186,7 +187,7 @@ class ViT(nn.Module):
         return block(x, **given)
 
     def _embed(self, x: Tensor, grid: tuple[int, int, int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Give the patches (B, P, D) and the special tokens by name, with their positions."""
+        """Return the patches (B, P, D) and the special tokens by name, with their positions."""
         config = self.config
         self._check_tokens()
         x = self.patch_embed(x)
@@ -195,7 +196,7 @@ class ViT(nn.Module):
             front, positions = self.pos_embed.split(
                 [self._num_positioned, self.pos_embed.shape[1] - self._num_positioned], 1
             )
-            own = pick([spec for spec in config.tokens if config.positioned(spec)], front)
+            own = _pick([spec for spec in config.tokens if config.positioned(spec)], front)
             special = {name: token + own[name] if name in own else token for name, token in special.items()}
             x = x + resample(positions, config.grid, grid)
         elif config.position == "sincos":
@@ -206,8 +207,6 @@ class ViT(nn.Module):
             for name, token in special.items()
         }
         return self.norm_pre(self.pos_drop(x)), special
-
-    # Small things that the above are made of.
 
     @property
     def _num_positioned(self) -> int:
@@ -229,8 +228,8 @@ class ViT(nn.Module):
         right = right and all(isinstance(side, int | torch.SymInt) for side in sides)
         if not right or any(side < step or side % step for side, step in zip(sides, patch, strict=True)):
             raise UnsupportedInput(
-                f"an input of size {size!r} cannot be cut into patches of {patch}; expected ({', '.join(self._axes)}), "
-                "each a multiple. Resize or pad it"
+                f"input size {size!r} is not divisible into patches of {patch}; expected ({', '.join(self._axes)}), "
+                "each a multiple. Resize or pad the input"
             )
         return (1, *(side // step for side, step in zip(sides, patch, strict=True)))[-3:]  # type: ignore[return-value]
 
@@ -239,13 +238,13 @@ class ViT(nn.Module):
         return ("time", "height", "width")[3 - len(self.config.patch) :]
 
     def _check_tokens(self) -> None:
-        """Raise where somebody gave the model other tokens than its config says; it would not know which is which."""
+        """Raise if the token parameters differ from the config, so that the layout would be wrong."""
         wanted = {spec.name: (1, spec.count, self.config.width) for spec in self.config.tokens}
         given = {name: tuple(value.shape) for name, value in self.tokens.items()}
         if given != wanted:
             raise UnsupportedModel(
-                f"the tokens of this model are {given}, and its config says {wanted}; build a model with such specs, "
-                "or add tokens with vitrail.add_tokens"
+                f"the model has the tokens {given}, but its config {wanted}; build a model with these specs, or use "
+                "vitrail.add_tokens"
             )
 
     def _check_input(self, x: Tensor) -> None:
@@ -258,7 +257,7 @@ class ViT(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Draw linear layers, positions and tokens from a narrow normal distribution; biases begin at zero."""
+        """Initialize linear layers and positions from a truncated normal distribution, tokens from a normal one."""
         for part in self.modules():
             if isinstance(part, nn.Linear):
                 nn.init.trunc_normal_(part.weight, std=0.02)
@@ -269,28 +268,25 @@ class ViT(nn.Module):
         for spec in self.config.tokens:
             nn.init.normal_(self.tokens[spec.name], std=spec.std)
 
-    # Files.
-
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors`` into a folder, whole or not at all.
+        """Write ``config.json`` and ``model.safetensors`` into a directory, each atomically.
 
-        With ``labels.json``, where the model was loaded with one: the names of its classes stay with it.
+        Also writes ``labels.json`` (class names) if the model was loaded with one.
         """
         states = self.state_dict()
         with torch.device("meta"):
             own = ViT(self.config).state_dict()
         if foreign := [name for name in states if name not in own]:
             raise ModelLoadError(
-                f"this model has more than its config says: {', '.join(foreign[:8])}. Take that away first; what "
-                "vitrail.add_tokens added is saved by AddedTokens.save"
+                f"this model has parameters beyond its config: {', '.join(foreign[:8])}. Remove them first; use "
+                "AddedTokens.save for tokens added by vitrail.add_tokens"
             )
-        write_folder(Path(folder), self.config.to_dict(), states, vars(self).get(TOLD))
+        write_folder(Path(folder), self.config.to_dict(), states, vars(self).get(LABELS_ATTRIBUTE))
 
     def push_to_hub(self, repository: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes to ``owner/name`` on the Hugging Face Hub; gives its address.
+        """Upload the model to ``owner/name`` on the Hugging Face Hub, created if needed; return its URL.
 
-        Options are ``private`` and ``token``, and those of the Hub's ``upload_folder``, such as ``commit_message``.
-        The repository is made where there is none.
+        Options are ``private``, ``token``, and those of the Hub's ``upload_folder``, such as ``commit_message``.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
@@ -298,16 +294,16 @@ class ViT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **hub: Any) -> Self:
-        """Read a folder that `save_pretrained` wrote, or such a repository of the Hugging Face Hub.
+        """Load a model from a directory written by `save_pretrained`, or from a repository of the Hugging Face Hub.
 
-        Options (``revision``, ``cache_dir``, ``token`` …) go to the Hub's download. The model has the precision of
-        its file, and is in evaluation mode.
+        Options (``revision``, ``cache_dir``, ``token``, ...) are passed to ``hf_hub_download``. The model has the
+        dtype of its file, and is in evaluation mode.
         """
         values, states = read_folder(name, **hub)
         try:
             config = ViTConfig.from_dict(values)
         except InvalidOption as error:
-            raise InvalidOption(f"{name} holds no config of a model of ours: {error}") from error
+            raise InvalidOption(f"{name} has no valid config: {error}") from error
         with torch.device("meta"):
             model = cls(config)
         load_states(model, states, assign=True)
@@ -328,3 +324,61 @@ def _heads(config: ViTConfig) -> Heads:
         attention=pool,
         norm_eps=norm,
     )
+
+
+def undecayed(model: nn.Module) -> set[str]:
+    """Return the names of the parameters without weight decay, for any model.
+
+    These are parameters of one dimension or less (norms, biases, scales), those listed by a module's
+    ``no_weight_decay``, and, in models of other libraries, tokens and positions.
+    """
+    named = dict(model.named_parameters())
+    found = {name for name, parameter in named.items() if parameter.ndim <= 1}
+    for prefix, part in model.named_modules():
+        listed = getattr(part, "no_weight_decay", None)
+        if callable(listed):
+            found |= {f"{prefix}.{name}" if prefix else name for name in listed()}
+    if not any(isinstance(part, ViT) for part in model.modules()):
+        found |= {name for name in named if any(word in name for word in TOKEN_AND_POSITION_NAMES)}
+    return found & set(named)
+
+
+def _weave(
+    specs: Sequence[TokenSpec], here: Sequence[TokenSpec], x: Tensor, joining: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Insert tokens into a sequence (B, N, D) that starts with the tokens of ``here``, in the order of ``specs``."""
+    pieces, start = [], 0
+    for spec in specs:
+        if spec in here:
+            pieces.append(x[:, start : start + spec.count])
+            start += spec.count
+        elif joining is not None and spec.name in joining:
+            pieces.append(joining[spec.name])
+    return torch.cat([*pieces, x[:, start:]], 1)
+
+
+def _pick(specs: Sequence[TokenSpec], x: Tensor) -> dict[str, Tensor]:
+    """Split the special tokens (B, N, D) by name."""
+    return {spec.name: part for spec, part in zip(specs, x.split([spec.count for spec in specs], 1), strict=True)}
+
+
+def _drop_patches(x: Tensor, rope: Tensor | None, share: float) -> tuple[Tensor, Tensor | None]:
+    """Drop a random share of the patches (B, P, D) of each sample, and their rows of the rotary table (P, d)."""
+    count = max(round(x.shape[1] * (1 - share)), 1)
+    kept = torch.rand(x.shape[:2], device=x.device).argsort(1)[:, :count]
+    if rope is not None:
+        rope = rope[kept].unsqueeze(1)  # (B, 1, P, d): the same for all heads
+    return x.gather(1, kept.unsqueeze(-1).expand(-1, -1, x.shape[2])), rope
+
+
+def _attention_mask(specs: Sequence[TokenSpec], patches: int, queries: int, device: torch.device) -> Tensor | None:
+    """Return a mask (queries, keys) that is true where a query attends to a key; None if all do.
+
+    The keys are the special tokens of ``specs`` and the patches; the queries are the first of them. Only an invisible
+    token itself attends to it.
+    """
+    visible = [spec.visible for spec in specs for _ in range(spec.count)]
+    if all(visible):
+        return None
+    readable = torch.tensor(visible + [True] * patches, device=device)
+    return readable | torch.eye(queries, len(visible) + patches, dtype=torch.bool, device=device)

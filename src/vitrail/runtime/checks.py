@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import AlreadyMerged, InvalidOption, UnsupportedModel
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
 from vitrail.runtime.layout import MARK
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def _plan(part: nn.Module) -> Any:
 def refuse_merged(model: nn.Module) -> None:
     """Raise if a model is merged."""
     if merged_trunk(model) is not None:
-        raise AlreadyMerged(
-            "this model is merged already; change r with `Merging.of(model).r = ...`, or remove the merging with "
+        raise AlreadyApplied(
+            "this model is already merged; change r with `Merging.of(model).r = ...`, or remove the merging with "
             "`Merging.of(model).remove()` first"
         )
 
@@ -40,8 +40,8 @@ def refuse_merged(model: nn.Module) -> None:
 def refuse_extended(model: nn.Module) -> None:
     """Raise if a model has added tokens."""
     if extended_trunk(model) is not None:
-        raise AlreadyMerged(
-            "this model has added tokens already; remove them with `AddedTokens.of(model).remove()` first. "
+        raise AlreadyApplied(
+            "this model already has added tokens; remove them with `AddedTokens.of(model).remove()` first. "
             "vitrail.add_tokens adds all of them at once"
         )
 
@@ -49,7 +49,7 @@ def refuse_extended(model: nn.Module) -> None:
 def refuse_registers(found: Found) -> None:
     """Raise if a model has test-time registers: they would be taken for patches."""
     if hasattr(found.trunk, MARK):
-        raise AlreadyMerged(
+        raise AlreadyApplied(
             "this model has test-time registers, which do not combine with merging or added tokens; remove them "
             "first with `TestTimeRegisters.of(model).remove()`"
         )

@@ -1,4 +1,4 @@
-"""Eager for a while: what somebody looks at inside a model lives outside of any compiled graph."""
+"""Run compiled models eagerly for a while, so that hooks see the activations inside them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Run compiled models as they are written for as long as this lasts, in every thread; nothing is compiled anew."""
-    _hold(1)
+    """Run compiled models eagerly inside a ``with`` block, in all threads, without recompiling them afterwards."""
+    _change_users(1)
     try:
         yield
     finally:
-        _hold(-1)
+        _change_users(-1)
 
 
 _lock = threading.Lock()
@@ -26,8 +26,8 @@ _count = 0
 _stance: Any = None
 
 
-def _hold(change: int) -> None:
-    """Count those who look, over all threads; the first turns compiled code off and the last turns it on again."""
+def _change_users(change: int) -> None:
+    """Count users over all threads; the first disables compiled code, and the last enables it again."""
     global _count, _stance
     with _lock:
         _count += change

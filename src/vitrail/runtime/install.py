@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import NotMerged
+from vitrail.errors import NotApplied
 from vitrail.merging import Method
 from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding
@@ -56,7 +56,7 @@ def _swapped(found: Found) -> list[nn.Module]:
     parts = [found.trunk, *found.blocks, *convolutions]
     foreign = [part for part in parts if original_class(part) is None]
     if foreign:
-        raise NotMerged(
+        raise NotApplied(
             f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
             "FSDP for example), so they cannot be restored; undo that first, or merge after it"
         )

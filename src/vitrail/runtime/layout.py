@@ -1,4 +1,4 @@
-"""Tokens that were appended to a model, and the layout that its blocks then see."""
+"""Layouts of models with added tokens or test-time registers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from vitrail.adapters import Found
-from vitrail.runtime.side_tokens import Beside
+from vitrail.runtime.side_tokens import SideTokens
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 MARK = "_vitrail_registers"
-"""Attribute of a trunk that carries test-time registers."""
+"""Attribute of a trunk that holds the handle of its test-time registers."""
 
 NAME = "test-time"
-"""Name of the appended tokens in a layout."""
+"""Name of test-time registers in a layout."""
 
 
 def layout_of(found: Found, size: tuple[int, ...] | None = None) -> TokenLayout:
-    """Give a model's tokens as its last block sees them: with those that were appended or added to it."""
+    """Return the layout in the last block, with added tokens and test-time registers."""
     layout = found.adapter.layout_in(found.trunk, -1, size)
     handle = getattr(found.trunk, MARK, None)
     more: tuple[TokenSpan, ...] = ()
@@ -31,14 +31,14 @@ def layout_of(found: Found, size: tuple[int, ...] | None = None) -> TokenLayout:
 
 
 def token_values(found: Found) -> dict[tuple[Role, str], Tensor]:
-    """Give the learned values (1, count, D) of special tokens, those added among them, by role and name."""
+    """Return the parameters (1, count, D) of special tokens, including added ones, by role and name."""
     added = added_to(found)
     more = {} if added is None else {(spec.role, spec.name): added.values[spec.name] for spec in added.specs}
     return {**found.adapter.token_parameters(found.trunk), **more}
 
 
 def all_entered(found: Found) -> int:
-    """Give the first layer that has all of a model's tokens."""
+    """Return the first layer in which all tokens are present."""
     last = found.adapter.layout_in(found.trunk, -1)
     layers = range(len(found.blocks))
     first = next(layer for layer in layers if found.adapter.layout_in(found.trunk, layer) == last)
@@ -46,7 +46,7 @@ def all_entered(found: Found) -> int:
     return first if added is None else max(first, *(spec.enters for spec in added.specs))
 
 
-def added_to(found: Found) -> Beside | None:
-    """Give what `vitrail.add_tokens` added to a model, where something was."""
+def added_to(found: Found) -> SideTokens | None:
+    """Return the tokens that `vitrail.add_tokens` added to a model, if any."""
     plan: Any = getattr(found.trunk, "_vitrail_plan", None)
     return None if plan is None else plan.added

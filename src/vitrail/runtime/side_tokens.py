@@ -1,11 +1,11 @@
-"""Tokens that go through a model beside its own: they read, and are read only as far as a gate lets them.
+"""Side tokens: added tokens that pass through the blocks beside the model's own.
 
-They are a sequence of their own, so that the model's tokens attend, merge and feed exactly as they would without them.
-In every block they are projected by the block's own layers and read the model's keys and values. Everybody else reads
-them with the bias of the block's gate, so that an open gate of bias b makes each of them count as exp b tokens; closed,
-as none. Each reads itself in any case.
+They are a separate sequence, so that the model's tokens attend, merge and pass the MLP exactly as without them. Each
+block projects them with its own layers, and they attend to the model's keys and values. Other tokens attend to them
+with the bias of the block's gate: an open gate of bias b gives each the weight of exp(b) tokens, a closed one none.
+Each attends to itself in any case.
 
-Shapes: B batch, H heads, N tokens of the model, E tokens beside them, d channels of a head, D channels.
+Shapes: B batch, H heads, N tokens of the model, E side tokens, d channels of a head, D channels.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vitrail.tokens import TokenSpec
 CLOSED = -torch.inf
 
 
-class Beside(nn.Module):
-    """The values of such tokens, and the gate of each block.
+class SideTokens(nn.Module):
+    """The parameters of side tokens, and the gate of each block.
 
     Attributes:
-        values: by name, (1, count, D).
-        gates: bias of their keys in each block, where they are open.
-        opened: whether they are; a buffer, so that it is saved, beside the flag that is asked while running.
+        values: tokens by name, (1, count, D).
+        gates: bias of their keys in each block while the gates are open.
+        opened: whether the gates are open; the buffer is saved, ``is_open`` is its copy for use in a forward pass.
     """
 
     gates: Tensor
@@ -47,23 +47,23 @@ class Beside(nn.Module):
         self.gates = nn.Parameter(torch.zeros(depth), requires_grad=False)
         self.register_buffer("opened", torch.zeros((), dtype=torch.uint8))
         self.is_open = False
-        self.register_load_state_dict_post_hook(_look_again)
+        self.register_load_state_dict_post_hook(_restore_is_open)
 
     def turn(self, is_open: bool) -> None:
-        """Open or close the gates; they learn while they are open."""
+        """Open or close the gates; open gates require gradients."""
         self.opened.fill_(int(is_open))
         self.is_open = is_open
         self.gates.requires_grad_(is_open)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or convert everything, but never the gates to half precision: their steps would be lost in rounding."""
+        """Move or convert the parameters, but keep the gates in float32: half precision would lose small updates."""
         super()._apply(fn, recurse)
         if self.gates.dtype in (torch.float16, torch.bfloat16):
             self.gates.data = self.gates.data.float()
         return self
 
     def enter(self, layer: int, beside: Tensor | None, like: Tensor) -> Tensor | None:
-        """Put the tokens that enter before a layer in their places among those that are there (B, E, D)."""
+        """Insert the tokens that enter before a layer into the present ones (B, E, D), in the order of the specs."""
         if not any(spec.enters == layer for spec in self.specs):
             return beside
         pieces, start = [], 0
@@ -77,21 +77,24 @@ class Beside(nn.Module):
         return torch.cat(pieces, 1)
 
     def counts(self) -> list[int]:
-        """Say how many there are in each layer."""
+        """Return the number of side tokens in each layer."""
         return [sum(spec.count for spec in self.specs if spec.enters <= layer) for layer in range(len(self.gates))]
 
     def gate(self, layer: int) -> Tensor | None:
-        """Give the bias of these tokens' keys in a layer; None while they are closed."""
+        """Return the bias of the side tokens' keys in a layer; None if the gates are closed."""
         return self.gates[layer] if self.is_open else None
 
 
-def _look_again(module: nn.Module, _: object) -> None:
-    assert isinstance(module, Beside)
+Beside = SideTokens  # former name
+
+
+def _restore_is_open(module: nn.Module, _: object) -> None:
+    assert isinstance(module, SideTokens)
     module.turn(bool(module.opened))
 
 
 class Reading(NamedTuple):
-    """Tokens beside a block's own, prepared to attend: normed (B, E, D), and projected (B, H, E, d)."""
+    """Side tokens prepared for attention: normalized (B, E, D), and projected (B, H, E, d)."""
 
     h: Tensor
     q: Tensor
@@ -100,20 +103,20 @@ class Reading(NamedTuple):
 
 
 def prepare(parts: BlockAdapter, block: nn.Module, beside: Tensor) -> Reading:
-    """Project tokens by a block's own layers."""
+    """Project side tokens with a block's own layers."""
     h = parts.attend_norm(block, beside)
     q, k, v = parts.qkv(block, h)
     return Reading(h, q, *repeat_heads(q, k, v))
 
 
 def with_beside(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: Tensor) -> Tensor:
-    """Give the bias on scores (B, H, Q, N + E) whose last keys are such tokens.
+    """Return the bias of scores (B, H, Q, N + E) whose last keys are side tokens.
 
     Args:
-        bias: on the others (B or 1, 1, Q or 1, N); None for none.
-        itself: (Q, E), where a query is the token that it would read: there is no gate before oneself.
-        gate: of the layer; None while it is closed.
-        scores: what the bias is for.
+        bias: bias of the other keys (B or 1, 1, Q or 1, N); None for none.
+        itself: (Q, E), true where query and key are the same token, which has no gate.
+        gate: gate of the layer; None if closed.
+        scores: the scores.
     """
     rows, extra = itself.shape
     front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias.to(scores.dtype)
@@ -131,10 +134,10 @@ def read(
     bias: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """Let the tokens beside read the block's keys and values (B, H, N, d), with a bias (B or 1, 1, 1, N).
+    """Attend from the side tokens to a block's keys and values (B, H, N, d), with a bias (B or 1, 1, 1, N).
 
-    Gives (B, E, H·d). Their scores are few, and are written out: so every kind of attention is served, and gates get
-    gradients.
+    Returns (B, E, H·d). The scores are few, so they are computed explicitly, which works for every kind of attention
+    and gives the gates gradients.
     """
     scale = parts.attention_scale(block) or reading.q.shape[-1] ** -0.5
     work = torch.promote_types(reading.q.dtype, torch.float32)
@@ -149,7 +152,7 @@ def read(
 
 
 def finish(parts: BlockAdapter, block: nn.Module, beside: Tensor, reading: Reading, attended: Tensor) -> Tensor:
-    """Add what was read, and feed."""
+    """Complete the block for the side tokens: attention output, residual sums, MLP."""
     beside = beside + parts.attend_branch(block, parts.attend_output(block, attended, reading.h))
     return beside + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, beside)))
 
@@ -157,7 +160,7 @@ def finish(parts: BlockAdapter, block: nn.Module, beside: Tensor, reading: Readi
 def widen(
     k: Tensor, v: Tensor, size: Tensor | None, log2_size: Tensor | None, reading: Reading, gate: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Put the tokens beside behind a block's keys and values, with sizes (B, N + E) that say how much they count."""
+    """Append the side tokens to a block's keys and values, with sizes (B, N + E) that include the gate."""
     batch, _, extra, _ = reading.k.shape
     if size is None:
         size = torch.ones(batch, k.shape[2], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
@@ -174,14 +177,14 @@ def widen(
 
 
 _waiting = Place()
-"""Who waits for tokens: a list to put them into, or None."""
+"""The list that `receiving` collects side tokens in, or None."""
 
 
 @contextmanager
 def receiving() -> Iterator[list[Tensor]]:
-    """Take what tokens beside a model have become (B, E, D), once for each forward run of this thread inside."""
+    """Yield a list that collects the final side tokens (B, E, D) of each forward pass of this thread."""
     found: list[Tensor] = []
-    # A model that is compiled by itself looks in the other place, whoever calls it.
+    # A model that is compiled on its own uses the traced place, even if its caller is not compiled.
     places: list[Any] = [_waiting.traced] if torch.compiler.is_compiling() else [_waiting.local, _waiting.traced]
     outer = [place.current for place in places]
     for place in places:
@@ -194,7 +197,7 @@ def receiving() -> Iterator[list[Tensor]]:
 
 
 def deliver(beside: Tensor) -> None:
-    """Hand tokens that have left the last block to whoever waits for them."""
+    """Append side tokens that left the last block to the list of `receiving`, if any."""
     waiting = _waiting.here().current
     if waiting is not None:
         waiting.append(beside)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vitrail.errors import InvalidOption, NotMerged
+from vitrail.errors import InvalidOption, NotApplied
 from vitrail.merging import Assignment, MergeState
 from vitrail.runtime.eager import eagerly
 from vitrail.runtime.plan import Plan
@@ -49,7 +49,7 @@ class Trace:
     def latest(self) -> TracedPass:
         """The latest pass."""
         if not self.passes:
-            raise NotMerged("nothing was tracked: call the model inside `with merging.track() as trace:`")
+            raise NotApplied("nothing was tracked: call the model inside `with merging.track() as trace:`")
         return self.passes[-1]
 
     @property

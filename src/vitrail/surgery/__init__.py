@@ -1,18 +1,22 @@
-"""Changes to existing models: checked before anything is touched, and all of them reversible."""
+"""Surgery on existing models: merging, added tokens, test-time registers, ablation, recording.
+
+Each change is checked before the model is touched, works in place, and returns a :class:`Handle` that removes it.
+"""
 
 from vitrail.runtime.trace import Trace
+from vitrail.surgery._handle import Handle
 from vitrail.surgery.ablation import Ablation, ablate
 from vitrail.surgery.added_tokens import AddedTokens, add_tokens
 from vitrail.surgery.counting import Count, count
 from vitrail.surgery.merging import Merging, merge
 from vitrail.surgery.recording import Recording, record
-from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
-from vitrail.surgery.registers import TestTimeRegisters, test_time_registers
+from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
 
 __all__ = [
     "Ablation",
     "AddedTokens",
     "Count",
+    "Handle",
     "Merging",
     "Recording",
     "RegisterNeurons",

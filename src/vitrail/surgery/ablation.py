@@ -1,135 +1,172 @@
-"""``vitrail.ablate``: what a model does without what its registers hold, by four ways of taking it away.
+"""``vitrail.ablate``: replace special tokens by zeros, means, noise, or those of another image.
 
-Zeros are far from anything that a model has seen and overstate how much it depends on a token. The mean over pictures,
-noise of the same spread, or another picture's token take away what the token says of this picture and leave what it is
-like.
+Zeros are out of distribution and overstate how much a model depends on a token. The mean over images, noise with the
+same statistics, or another image's token remove the information about this image only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from vitrail._checks import is_int
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_extended, refuse_merged
 from vitrail.runtime.layout import layout_of
-from vitrail.surgery.recording import Pictures, stream
-from vitrail.surgery.selection import check_layers, describe, find_queries, is_whole
+from vitrail.surgery._handle import Handle
+from vitrail.surgery.hooks import check_layers
+from vitrail.surgery.recording import Images, stream
 from vitrail.tokens import Role
 
 How = Literal["zero", "mean", "noise", "shuffle"]
+Moments = tuple[Tensor, Tensor]
+"""Mean and standard deviation (Q, D) over images of Q tokens."""
 
-
-class Ablation:
-    """Tokens that are replaced after some blocks; :meth:`remove` ends it, and the model is what it was."""
-
-    def __init__(
-        self, found: Found, how: How, places: tuple[int, ...], moments: dict[int, tuple[Tensor, Tensor]], seed: int
-    ) -> None:
-        self.found = found
-        self.how = how
-        self.places = list(places)
-        self.moments = moments
-        self.seed = seed
-        self.handles: list[RemovableHandle] = [
-            found.blocks[layer].register_forward_hook(self._replacer(layer)) for layer in moments
-        ]
-
-    def remove(self) -> None:
-        """Let the tokens be what they are again."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-
-    def __enter__(self) -> Ablation:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-
-    def _replacer(self, layer: int) -> Any:
-        def replace(_: nn.Module, __: Any, output: Any) -> Any:
-            x = (output[0] if isinstance(output, tuple) else output).clone()
-            x[:, self.places] = self._instead(layer, x[:, self.places])
-            return (x, *output[1:]) if isinstance(output, tuple) else x
-
-        return replace
-
-    def _instead(self, layer: int, tokens: Tensor) -> Tensor:
-        """Give what stands in for tokens (B, Q, D)."""
-        mean, deviation = (moment.to(tokens) for moment in self.moments[layer])
-        if self.how == "zero":
-            return torch.zeros_like(tokens)
-        if self.how == "mean":
-            return mean.expand_as(tokens)
-        source = torch.Generator().manual_seed(self.seed + layer)
-        if self.how == "noise":
-            noise = torch.randn(tokens.shape, generator=source, dtype=torch.float64).to(tokens)
-            return mean + deviation * noise
-        if len(tokens) < 2:
-            raise UnsupportedInput(
-                "shuffling gives a picture the tokens of another one; run two pictures or more at once"
-            )
-        order = torch.randperm(len(tokens), generator=source)
-        return tokens[order.roll(1)[order.argsort()]]  # along one cycle through all pictures: nobody keeps its own
+_STACK = "_vitrail_ablations"
+"""Attribute of a trunk that lists its ablations, the latest last."""
 
 
 def ablate(
     model: nn.Module,
     how: How,
-    data: Pictures = None,
+    data: Images = None,
     *,
     tokens: Any = "register",
     layers: int | Sequence[int] | None = None,
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Ablation:
-    """Replace tokens after some of a model's blocks, in place; the handle that is returned ends it.
+    """Replace tokens after some of a model's blocks, in place.
 
     Args:
-        model: any supported model, not merged.
-        how: ``zero``; ``mean`` over the pictures of ``data``; ``noise`` with their mean and spread in each channel;
-            ``shuffle``, the tokens of another picture of the batch.
-        data: pictures for ``mean`` and ``noise``, as files or prepared (see ``vitrail.record``);
-            walked over once, one batch in memory at a time.
-        tokens: roles or positions of the tokens; registers by default.
-        layers: blocks after which tokens are replaced; all by default.
-        batch_size: pictures at once, where they do not come in batches.
-        seed: of noise and shuffling.
+        model: a supported model, without merging or added tokens.
+        how: ``zero``; ``mean`` over the images of ``data``; ``noise`` with their mean and standard deviation in each
+            channel; ``shuffle``, the tokens of another image in the batch.
+        data: images for ``mean`` and ``noise`` (see :data:`~vitrail.surgery.recording.Images`), read once, one batch
+            at a time.
+        tokens: roles or positions of special tokens; by default registers.
+        layers: blocks after which to replace tokens; by default all.
+        batch_size: batch size for ``data``.
+        seed: random seed of ``noise`` and ``shuffle``.
     """
     found = find(model)
     refuse_merged(model)
     refuse_extended(model)
     if how not in get_args(How):
-        raise InvalidOption(f"tokens are replaced by {', '.join(get_args(How))}; got {how!r}")
-    if not is_whole(seed):
-        raise InvalidOption(f"the seed is a whole number; got {seed!r}")
+        raise InvalidOption(f"how is one of {', '.join(get_args(How))}; got {how!r}")
+    if not is_int(seed):
+        raise InvalidOption(f"seed must be an integer; got {seed!r}")
     chosen = check_layers(layers, len(found.blocks))
     layout = layout_of(found)
-    places = find_queries(tokens, layout) if tokens is not None else ()
+    places = layout.find(tokens) if tokens is not None else ()
     if not places or any(layout.role_of(place) is Role.PATCH for place in places):
-        raise InvalidOption(f"tokens to replace are special ones; this model has {describe(layout)}, got {tokens!r}")
+        raise InvalidOption(f"only special tokens can be replaced; the model has {layout.describe()}, got {tokens!r}")
+    moments: dict[int, Moments] = {}
     if how in ("mean", "noise"):
         if data is None:
-            raise InvalidOption(f"how={how!r} needs pictures to take the mean of; pass data")
+            raise InvalidOption(f"how={how!r} needs images to compute the mean from; pass data")
         moments = _moments(model, data, places, chosen, batch_size)
-    else:
-        nothing = torch.zeros(())
-        moments = dict.fromkeys(chosen, (nothing, nothing))
-    return Ablation(found, how, places, moments, seed)
+    return Ablation(model, found, how, places, chosen, moments, seed)
+
+
+class Ablation(Handle):
+    """The handle of replaced tokens.
+
+    Attributes:
+        how, places, layers, seed: see :func:`ablate`; ``places`` are positions.
+        moments: mean and standard deviation (Q, D) over images after each block, for ``mean`` and ``noise``.
+    """
+
+    _function = "vitrail.ablate"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Found,
+        how: How,
+        places: tuple[int, ...],
+        layers: tuple[int, ...],
+        moments: dict[int, Moments],
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.found = found
+        self.how = how
+        self.places = list(places)
+        self.layers = layers
+        self.moments = moments
+        self.seed = seed
+        self._hooks: list[RemovableHandle] = [
+            found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in layers
+        ]
+        setattr(found.trunk, _STACK, [*getattr(found.trunk, _STACK, ()), self])
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """Return the latest ablation of a model."""
+        stacks = (vars(part).get(_STACK) for part in model.modules())
+        stack = next((stack for stack in stacks if stack), None)
+        if stack is None:
+            raise cls._not_found(model)
+        latest: Self = stack[-1]
+        return latest
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._hooks)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options as plain data; ``mean`` and ``noise`` need ``data`` in addition."""
+        return {"how": self.how, "tokens": list(self.places), "layers": list(self.layers), "seed": self.seed}
+
+    def remove(self) -> None:
+        """Restore the tokens."""
+        self._check_active()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        others = [one for one in getattr(self.found.trunk, _STACK) if one is not self]
+        if others:
+            setattr(self.found.trunk, _STACK, others)
+        else:
+            delattr(self.found.trunk, _STACK)
+
+    def _hook(self, layer: int) -> Any:
+        def replace(_: nn.Module, __: Any, output: Any) -> Any:
+            x = (output[0] if isinstance(output, tuple) else output).clone()
+            x[:, self.places] = self._replacement(layer, x[:, self.places])
+            return (x, *output[1:]) if isinstance(output, tuple) else x
+
+        return replace
+
+    def _replacement(self, layer: int, tokens: Tensor) -> Tensor:
+        """Return the replacement of tokens (B, Q, D)."""
+        if self.how == "zero":
+            return torch.zeros_like(tokens)
+        generator = torch.Generator().manual_seed(self.seed + layer)
+        if self.how == "shuffle":
+            if len(tokens) < 2:
+                raise UnsupportedInput("how='shuffle' swaps tokens between images; use a batch of two images or more")
+            order = torch.randperm(len(tokens), generator=generator)
+            return tokens[order.roll(1)[order.argsort()]]  # one cycle through the batch: no image keeps its own
+        mean, deviation = (moment.to(tokens) for moment in self.moments[layer])
+        if self.how == "mean":
+            return mean.expand_as(tokens)
+        return mean + deviation * torch.randn(tokens.shape, generator=generator, dtype=torch.float64).to(tokens)
 
 
 def _moments(
     model: nn.Module, data: Any, places: tuple[int, ...], layers: tuple[int, ...], batch_size: int | None
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Give the mean and the standard deviation over pictures of each token and channel, (Q, D), after each block."""
+) -> dict[int, Moments]:
+    """Compute the mean and standard deviation over images of each token and channel after each block."""
     count = 0
-    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    sums: dict[int, Moments] = {}
     for recording in stream(model, data, "tokens", layers, batch_size=batch_size):
         count += len(recording)
         for layer, tokens in recording.tokens.items():
@@ -137,9 +174,9 @@ def _moments(
             one, two = sums.get(layer, (torch.zeros(()), torch.zeros(())))
             sums[layer] = one + some.sum(0), two + some.square().sum(0)
     if not count:
-        raise UnsupportedInput("there were no pictures to take the mean of")
+        raise UnsupportedInput("data has no images to compute the mean from")
     if not all(bool(two.isfinite().all()) for _, two in sums.values()):
-        raise UnsupportedInput("some of the tokens are not finite on these pictures, so they have no mean")
+        raise UnsupportedInput("some tokens are not finite on these images, so their mean is undefined")
     return {
         layer: (one / count, (two / count - (one / count).square()).clamp_min(0).sqrt())
         for layer, (one, two) in sums.items()

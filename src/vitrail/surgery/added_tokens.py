@@ -1,37 +1,43 @@
-"""``vitrail.add_tokens``: more class, distillation, register and task tokens for a model that exists.
+"""``vitrail.add_tokens``: add class, distillation, register and task tokens to an existing model.
 
-At first they only read, so that the model answers exactly as before. :meth:`AddedTokens.open` lets its tokens read
-them, through a gate that each block learns.
+At first the new tokens attend to the model's tokens but not vice versa, so that the model's output does not change.
+:meth:`AddedTokens.open` lets the model's tokens attend to them, through a learned gate in each block.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from vitrail._atomic_files import write_bytes
+from vitrail._checks import is_int, is_number
 from vitrail.adapters import Found, find
-from vitrail.errors import InvalidOption, NotMerged, UnsupportedInput, UnsupportedModel
-from vitrail.models.weight_decay import undecayed
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel
+from vitrail.heads.pooling import linear
+from vitrail.models.saving import check_fit
+from vitrail.models.vit import undecayed
 from vitrail.runtime.checks import extended_trunk, refuse_extended, refuse_meta, refuse_patched, refuse_registers
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, layout_of
 from vitrail.runtime.plan import Plan
-from vitrail.runtime.side_tokens import receiving
-from vitrail.surgery.added_token_checks import check_mix, outputs_of, specs_of
-from vitrail.surgery.added_token_module import START, AddedModule, read_added, write_added
-from vitrail.tokens import TokenLayout, TokenSpec
+from vitrail.runtime.side_tokens import SideTokens, receiving
+from vitrail.surgery._handle import Handle
+from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
 
-WIDEST = 20
-"""Widest that gates may be opened by hand: a token then counts as e²⁰, half a billion, of another."""
+INITIAL_GATE = -10.0
+"""Initial bias of the gates: an added token then has e⁻¹⁰, 1/22,000, of the weight of another."""
 
-PLACE = "vitrail_tokens"
-"""Name of the module in the trunk that holds everything that was added."""
+LARGEST_GATE = 20
+"""Largest bias that :meth:`AddedTokens.open` takes."""
+
+MODULE_NAME = "vitrail_tokens"
+"""Name of the module in the trunk that holds the added tokens."""
 
 
 def add_tokens(
@@ -42,36 +48,35 @@ def add_tokens(
     classes: int = 0,
     distillation: bool = False,
     num_classes: int | None = None,
-    tokens: Iterable[TokenSpec] = (),
+    tokens: Iterable[TokenSpec | Mapping[str, Any]] = (),
 ) -> AddedTokens:
-    """Add tokens to a model, in place; the model's own output stays what it is until they are opened.
+    """Add tokens to a model, in place; the model's own output stays the same until they are opened.
 
     >>> added = vitrail.add_tokens(model, registers=4, tasks={"breed": 37})      # doctest: +SKIP
     >>> added(images).by_role["breed"]                                           # doctest: +SKIP
 
     Args:
-        model: a supported model, or a module that has exactly one inside. It may be merged, before or after.
-        registers: how many register tokens, named ``registers``.
-        tasks: outputs of each task's head, by the name of the task.
-        classes: how many more class tokens, named ``classes``; they share one head.
+        model: a supported model, or a module that contains exactly one. It can be merged before or after.
+        registers: number of register tokens, named ``registers``.
+        tasks: number of outputs of each task, by its name.
+        classes: number of further class tokens, named ``classes``; they share a head.
         distillation: whether to add a distillation token, named ``distillation``.
-        num_classes: outputs of the heads of class and distillation tokens; by default the model's own.
-        tokens: specs of further tokens, for all that the other options do not say. They have no position, and
-            whether they are visible is what the gates are for.
+        num_classes: outputs of the heads of class and distillation tokens; by default the model's.
+        tokens: specs of further tokens, as objects or dicts. They have no position, and gates replace ``visible``.
     """
     found = _find(model)
-    specs = specs_of(registers, tasks, classes, distillation, tokens)
-    return _apply(model, found, specs, outputs_of(model, found, specs, num_classes))
+    specs = _specs(registers, tasks, classes, distillation, tokens)
+    return _apply(model, found, specs, _head_sizes(model, found, specs, num_classes))
 
 
 class AddedOutput(NamedTuple):
-    """What a model with added tokens says.
+    """The output of a model with added tokens.
 
     Attributes:
-        logits: the model's own answer (B, classes); None where it gives none.
-        by_role: what each added head says, by the name of its tokens.
+        logits: the model's own logits (B, classes); None if it returns none.
+        by_role: logits of each added head, by the name of its tokens.
         features: the added tokens (B, E, D) after their norm, in the order of their specs.
-        own: what the model itself returned.
+        own: the model's own output.
     """
 
     logits: Tensor | None
@@ -80,15 +85,48 @@ class AddedOutput(NamedTuple):
     own: Any
 
 
-class AddedTokens:
-    """The handle of tokens that were added to a model; called with pictures, it gives the whole answer.
+class AddedModule(SideTokens):
+    """The added tokens and gates, with a norm, and a linear head for each name that has one."""
+
+    def __init__(self, specs: tuple[TokenSpec, ...], outputs: Mapping[str, int], width: int, depth: int) -> None:
+        super().__init__(specs, width, depth)
+        nn.init.constant_(self.gates, INITIAL_GATE)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.heads = nn.ModuleDict({name: linear(width, count) for name, count in outputs.items()})
+
+    def answer(self, beside: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the normalized tokens (B, E, D), and the logits of each head, averaged over tokens that share it."""
+        features = self.norm(beside)
+        parts = features.split([spec.count for spec in self.specs], 1)
+        by_name = {spec.name: part for spec, part in zip(self.specs, parts, strict=True)}
+        return features, {name: head(by_name[name]).mean(1) for name, head in self.heads.items()}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return named parameter groups for an optimizer; gates only if open, as they have no gradient otherwise."""
+        decayed = [self.values[spec.name] for spec in self.specs if spec.decay]
+        tokens = [self.values[spec.name] for spec in self.specs if not spec.decay]
+        heads = [head.weight for head in self.heads.values()]
+        flat = [*self.norm.parameters(), *(head.bias for head in self.heads.values())]
+        return [
+            {"name": "tokens", "params": tokens, "weight_decay": 0.0},
+            {"name": "tokens, decay", "params": decayed},
+            {"name": "gates", "params": [self.gates] if self.is_open else [], "weight_decay": 0.0},
+            {"name": "heads", "params": heads},
+            {"name": "heads, no decay", "params": flat if self.heads else [], "weight_decay": 0.0},
+        ]
+
+
+class AddedTokens(Handle):
+    """The handle of added tokens; call it with images to get an :class:`AddedOutput`.
 
     Attributes:
         model: the model as it was given.
-        found: the trunk in it, its blocks and their adapters.
-        tokens: the module that holds what was added, ``vitrail_tokens`` in the trunk; so ``state_dict`` has it, too,
-            and it moves and converts with the model.
+        found: its trunk, blocks and adapters.
+        tokens: the module ``vitrail_tokens`` of the trunk, which holds the added parameters; so they are part of the
+            model's ``state_dict`` and move with the model.
     """
+
+    _function = "vitrail.add_tokens"
 
     def __init__(self, model: nn.Module, found: Found, tokens: AddedModule) -> None:
         self.model = model
@@ -96,105 +134,109 @@ class AddedTokens:
         self.tokens = tokens
 
     @classmethod
-    def of(cls, model: nn.Module) -> AddedTokens:
-        """Find what was added to a model again, also to a copied or unpickled one."""
+    def of(cls, model: nn.Module) -> Self:
+        """Return the handle of the tokens added to a model, which may be a copy or unpickled."""
         trunk = extended_trunk(model) if isinstance(model, nn.Module) else None
         if trunk is None:
-            raise NotMerged(f"nothing was added to this {type(model).__name__}; vitrail.add_tokens(model, ...) does it")
+            raise cls._not_found(model)
         return cls(model, find(trunk), trunk._vitrail_plan.added)  # type: ignore[union-attr, arg-type]
 
     @classmethod
     def load(cls, model: nn.Module, path: str | Path) -> AddedTokens:
-        """Add tokens to a model that :meth:`save` wrote for one of its width and depth."""
+        """Add tokens saved by :meth:`save` to a model of the same width and depth."""
         found = _find(model)
-        specs, outputs, states = read_added(Path(path), _width(found), len(found.blocks))
+        specs, outputs, states = _read(Path(path), _width(found), len(found.blocks))
         added = _apply(model, found, specs, outputs)
         added.tokens.load_state_dict(states)
         return added
 
     def save(self, path: str | Path) -> None:
-        """Write what was added, and nothing of the model, as a safetensors file."""
-        write_added(Path(path), self.tokens)
+        """Write the added tokens, without the model, to a safetensors file."""
+        from safetensors.torch import save
+
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self.tokens.state_dict().items()}
+        metadata = {"specs": [spec.to_dict() for spec in self.specs]}
+        try:
+            write_bytes(Path(path), save(tensors, metadata={"format": "pt", "vitrail": json.dumps(metadata)}))
+        except OSError as error:
+            raise ModelLoadError(f"could not write {path} ({error.strerror or error})") from error
 
     def __call__(self, *images: Any, **call: Any) -> AddedOutput:
-        self._check_applied()
+        self._check_active()
         with receiving() as found:
             own = self.model(*images, **call)
         if len(found) != 1:
-            raise UnsupportedInput(
-                f"the model ran its blocks {len(found)} times for these pictures; expected once, with tokens added"
-            )
+            raise UnsupportedInput(f"expected one pass through the blocks for this input; the model made {len(found)}")
         features, by_role = self.tokens.answer(found[0])
         return AddedOutput(_logits(own), by_role, features, own)
 
-    def __enter__(self) -> AddedTokens:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.is_applied:
-            self.remove()
-
     def __repr__(self) -> str:
         names = ", ".join(f"{spec.count} {spec.role} {spec.name!r}" for spec in self.specs)
-        state = ("open" if self.is_open else "closed") if self.is_applied else "removed"
+        state = ("open" if self.is_open else "closed") if self.is_active else "removed"
         return f"AddedTokens({type(self.model).__name__}, {names}, {state})"
 
     @property
     def specs(self) -> tuple[TokenSpec, ...]:
-        """The tokens that were added, in their order."""
+        """Specs of the added tokens, in order."""
         return self.tokens.specs
 
     @property
     def layout(self) -> TokenLayout:
-        """Which index is which token where a model is recorded: the model's own, those added, the patches."""
+        """Layout of recordings of the model: its own special tokens, the added ones, the patches."""
         return layout_of(self.found)
 
     @property
-    def is_applied(self) -> bool:
-        """Whether the model still has them."""
+    def is_active(self) -> bool:
         return added_to(self.found) is self.tokens
 
     @property
     def is_open(self) -> bool:
-        """Whether the model's own tokens read them."""
+        """Whether the model's own tokens attend to the added ones."""
         return self.tokens.is_open
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options as plain data: ``vitrail.add_tokens(model, **config)`` adds such tokens with new values."""
+        config: dict[str, Any] = {"tokens": [spec.to_dict() for spec in self.specs]}
+        own = [self.tokens.heads[spec.name] for spec in self.specs if spec.outputs(0) != spec.outputs(1)]
+        return {**config, "num_classes": own[0].out_features} if own else config
 
     @torch.no_grad()
     def open(self, gate: float | None = None) -> None:
-        """Let the model's tokens read them, each counting as exp(gate) of another; gates learn.
+        """Let the model's tokens attend to the added ones, each with exp(gate) of the weight of another token.
+
+        The gates are learned, one per block.
 
         Args:
-            gate: bias to begin with in every block; by default what the gates are, −10 at first, so that the model's
-                output hardly changes.
+            gate: value to set in every block; by default the gates keep their values, −10 at first, so that the
+                model's output hardly changes.
         """
-        self._check_applied()
+        self._check_active()
         if gate is not None:
-            number = isinstance(gate, int | float) and not isinstance(gate, bool) and isfinite(gate)
-            if not number or gate > WIDEST:
+            if not is_number(gate) or gate > LARGEST_GATE:
                 raise InvalidOption(
-                    f"gate is a number, {START:g} for hardly open, 0 for read as all others, at most {WIDEST}; got "
-                    f"{gate!r}"
+                    f"gate is a number, at most {LARGEST_GATE}: {INITIAL_GATE:g} for almost closed, 0 for the weight "
+                    f"of other tokens; got {gate!r}"
                 )
             self.tokens.gates.fill_(gate)
-        self._turn(True)
+        self._set_open(True)
 
     def close(self) -> None:
-        """Let nobody read them again: the model's output is its own; gates stay what they have become."""
-        self._check_applied()
-        self._turn(False)
+        """Stop the model's tokens from attending to the added ones; the gates keep their values."""
+        self._check_active()
+        self._set_open(False)
 
     def trainable(self, model: bool = False, *, gate_lr: float | None = None) -> list[dict[str, Any]]:
-        """Give the parameters that should learn, in groups for an optimiser, each named.
+        """Return named parameter groups for an optimizer.
 
-        Tokens, gates (once they are open), norm and biases are spared weight decay; tokens whose spec says ``decay``
-        and the heads' matrices are not. What was added is made to require gradients, should somebody have frozen it;
-        the model's own parameters are left as they are, and none of them is listed that is frozen.
+        Weight decay applies to head weights and to tokens whose spec sets ``decay``. All added parameters are set to
+        require gradients; of the model's own, only those that do are included.
 
         Args:
-            model: whether the model's own parameters should learn, too; else only what was added.
-            gate_lr: learning rate of the gates; from −10 they have far to go, at steps of the usual size.
+            model: whether to include the model's own parameters.
+            gate_lr: learning rate of the gates, which have far to go from −10.
         """
-        self._check_applied()
+        self._check_active()
         groups = self.tokens.groups()
         for group in groups:
             for weight in group["params"]:
@@ -202,59 +244,54 @@ class AddedTokens:
             if group["name"] == "gates" and gate_lr is not None:
                 group["lr"] = gate_lr
         if model:
-            mine = {id(weight) for weight in self.tokens.parameters()}
+            added = {id(weight) for weight in self.tokens.parameters()}
             spared = undecayed(self.model)
-            own = {n: w for n, w in self.model.named_parameters() if id(w) not in mine and w.requires_grad}
+            own = {n: w for n, w in self.model.named_parameters() if id(w) not in added and w.requires_grad}
             flat = [weight for name, weight in own.items() if name in spared]
             groups.append({"name": "model", "params": [w for name, w in own.items() if name not in spared]})
             groups.append({"name": "model, no decay", "params": flat, "weight_decay": 0.0})
         return [group for group in groups if group["params"]]
 
     def remove(self) -> None:
-        """Give the model back exactly as it was, but for its merging."""
-        self._check_applied()
+        """Remove the added tokens; a merging stays."""
+        self._check_active()
         plan = self.found.trunk._vitrail_plan
         if plan.merges:  # type: ignore[union-attr]
             plan.added = None  # type: ignore[union-attr]
             plan.solved.clear()  # type: ignore[union-attr, operator]
         else:
             uninstall(self.found)
-        delattr(self.found.trunk, PLACE)
+        delattr(self.found.trunk, MODULE_NAME)
 
-    def _turn(self, is_open: bool) -> None:
+    def _set_open(self, is_open: bool) -> None:
         self.tokens.turn(is_open)
         self.found.trunk._vitrail_plan.solved.clear()  # type: ignore[union-attr, operator]
 
-    def _check_applied(self) -> None:
-        if not self.is_applied:
-            raise NotMerged("these tokens were removed from their model; vitrail.add_tokens(model, ...) adds new ones")
-
 
 def _find(model: nn.Module) -> Found:
-    """Find the trunk of a model that tokens may be added to."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedModel(
-            "this model is wrapped already, and DDP would not share what is added now among processes; add tokens "
-            "first, then wrap the model, and use `AddedTokens.of(wrapped)`"
+            "the model is wrapped in DDP, which would not synchronize parameters added now; add tokens first, then "
+            "wrap the model, and use `AddedTokens.of(wrapped)`"
         )
     refuse_extended(model)
     return find(model)
 
 
 def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs: Mapping[str, int]) -> AddedTokens:
-    """Check that the tokens go with the model's own, and put them in."""
+    """Check that the tokens fit the model, and add them."""
     refuse_patched(found)
     refuse_registers(found)
     refuse_meta(model)
-    check_mix(found, specs)
+    _check_fits(found, specs)
     weight = next(value for value in found.trunk.parameters() if value.is_floating_point())
     added = AddedModule(specs, outputs, _width(found), len(found.blocks))
     added.to(weight.device, weight.dtype).train(found.trunk.training)
     plan = getattr(found.trunk, "_vitrail_plan", None)
     cost = CostModel.of(model, found)
-    found.trunk.add_module(PLACE, added)
+    found.trunk.add_module(MODULE_NAME, added)
     if plan is None:
         install(found, Plan.bare(found, cost, added))
     else:
@@ -263,11 +300,92 @@ def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs
     return AddedTokens(model, found, added)
 
 
+def _specs(
+    registers: int,
+    tasks: Mapping[str, int] | None,
+    classes: int,
+    distillation: bool,
+    tokens: Iterable[TokenSpec | Mapping[str, Any]],
+) -> tuple[TokenSpec, ...]:
+    """Return the options of `add_tokens` as specs."""
+    for name, value in (("registers", registers), ("classes", classes)):
+        if not is_int(value, 0):
+            raise InvalidOption(f"{name} is the number of tokens to add, 0 or more; got {value!r}")
+    if not isinstance(distillation, bool):
+        raise InvalidOption(f"distillation is True or False: a model has at most one such token; got {distillation!r}")
+    if tasks is not None and not isinstance(tasks, Mapping):
+        raise InvalidOption(f"tasks are names with numbers of outputs, such as {{'breed': 37}}; got {tasks!r}")
+    specs = [TokenSpec("classes", Role.CLASS, classes)] if classes else []
+    specs += [TokenSpec("distillation", Role.DISTILLATION)] if distillation else []
+    specs += [TokenSpec("registers", Role.REGISTER, registers)] if registers else []
+    specs += [TokenSpec(name, Role.TASK, classes=outputs) for name, outputs in (tasks or {}).items()]
+    if isinstance(tokens, TokenSpec | Mapping) or not isinstance(tokens, Iterable):
+        raise InvalidOption(f"tokens is a list of TokenSpec objects; got {tokens!r}")
+    checked = check_specs([*specs, *tokens])
+    if not checked:
+        raise InvalidOption("no tokens to add; set registers=, tasks=, classes=, distillation= or tokens=")
+    return checked
+
+
+def _head_sizes(
+    model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], num_classes: int | None
+) -> dict[str, int]:
+    """Return the number of outputs of each head by name."""
+    if num_classes is not None and not is_int(num_classes, 1):
+        raise InvalidOption(f"num_classes is 1 or more; got {num_classes!r}")
+    own = num_classes or found.adapter.num_classes(model, found.trunk)
+    unset = [spec.name for spec in specs if spec.role in (Role.CLASS, Role.DISTILLATION) and spec.classes is None]
+    if unset and not own:
+        raise InvalidOption(f"{type(model).__name__} has no classes for the head of {unset[0]!r}; set num_classes=")
+    return {spec.name: spec.outputs(own) for spec in specs if spec.outputs(own)}
+
+
+def _check_fits(found: Found, specs: tuple[TokenSpec, ...]) -> None:
+    """Raise if the model cannot have such tokens in addition to its own."""
+    own = layout_of(found)
+    if own.indices(Role.DISTILLATION) and any(spec.role is Role.DISTILLATION for spec in specs):
+        raise InvalidOption(
+            "this model already has a distillation token, and at most one is allowed; use a task token for a further "
+            "teacher"
+        )
+    taken = {span.name for span in own.special if span.name}
+    for spec in specs:
+        if spec.name in taken:
+            raise InvalidOption(f"this model already has tokens named {spec.name!r}; choose another name")
+        if not spec.visible:
+            raise InvalidOption(f"the token {spec.name!r} has visible=False; added tokens are hidden until opened")
+        if spec.position:
+            raise InvalidOption(f"the token {spec.name!r} has position=True; added tokens have no position")
+        if not 0 <= spec.enters < len(found.blocks):
+            raise InvalidOption(
+                f"the token {spec.name!r} has enters={spec.enters}; expected a block, 0 to {len(found.blocks) - 1}"
+            )
+
+
+def _read(path: Path, width: int, depth: int) -> tuple[tuple[TokenSpec, ...], dict[str, int], dict[str, Tensor]]:
+    """Read specs, head sizes and parameters; raise if they are not for a model of this width and depth."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {}).get("vitrail", "null"))
+            states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        specs = check_specs(metadata["specs"])
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError, InvalidOption) as error:
+        raise ModelLoadError(f"{path} has no added tokens ({error}); expected a file of AddedTokens.save") from error
+    outputs = {spec.name: len(states.get(f"heads.{spec.name}.bias", ())) for spec in specs}
+    outputs = {name: count for name, count in outputs.items() if count}
+    expected = AddedModule(specs, outputs, width, depth).state_dict()
+    check_fit(f"model of {depth} blocks and {width} channels", expected, states)
+    return specs, outputs, states
+
+
 def _width(found: Found) -> int:
     return int(found.block_adapters[0].feed_last(found.blocks[0]).out_features)  # type: ignore[arg-type]
 
 
 def _logits(own: Any) -> Tensor | None:
+    """Return the logits in the output of a model of any library."""
     if isinstance(own, Tensor):
         return own
     found = getattr(own, "logits", None)

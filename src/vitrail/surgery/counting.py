@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitrail._checks import is_int
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.layout import added_to, layout_of
-from vitrail.surgery.selection import is_whole
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def _size(found: Found, size: Any) -> Any:
                 f"an input is a batch with channels, and {expected}; got a tensor of {tuple(size.shape)}"
             )
         return tuple(size.shape[2:])
-    sides = (size, size) if is_whole(size) else size
-    right = isinstance(sides, list | tuple) and len(sides) == len(steps) and all(map(is_whole, sides))
+    sides = (size, size) if is_int(size) else size
+    right = isinstance(sides, list | tuple) and len(sides) == len(steps) and all(map(is_int, sides))
     if not right or any(side < step or side % step for side, step in zip(sides, steps, strict=True)):
         raise InvalidOption(f"size={size!r}; expected an input, or {expected}, each a multiple of the patches' {steps}")
     return tuple(sides)

@@ -1,7 +1,7 @@
-"""Look at what passes through a model's blocks, by hooks: the model runs as it always does, fused attention and all.
+"""Hooks that record the activations of a model while it runs as usual, with fused attention.
 
-Queries, keys and values are computed once more from what a block was given, with the block's own modules; attention
-rows come from them. So they are what the model used, and only those that were asked for are ever made.
+Queries, keys and values are recomputed from the input of each block with the block's own modules, and attention rows
+from these, so that they equal what the model uses and only the requested ones are computed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from vitrail._checks import as_tuple, is_int
 from vitrail.adapters import Found, find
 from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
 from vitrail.errors import BrokenPass, InvalidOption
@@ -24,30 +25,53 @@ from vitrail.runtime.block_forward import Carried, read_mask
 from vitrail.runtime.eager import eagerly
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, with_beside
-from vitrail.surgery.selection import BY_LAYER, check_layers, check_what, find_queries, listed
-from vitrail.tokens import Role, TokenLayout
+from vitrail.tokens import TokenLayout
+
+BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
+"""Activations that each layer has."""
+
+WHAT = ("embedding", *BY_LAYER)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What to look at.
+def watch(
+    model: nn.Module,
+    what: str | Sequence[str],
+    layers: int | Sequence[int] | None = None,
+    queries: Any = None,
+    keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> Recorder:
+    """Return a recorder for a model; `Recorder.hooked` attaches its hooks.
 
-    Attributes:
-        what: some of :data:`vitrail.surgery.selection.WHAT`.
-        layers: blocks to look into.
-        queries: roles and positions of the tokens whose attention rows are computed; None for all but patches.
-        keep: what is done to each tensor before it is kept: another dtype, another device.
+    Args:
+        model: a supported model.
+        what: some of :data:`WHAT`.
+        layers: blocks to record; negative numbers count from the end; by default all.
+        queries: roles or positions of the tokens whose attention rows to compute; by default all special tokens.
+        keep: function applied to each tensor before it is stored, to change its dtype or device.
     """
+    found = find(model)
+    names = as_tuple(what)
+    wrong = [name for name in names if name not in WHAT]
+    if wrong or not names:
+        raise InvalidOption(f"what is one or more of {', '.join(WHAT)}; got {', '.join(map(str, wrong)) or what!r}")
+    queries = None if queries is None else as_tuple(queries)  # an iterator is needed for every batch
+    return Recorder(found, frozenset(names), check_layers(layers, len(found.blocks)), queries, keep)
 
-    what: frozenset[str]
-    layers: tuple[int, ...]
-    queries: Any
-    keep: Callable[[Tensor], Tensor]
+
+def check_layers(layers: int | Sequence[int] | None, depth: int) -> tuple[int, ...]:
+    """Return layer numbers, sorted and counted from 0; negative numbers count from the end, None is all."""
+    if layers is None:
+        return tuple(range(depth))
+    given = as_tuple(layers)
+    wrong = [layer for layer in given if not is_int(layer) or not -depth <= layer < depth]
+    if wrong or not given:
+        raise InvalidOption(f"layers are integers from {-depth} to {depth - 1} for this model; got {wrong or given}")
+    return tuple(sorted({layer % depth for layer in given}))
 
 
 @dataclass
-class Seen:
-    """What one forward run showed: by name, and for most of it by layer."""
+class Activations:
+    """The activations of one forward pass, most of them by name and layer."""
 
     layout: TokenLayout
     queries: tuple[int, ...] = ()
@@ -55,39 +79,38 @@ class Seen:
     by_layer: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {name: {} for name in BY_LAYER})
 
 
-class Watch:
-    """Hooks in a model that take down what was asked for; :meth:`take` gives it, one entry for each forward run."""
+@dataclass
+class Recorder:
+    """Hooks that store activations; :meth:`take` returns them, one entry per forward pass. See :func:`watch`."""
 
-    def __init__(self, found: Found, wanted: Wanted) -> None:
-        self.found = found
-        self.wanted = wanted
-        self.seen: list[Seen] = []
+    found: Found
+    what: frozenset[str]
+    layers: tuple[int, ...]
+    queries: Any
+    keep: Callable[[Tensor], Tensor]
+    passes: list[Activations] = field(default_factory=list)
 
-    def take(self) -> list[Seen]:
-        """Give what was seen since the last time."""
-        seen, self.seen = self.seen, []
-        for one in seen:
-            missing = [
-                layer for layer in self.wanted.layers for name in one.by_layer if not self._complete(one, name, layer)
-            ]
+    def take(self) -> list[Activations]:
+        """Return the activations recorded since the last call."""
+        passes, self.passes = self.passes, []
+        wanted = [name for name in BY_LAYER if name in self.what]
+        for one in passes:
+            missing = [layer for layer in self.layers for name in wanted if layer not in one.by_layer[name]]
             if missing:
                 raise BrokenPass(
-                    f"layer {missing[0]} of {len(self.found.blocks)} did not run, so there is nothing to see of it; "
-                    "call the whole model"
+                    f"layer {missing[0]} of {len(self.found.blocks)} did not run, so nothing was recorded; call the "
+                    "whole model"
                 )
-        return seen
-
-    def _complete(self, one: Seen, name: str, layer: int) -> bool:
-        return name not in self.wanted.what or layer in one.by_layer[name]
+        return passes
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Have the hooks in the model for as long as this lasts; compiled models run eagerly meanwhile."""
+        """Attach the hooks inside a ``with`` block; compiled models run eagerly meanwhile."""
         handles: list[RemovableHandle] = []
         try:
             embedding = self.found.adapter.patch_embedding(self.found.trunk)
-            handles.append(embedding.register_forward_hook(self._begin))
-            for layer in self.wanted.layers:
+            handles.append(embedding.register_forward_hook(self._start_pass))
+            for layer in self.layers:
                 handles += self._hook_block(layer)
             with eagerly():
                 yield
@@ -95,139 +118,131 @@ class Watch:
             for handle in handles:
                 handle.remove()
 
-    def _begin(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        seen = Seen(layout_of(self.found, tuple(args[0].shape[2:])))
-        if "attention" in self.wanted.what:
-            seen.queries = find_queries(self.wanted.queries, seen.layout)
-        if "embedding" in self.wanted.what:
+    def _start_pass(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        now = Activations(layout_of(self.found, tuple(args[0].shape[2:])))
+        if "attention" in self.what:
+            now.queries = now.layout.find(self.queries)
+        if "embedding" in self.what:
             tokens = output[0] if isinstance(output, tuple) else output
-            seen.embedding = self.wanted.keep(as_tokens(tokens, seen.layout))
-        self.seen.append(seen)
+            now.embedding = self.keep(_as_tokens(tokens, now.layout))
+        self.passes.append(now)
 
     def _hook_block(self, layer: int) -> list[RemovableHandle]:
-        block, parts, what = self.found.blocks[layer], self.found.block_adapters[layer], self.wanted.what
+        block, parts = self.found.blocks[layer], self.found.block_adapters[layer]
         handles = []
-        if what & {"q", "k", "v", "attention"}:
+        if self.what & {"q", "k", "v", "attention"}:
 
             def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                self._see_attention(layer, block, parts, args, dict(kwargs))
+                self._record_attention(layer, block, parts, args, dict(kwargs))
 
             handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
-        if what & {"tokens", "norms"}:
+        if self.what & {"tokens", "norms"}:
 
             def after(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-                self._see_tokens(layer, kwargs, output[0] if isinstance(output, tuple) else output)
+                self._record_tokens(layer, kwargs, output[0] if isinstance(output, tuple) else output)
 
-            # after whoever changes the tokens, but before those that were appended are taken away
+            # after hooks that change tokens, but before test-time registers are dropped
             first = hasattr(self.found.trunk, MARK) and layer == len(self.found.blocks) - 1
             handles.append(block.register_forward_hook(after, with_kwargs=True, prepend=first))
-        if "mlp" in what:
+        if "mlp" in self.what:
 
             def neurons(_: nn.Module, args: tuple[Any, ...]) -> None:
-                self._now(layer).by_layer["mlp"][layer] = self.wanted.keep(args[0])
+                self._store("mlp", layer, args[0])
 
-            handles.append(block.register_forward_pre_hook(_refuse_merged, with_kwargs=True))
+            handles.append(block.register_forward_pre_hook(_refuse_changed, with_kwargs=True))
             handles.append(parts.feed_last(block).register_forward_pre_hook(neurons))
         return handles
 
-    def _see_tokens(self, layer: int, kwargs: dict[str, Any], output: Tensor) -> None:
-        seen = self._now(layer)
+    def _record_tokens(self, layer: int, kwargs: dict[str, Any], output: Tensor) -> None:
         slot = kwargs.get("vitrail_slot")
         if slot is not None:
             if slot.passed.shown is slot.passed.tokens:
                 output = slot.passed.state.unmerge(output)
-            output = self._beside(layer, output, slot.passed.beside)
-        output = self._placed(layer, output)
-        if "tokens" in self.wanted.what:
-            seen.by_layer["tokens"][layer] = self.wanted.keep(output)
-        if "norms" in self.wanted.what:
-            seen.by_layer["norms"][layer] = self.wanted.keep(output.float().norm(dim=-1))
+            output = self._insert_added(layer, output, slot.passed.beside)
+        output = self._spread(layer, output)
+        if "tokens" in self.what:
+            self._store("tokens", layer, output)
+        if "norms" in self.what:
+            self._store("norms", layer, output.float().norm(dim=-1))
 
-    def _see_attention(
+    def _record_attention(
         self, layer: int, block: nn.Module, parts: BlockAdapter, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        seen, what = self._now(layer), self.wanted.what
+        now = self._current(layer)
         carried: Carried | None = kwargs.pop("vitrail_carried", None)
         kwargs.pop("vitrail_slot", None)
+        if carried is not None and carried.plan.method.place == "before" and carried.r:
+            raise InvalidOption(
+                "q, k, v and attention cannot be recorded with a method that reduces tokens before attention; record "
+                "tokens or norms, or remove the merging"
+            )
         x = args[0] if args else kwargs.pop(parts.input_name)
         call = parts.read_call(args[1:] if args else args, kwargs)
         state = carried.state if carried is not None else MergeState(())
         q, k, v = parts.qkv(block, parts.attend_norm(block, x))
         beside = None if carried is None or carried.beside is None else prepare(parts, block, carried.beside)
         for name, part in (("q", q), ("k", k), ("v", v)):
-            if name in what:
-                full = self._beside(layer, _unmerge_heads(state, part), beside and getattr(beside, name), dim=2)
-                seen.by_layer[name][layer] = self.wanted.keep(self._placed(layer, full, dim=2))
-        if "attention" in what:
-            places = self._places(layer)
-            present = [query for query in seen.queries if query in places]
-            special = self._special(layer)
+            if name in self.what:
+                full = self._insert_added(layer, _unmerge_heads(state, part), beside and getattr(beside, name), dim=2)
+                self._store(name, layer, self._spread(layer, full, dim=2))
+        if "attention" in self.what:
+            places, special = self._places(layer), self._num_special(layer)
+            present = [query for query in now.queries if query in places]
             rows = attention_rows(
                 parts, block, q, k, call, carried, [places.index(query) for query in present], beside, special
             )
             rows, added = rows[..., : k.shape[2]], rows[..., k.shape[2] :]
-            if state.assignment is not None and state.size is not None:
-                rows = (rows / state.size[:, None, None]).transpose(1, 3)  # a merged token's share for each member
+            if state.assignment is not None:
+                members = state.assignment.merge_sizes(rows.new_ones(len(rows), state.assignment.target.shape[1]))
+                rows = (rows / members.clamp_min(1)[:, None, None]).transpose(1, 3)  # equal shares in a group
                 rows = state.unmerge(rows.flatten(2)).unflatten(2, rows.shape[2:]).transpose(1, 3)
             rows = torch.cat([rows[..., :special], added, rows[..., special:]], -1)
-            rows = spread(rows, places, seen.layout.num_tokens, 3)
-            rows = spread(rows, [seen.queries.index(query) for query in present], len(seen.queries), 2)
-            seen.by_layer["attention"][layer] = self.wanted.keep(rows)
+            rows = _scatter(rows, places, now.layout.num_tokens, 3)
+            rows = _scatter(rows, [now.queries.index(query) for query in present], len(now.queries), 2)
+            self._store("attention", layer, rows)
 
-    def _special(self, layer: int) -> int:
-        """Say how many special tokens of its own the model has in a layer."""
-        return self._layout_in(layer).num_special
+    def _store(self, name: str, layer: int, value: Tensor) -> None:
+        self._current(layer).by_layer[name][layer] = self.keep(value)
+
+    def _current(self, layer: int) -> Activations:
+        if not self.passes:
+            raise BrokenPass(
+                f"block {layer} ran before any input was embedded; call the model, not its blocks, to record it"
+            )
+        return self.passes[-1]
 
     def _layout_in(self, layer: int) -> TokenLayout:
         return self.found.adapter.layout_in(self.found.trunk, layer)
 
+    def _num_special(self, layer: int) -> int:
+        return self._layout_in(layer).num_special
+
     def _places(self, layer: int) -> range | list[int]:
-        """Say where in the recording's layout the tokens are that have entered by a layer."""
-        full = self._now(layer).layout
+        """Return the positions, in the recording's layout, of the tokens that have entered by a layer."""
+        full = self._current(layer).layout
         here = {(span.role, span.name) for span in self._layout_in(layer).special}
         added = added_to(self.found)
         late = {spec.name for spec in added.specs if spec.enters > layer} if added is not None else set()
         own = {(span.role, span.name) for span in self._layout_in(-1).special}
-        gone = {
+        absent = {
             place
             for span, where in full.spans()
             if (span.name in late) or ((span.role, span.name) in own - here)
             for place in where
         }
-        return [place for place in range(full.num_tokens) if place not in gone] if gone else range(full.num_tokens)
+        return [place for place in range(full.num_tokens) if place not in absent] if absent else range(full.num_tokens)
 
-    def _beside(self, layer: int, own: Tensor, added: Tensor | None, dim: int = 1) -> Tensor:
-        """Put the tokens that were added behind the model's own special ones."""
+    def _insert_added(self, layer: int, own: Tensor, added: Tensor | None, dim: int = 1) -> Tensor:
+        """Insert added tokens behind the model's own special tokens."""
         if added is None:
             return own
-        special = self._special(layer)
+        special = self._num_special(layer)
         front, patches = own.split([special, own.shape[dim] - special], dim)
         return torch.cat([front, added, patches], dim)
 
-    def _placed(self, layer: int, tokens: Tensor, dim: int = 1) -> Tensor:
-        return spread(tokens, self._places(layer), self._now(layer).layout.num_tokens, dim)
-
-    def _now(self, layer: int) -> Seen:
-        if not self.seen:
-            raise BrokenPass(
-                f"block {layer} ran before any picture was embedded; call the model, not its blocks, to record it"
-            )
-        return self.seen[-1]
-
-
-def watch(
-    model: nn.Module,
-    what: Sequence[str],
-    layers: int | Sequence[int] | None = None,
-    queries: Any = None,
-    keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-) -> Watch:
-    """Prepare to look into a model; nothing is hooked yet."""
-    found = find(model)
-    names = check_what(what)
-    if "attention" in names and queries is not None:
-        queries = listed(queries, str | Role)  # what can be walked over once is needed for every batch
-    return Watch(found, Wanted(names, check_layers(layers, len(found.blocks)), queries, keep))
+    def _spread(self, layer: int, tokens: Tensor, dim: int = 1) -> Tensor:
+        """Return tokens at their positions in the recording's layout, zeros for tokens that have not entered."""
+        return _scatter(tokens, self._places(layer), self._current(layer).layout.num_tokens, dim)
 
 
 def attention_rows(
@@ -241,10 +256,10 @@ def attention_rows(
     beside: Reading | None = None,
     special: int = 0,
 ) -> Tensor:
-    """Give the attention (B, H, Q, N) of some tokens, as the block attends: rotated, scaled, masked, by size.
+    """Compute the attention weights (B, H, Q, N) of some queries as the block does, with rotation, mask and sizes.
 
-    Queries are counted as at the start: where tokens have merged, a query is the token that it went into. Tokens that
-    go beside the others are queries behind the special ones, and the last keys.
+    Queries are positions before merging; the row of a merged token is that of its group. Added tokens are queries
+    behind the special ones, and the last keys.
     """
     if call.rope is not None:
         table = call.rope
@@ -262,14 +277,16 @@ def attention_rows(
         extra = beside.q.shape[2]
         q = torch.cat([q[:, :, :special], beside.q, q[:, :, special:]], 2)
         k = torch.cat([k, beside.k], 2)
-        # an added token reads what a patch reads
+        # an added token has the mask of a patch
         rows = [-1 if special <= query < special + extra else query - extra * (query >= special) for query in queries]
     scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
     mask = call.mask
     if mask is not None and mask.shape[-2] != 1:
         mask = mask[..., [min(row, mask.shape[-2] - 1) for row in rows], :]
-    weighted = carried is not None and carried.plan.proportional
-    bias = key_bias(carried.state.size if weighted else None, mask, scores)  # type: ignore[union-attr]
+    size = None
+    if carried is not None:
+        size = carried.state.size if carried.plan.proportional else carried.state.presence
+    bias = key_bias(size, mask, scores)
     if extra:
         assert carried is not None
         assert carried.plan.added is not None
@@ -279,24 +296,24 @@ def attention_rows(
     return parts.weigh(block, scores, bias)
 
 
-def spread(tokens: Tensor, places: Sequence[int], length: int, dim: int) -> Tensor:
-    """Put tokens at their places among ``length``, with zeros for those that are not there."""
+def _scatter(tokens: Tensor, places: Sequence[int], length: int, dim: int) -> Tensor:
+    """Return tokens at their places in a dimension of ``length``, with zeros elsewhere."""
     if len(places) == length:
         return tokens
     full = tokens.new_zeros(*tokens.shape[:dim], length, *tokens.shape[dim + 1 :])
     return full.index_copy(dim, torch.tensor(list(places), device=tokens.device), tokens)
 
 
-def _refuse_merged(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_changed(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
     carried: Carried | None = kwargs.get("vitrail_carried")
     if carried is not None and any(carried.state.per_layer):
-        raise InvalidOption("neurons of a merged model belong to merged tokens; remove the merging to record them")
+        raise InvalidOption("'mlp' cannot be recorded in a merged model; remove the merging first")
     if carried is not None and carried.plan.added is not None:
-        raise InvalidOption("neurons are recorded for a model's own tokens alone; remove those that were added")
+        raise InvalidOption("'mlp' cannot be recorded in a model with added tokens; remove them first")
 
 
-def as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:
-    """Give what a patch embedding returns, tokens or a map with channels first or last, as (B, P, D)."""
+def _as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:
+    """Return the output of a patch embedding, tokens or a map with channels first or last, as (B, P, D)."""
     if embedded.dim() == 3:
         return embedded
     if tuple(embedded.shape[1:3]) == layout.grid[1:]:
@@ -305,6 +322,7 @@ def as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:
 
 
 def _unmerge_heads(state: MergeState, part: Tensor) -> Tensor:
+    """Unmerge queries, keys or values (B, H, N, d)."""
     if state.assignment is None:
         return part
     batch, heads, length, width = part.shape

@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
-from vitrail.errors import InvalidOption, NotMerged, UnsupportedModel
+from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.merging import Method, ModelShape, Schedule, as_method
 from vitrail.runtime.checks import (
     merged_trunk,
@@ -27,6 +27,7 @@ from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to
 from vitrail.runtime.plan import Plan, parse_map, parse_protect
 from vitrail.runtime.trace import Trace, tracking
+from vitrail.surgery._handle import Handle
 from vitrail.surgery.recording import evaluating
 from vitrail.tokens import TokenLayout
 
@@ -111,7 +112,7 @@ def _model_shape(found: Found) -> ModelShape:
     return ModelShape(len(found.blocks), int(width), heads, head_width)
 
 
-class Merging:
+class Merging(Handle):
     """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging.
 
     Attributes:
@@ -119,32 +120,23 @@ class Merging:
         found: the merged trunk in it, its blocks and their adapters.
     """
 
+    _function = "vitrail.merge"
+
     def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
         self.model = model
         self.found = found
         self._plan = plan
 
     @classmethod
-    def of(cls, model: nn.Module) -> Merging:
+    def of(cls, model: nn.Module) -> Self:
         """Return the handle of a merged model, also of a copied or unpickled one."""
         trunk = merged_trunk(model)
         if trunk is None:
-            raise NotMerged(f"this {type(model).__name__} is not merged; vitrail.merge(model, r=...) merges it")
+            raise cls._not_found(model)
         return cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
 
-    def __enter__(self) -> Merging:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.is_applied:
-            self.remove()
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self.config.items())
-        return f"Merging({type(self.model).__name__}, {settings})"
-
     @property
-    def is_applied(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the model runs with this handle's settings."""
         return getattr(self.found.trunk, "_vitrail_plan", None) is self._plan
 
@@ -163,7 +155,7 @@ class Merging:
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
-        self._check_applied()
+        self._check_active()
         shape = 0.0 if hasattr(value, "__len__") else self._plan.schedule.inflection
         self._plan.change(Schedule.parse(self._plan.depth, value, schedule=shape))
 
@@ -205,7 +197,7 @@ class Merging:
 
     def track(self) -> AbstractContextManager[Trace]:
         """Record where every patch goes in the forward passes of this thread inside a ``with`` block."""
-        self._check_applied()
+        self._check_active()
         return tracking(self._plan)
 
     def guide(self, **maps: Any) -> AbstractContextManager[None]:
@@ -214,7 +206,7 @@ class Merging:
         Each map is (patches,), (height, width), (images, patches) or (images, height, width); methods read them by
         name as ``context.guide``.
         """
-        self._check_applied()
+        self._check_active()
         resizes = self.found.adapter.resizes(self.found.trunk)
         parsed = {name: parse_map(name, values, self.layout.grid, resizes) for name, values in maps.items()}
         return guiding(self._plan, parsed)
@@ -250,7 +242,7 @@ class Merging:
 
     def remove(self) -> None:
         """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""
-        self._check_applied()
+        self._check_active()
         if self._plan.added is None:
             uninstall(self.found)
         else:
@@ -265,10 +257,6 @@ class Merging:
         finally:
             refuse_merged(self.model)
             install(self.found, self._plan)
-
-    def _check_applied(self) -> None:
-        if not self.is_applied:
-            raise NotMerged("this merging was removed from its model; vitrail.merge(model, ...) applies a new one")
 
     def _planned(self, patches: int) -> tuple[int, ...]:
         """Return the merges per layer; raise where they depend on the images."""

@@ -1,77 +1,148 @@
-"""``vitrail.test_time_registers``: artifacts moved off the patches onto tokens of their own, without training.
+"""``vitrail.test_time_registers``: move artifacts from the patches to appended tokens, without training.
 
-Jiang et al. (NeurIPS 2025) found that a few neurons of the MLPs make a model's artifacts. They are found by what fires
-where artifacts are, and their activations go to appended tokens: for each neuron and picture the largest one over all
-tokens, while every other token gets zero. The appended tokens begin as zeros behind the model's own special tokens and
-are taken away after the last block.
+Jiang et al. (NeurIPS 2025) found that a few MLP neurons produce a model's artifacts. `find_register_neurons` finds the
+neurons with the largest activations at artifacts. `test_time_registers` moves their activations to appended tokens: for
+each neuron and image, the largest activation over all tokens; all other tokens get zero. The appended tokens start as
+zeros behind the model's own special tokens and are dropped after the last block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from vitrail._checks import is_int, is_number
+from vitrail._deprecation import renamed_property
 from vitrail.adapters import Found, find
-from vitrail.errors import AlreadyMerged, InvalidOption
+from vitrail.data.batches import Batches, open_batches
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
-from vitrail.surgery.recording import Pictures
-from vitrail.surgery.register_neurons import RegisterNeurons, find_register_neurons
-from vitrail.surgery.selection import is_whole
+from vitrail.surgery._handle import Handle
+from vitrail.surgery.hooks import check_layers
+from vitrail.surgery.recording import Images, Recording, stream
+
+LEAST_FACTOR = 2.0
+"""Smallest ratio between the mean norms of artifacts and of other patches."""
 
 
-class TestTimeRegisters:
-    """Registers that were added to a model; :meth:`remove` takes them away, and the model is what it was."""
+def test_time_registers(
+    model: nn.Module,
+    data: Images = None,
+    *,
+    neurons: int | RegisterNeurons | Mapping[int, Sequence[int]] = 10,
+    registers: int = 1,
+    layers: int | Sequence[int] | None = None,
+    threshold: float | None = None,
+    control: int | None = None,
+    batch_size: int | None = None,
+) -> TestTimeRegisters:
+    """Move a model's artifacts to appended tokens, in place.
 
-    __test__ = False  # its name is not a test's
+    Args:
+        model: a supported model, without merging or added tokens.
+        data: images to find register neurons with (see :data:`~vitrail.surgery.recording.Images`); not needed if
+            ``neurons`` are given.
+        neurons: how many to find, or the result of :func:`find_register_neurons`, or neurons by layer.
+        registers: number of tokens to append; neurons are assigned to them in turn.
+        layers, threshold, batch_size: see :func:`find_register_neurons`.
+        control: a random seed, to move as many random other neurons of the same layers instead. A control should
+            remove no artifacts.
+    """
+    found = find(model)
+    if not is_int(registers, 1):
+        raise InvalidOption(f"registers must be an integer, 1 or more; got {registers!r}")
+    if control is not None and not is_int(control):
+        raise InvalidOption(f"control must be a random seed, an integer; got {control!r}")
+    if hasattr(found.trunk, MARK):
+        raise AlreadyApplied("this model already has test-time registers; remove them first")
+    refuse_merged(model)
+    refuse_extended(model)
+    known = neurons if isinstance(neurons, RegisterNeurons) else None
+    if is_int(neurons):
+        if data is None:
+            raise InvalidOption("pass data, images to find register neurons with, or neurons by layer")
+        known = find_register_neurons(model, data, neurons, layers=layers, threshold=threshold, batch_size=batch_size)
+    by_layer = _check_neurons(neurons if known is None else known.by_layer)
+    widths = _widths(found, by_layer)
+    if control is not None:
+        by_layer = _random_neurons(by_layer, widths, control)
+    return TestTimeRegisters(model, found, by_layer, registers, known)
 
-    def __init__(self, found: Found, by_layer: Mapping[int, Sequence[int]], registers: int) -> None:
+
+test_time_registers.__test__ = False  # type: ignore[attr-defined]
+
+
+class TestTimeRegisters(Handle):
+    """The handle of test-time registers.
+
+    Attributes:
+        by_layer: the moved neurons of each block.
+        registers: number of appended tokens.
+        neurons: how the neurons were found; None if they were given by layer.
+    """
+
+    __test__ = False  # not a test class
+    _function = "vitrail.test_time_registers"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Found,
+        by_layer: Mapping[int, Sequence[int]],
+        registers: int,
+        neurons: RegisterNeurons | None = None,
+    ) -> None:
+        self.model = model
         self.found = found
-        self.by_layer = {layer: tuple(neurons) for layer, neurons in by_layer.items()}
+        self.by_layer = {layer: tuple(some) for layer, some in by_layer.items()}
         self.registers = registers
-        self.neurons: RegisterNeurons | None = None
+        self.neurons = neurons
         self.place = found.adapter.layout(found.trunk).num_special
-        self.handles: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._apply()
 
     @classmethod
-    def of(cls, model: nn.Module) -> TestTimeRegisters | None:
-        """Give the registers that a model carries."""
-        return next((getattr(part, MARK) for part in model.modules() if hasattr(part, MARK)), None)
+    def of(cls, model: nn.Module) -> Self:
+        """Return the handle of a model's test-time registers."""
+        handle: Self | None = next((vars(part)[MARK] for part in model.modules() if MARK in vars(part)), None)
+        if handle is None:
+            raise cls._not_found(model)
+        return handle
 
     @property
-    def active(self) -> bool:
-        """Whether the model still has them."""
-        return bool(self.handles)
+    def is_active(self) -> bool:
+        return bool(self._hooks)
+
+    active = renamed_property("active", "is_active")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"neurons": {layer: list(some) for layer, some in self.by_layer.items()}, "registers": self.registers}
 
     def remove(self) -> None:
-        """Take the registers away."""
-        if not self.active:
-            return
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+        """Remove the registers and stop moving activations."""
+        self._check_active()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         for block, parts in zip(self.found.blocks, self.found.block_adapters, strict=True):
             parts.shift_prefix(block, -self.registers)
         delattr(self.found.trunk, MARK)
 
-    def __enter__(self) -> TestTimeRegisters:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-
     def _apply(self) -> None:
         blocks = self.found.blocks
-        self.handles.append(blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True))
+        self._hooks.append(blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True))
         for layer, neurons in self.by_layer.items():
             last = self.found.block_adapters[layer].feed_last(blocks[layer])
-            self.handles.append(last.register_forward_pre_hook(self._mover(neurons)))
-        self.handles.append(blocks[-1].register_forward_hook(self._drop))
+            self._hooks.append(last.register_forward_pre_hook(self._move(neurons)))
+        self._hooks.append(blocks[-1].register_forward_hook(self._drop))
         for block, parts in zip(blocks, self.found.block_adapters, strict=True):
             parts.shift_prefix(block, self.registers)
         setattr(self.found.trunk, MARK, self)
@@ -79,8 +150,8 @@ class TestTimeRegisters:
     def _insert(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         name = self.found.block_adapters[0].input_name
         x = args[0] if args else kwargs[name]
-        more = x.new_zeros(x.shape[0], self.registers, x.shape[2])
-        x = torch.cat([x[:, : self.place], more, x[:, self.place :]], 1)
+        zeros = x.new_zeros(x.shape[0], self.registers, x.shape[2])
+        x = torch.cat([x[:, : self.place], zeros, x[:, self.place :]], 1)
         return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
     def _drop(self, _: nn.Module, __: Any, output: Any) -> Any:
@@ -88,7 +159,7 @@ class TestTimeRegisters:
         x = torch.cat([x[:, : self.place], x[:, self.place + self.registers :]], 1)
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
-    def _mover(self, neurons: tuple[int, ...]) -> Any:
+    def _move(self, neurons: tuple[int, ...]) -> Any:
         places = [self.place + number % self.registers for number in range(len(neurons))]
 
         def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -103,88 +174,205 @@ class TestTimeRegisters:
         return move
 
 
-def test_time_registers(
+@dataclass(frozen=True)
+class RegisterNeurons:
+    """The neurons that produce artifacts, and how they were found.
+
+    Attributes:
+        by_layer: neurons in the MLP of each block, strongest first.
+        scores: their mean activations at artifacts.
+        threshold: norm after the last block above which a patch counts as an artifact.
+        outlier_share: share of patches above it.
+        onset: first block after which the same patches are outliers; neurons are searched up to it.
+        images: number of images.
+    """
+
+    by_layer: Mapping[int, tuple[int, ...]]
+    scores: Mapping[int, tuple[float, ...]]
+    threshold: float
+    outlier_share: float
+    onset: int
+    images: int
+
+    pictures = renamed_property("pictures", "images")
+
+    @property
+    def count(self) -> int:
+        """Number of neurons."""
+        return sum(len(neurons) for neurons in self.by_layer.values())
+
+    def strongest(self, count: int) -> RegisterNeurons:
+        """Return the ``count`` neurons with the largest scores; the earlier ones in case of a tie."""
+        ranked = sorted(
+            (-abs(score), layer, place) for layer, scores in self.scores.items() for place, score in enumerate(scores)
+        )
+        chosen: dict[int, list[int]] = {}
+        for _, layer, place in ranked[:count]:
+            chosen.setdefault(layer, []).append(place)
+        return replace(
+            self,
+            by_layer={layer: tuple(self.by_layer[layer][i] for i in chosen[layer]) for layer in sorted(chosen)},
+            scores={layer: tuple(self.scores[layer][i] for i in chosen[layer]) for layer in sorted(chosen)},
+        )
+
+
+def find_register_neurons(
     model: nn.Module,
-    data: Pictures = None,
+    data: Images,
+    count: int = 10,
     *,
-    neurons: int | RegisterNeurons | Mapping[int, Sequence[int]] = 10,
-    registers: int = 1,
     layers: int | Sequence[int] | None = None,
     threshold: float | None = None,
-    control: int | None = None,
     batch_size: int | None = None,
-) -> TestTimeRegisters:
-    """Move a model's artifacts onto appended tokens, in place; the handle that is returned removes them again.
+) -> RegisterNeurons:
+    """Find the neurons with the largest activations at artifacts.
+
+    The images are read three times (twice with a threshold), in any order, one batch at a time: for the threshold, for
+    the first block with artifacts, and for the neurons. An iterator, which can be read only once, is kept in memory.
 
     Args:
-        model: any supported model, not merged.
-        data: pictures to find register neurons with, as files or prepared (see
-            :data:`~vitrail.surgery.recording.Pictures`); not needed where neurons are given.
-        neurons: how many to find, or those that were found before, or their numbers by layer.
-        registers: how many tokens to append; neurons take them in turn.
-        layers: see :func:`find_register_neurons`.
-        threshold: likewise.
-        control: a seed; then as many neurons are drawn at random from the others of the same layers. They should
-            cure nothing.
-        batch_size: likewise.
+        model: a supported model, without merging.
+        data: images; see :data:`~vitrail.surgery.recording.Images`.
+        count: number of neurons, over all layers.
+        layers: blocks to search; by default those up to the first with artifacts.
+        threshold: norm of an artifact after the last block; by default the mean plus three standard deviations, if
+            the norms above it are twice the others.
+        batch_size: batch size for ``data``.
     """
-    found = find(model)
-    _check(model, found, registers, control)
-    known = neurons if isinstance(neurons, RegisterNeurons) else None
-    if is_whole(neurons):
-        if data is None:
-            raise InvalidOption("give pictures to find register neurons with, or the neurons themselves")
-        options = {"layers": layers, "threshold": threshold, "batch_size": batch_size}
-        known = find_register_neurons(model, data, neurons, **options)  # type: ignore[arg-type]
-    by_layer = _checked(known.by_layer if known is not None else neurons)
-    widths = _widths(found, by_layer)
-    if control is not None:
-        by_layer = _drawn(by_layer, widths, control)
-    handle = TestTimeRegisters(found, by_layer, registers)
-    handle.neurons = known
-    return handle
+    if not is_int(count, 1):
+        raise InvalidOption(f"the number of register neurons must be 1 or more; got {count!r}")
+    if threshold is not None and not is_number(threshold):
+        raise InvalidOption(f"threshold must be a norm, a finite number; got {threshold!r}")
+    chosen = None if layers is None else check_layers(layers, len(find(model).blocks))
+    batches = open_batches(data, with_labels=False).repeatable()
+    least = 0.0
+    if threshold is None:
+        threshold, least = _default_threshold(model, batches, batch_size), LEAST_FACTOR
+    norms = _compare_norms(model, batches, batch_size, threshold)
+    _check_artifacts(norms, threshold, least)
+    means = _activations(model, batches, batch_size, threshold, chosen or range(norms.onset + 1))
+    every = RegisterNeurons(
+        {layer: tuple(range(len(mean))) for layer, mean in means.items()},
+        {layer: tuple(mean.tolist()) for layer, mean in means.items()},
+        threshold,
+        norms.outliers / (norms.outliers + norms.others),
+        norms.onset,
+        norms.images,
+    )
+    return every.strongest(count)
 
 
-test_time_registers.__test__ = False  # type: ignore[attr-defined]
+@dataclass
+class _Norms:
+    """Sums (L,) of the norms of outliers and of other patches after each block, and their counts."""
+
+    outlier_sum: Tensor
+    other_sum: Tensor
+    outliers: int = 0
+    others: int = 0
+    images: int = 0
+
+    @property
+    def factor(self) -> Tensor:
+        """Mean norm of outliers relative to that of other patches, after each block."""
+        return (self.outlier_sum / self.outliers) / (self.other_sum / self.others).clamp_min(1e-12)
+
+    @property
+    def onset(self) -> int:
+        """First block from which on the outliers of the last block stand out.
+
+        They do if their factor is at least the square root of the factor of the last block.
+        """
+        factor = self.factor
+        below = (factor < factor[-1].clamp_min(1).sqrt()).nonzero()
+        return min(int(below[-1]) + 1, len(factor) - 1) if len(below) else 0
 
 
-def _check(model: nn.Module, found: Found, registers: int, control: int | None) -> None:
-    if not is_whole(registers) or registers < 1:
-        raise InvalidOption(f"the number of registers is 1 or more; got {registers!r}")
-    if control is not None and not is_whole(control):
-        raise InvalidOption(f"control is a seed, a whole number; got {control!r}")
-    if hasattr(found.trunk, MARK):
-        raise AlreadyMerged("this model has test-time registers already; remove those first")
-    refuse_merged(model)
-    refuse_extended(model)
+def _patch_norms(recording: Recording) -> Tensor:
+    """Return the norms (L, B, P) of patches after the recorded blocks."""
+    norms = torch.stack([recording.norms[layer][:, recording.layout.patches] for layer in recording.layers]).double()
+    if not norms.isfinite().all():
+        raise UnsupportedInput("some tokens are not finite on these images, so artifacts cannot be found")
+    return norms
 
 
-def _checked(neurons: Any) -> Mapping[int, Sequence[int]]:
-    """Take neurons by layer: whole numbers."""
-    several = isinstance(neurons, Mapping) and all(isinstance(some, Sequence) for some in neurons.values())
-    if not several or not all(is_whole(one) for layer, some in neurons.items() for one in (layer, *some)):
-        raise InvalidOption(f"neurons are a number, or numbers by layer such as {{5: [17, 301]}}; got {neurons!r:.200}")
-    found: Mapping[int, Sequence[int]] = neurons
+def _default_threshold(model: nn.Module, batches: Batches, batch_size: int | None) -> float:
+    """Compute the mean plus three standard deviations of the norms after the last block."""
+    count, total, squares = 0, 0.0, 0.0
+    for recording in stream(model, batches, "norms", -1, batch_size=batch_size, device="cpu"):
+        norms = _patch_norms(recording)
+        count += norms.numel()
+        total += float(norms.sum())
+        squares += float(norms.square().sum())
+    if not count:
+        raise UnsupportedInput("there are no images to find register neurons with")
+    mean = total / count
+    return mean + 3 * sqrt(max(0.0, squares / count - mean**2))
+
+
+def _compare_norms(model: nn.Module, batches: Batches, batch_size: int | None, threshold: float) -> _Norms:
+    depth = len(find(model).blocks)
+    found = _Norms(torch.zeros(depth, dtype=torch.float64), torch.zeros(depth, dtype=torch.float64))
+    for recording in stream(model, batches, "norms", batch_size=batch_size, device="cpu"):
+        norms = _patch_norms(recording)
+        outlier = norms[-1] > threshold
+        found.outlier_sum += norms[:, outlier].sum(1)
+        found.other_sum += norms[:, ~outlier].sum(1)
+        found.outliers += int(outlier.sum())
+        found.others += int((~outlier).sum())
+        found.images += len(recording)
     return found
 
 
-def _drawn(by_layer: Mapping[int, Sequence[int]], widths: Mapping[int, int], seed: int) -> dict[int, tuple[int, ...]]:
-    """Draw as many neurons in each layer, none of which is one of those given."""
-    draw = torch.Generator().manual_seed(seed)
-    drawn = {}
-    for layer, some in by_layer.items():
-        if 2 * len(some) > widths[layer]:
-            raise InvalidOption(
-                f"the control needs as many neurons again, and layer {layer} has {widths[layer]}, of which {len(some)} "
-                "are given; give fewer"
-            )
-        order = torch.randperm(widths[layer], generator=draw).tolist()
-        drawn[layer] = tuple([neuron for neuron in order if neuron not in some][: len(some)])
-    return drawn
+def _check_artifacts(found: _Norms, threshold: float, least: float) -> None:
+    """Raise if there are no artifacts to find neurons for."""
+    if not found.images:
+        raise UnsupportedInput("there are no images to find register neurons with")
+    if not found.outliers or not found.others:
+        raise UnsupportedInput(
+            f"{'all patches' if found.outliers else 'no patches'} of {found.images} images have a norm above "
+            f"{threshold:.4g} after the last block, so there are no artifacts to find neurons for; use more images, "
+            "or another threshold"
+        )
+    if float(found.factor[-1]) < least:
+        raise UnsupportedInput(
+            f"the norms of {found.outliers + found.others} patches form one group: the largest are less than "
+            f"{least:g} times the others, so there are no artifacts to find neurons for; pass a threshold to search "
+            "anyway"
+        )
+
+
+def _activations(
+    model: nn.Module, batches: Batches, batch_size: int | None, threshold: float, layers: Sequence[int]
+) -> dict[int, Tensor]:
+    """Compute the mean activation (hidden,) of each neuron of some blocks at artifacts."""
+    last = len(find(model).blocks) - 1
+    sums: dict[int, Tensor] = {}
+    count = 0
+    for recording in stream(model, batches, ("mlp", "norms"), sorted({*layers, last}), batch_size=batch_size):
+        patches = recording.layout.patches
+        outlier = recording.norms[last][:, patches].double() > threshold
+        count += int(outlier.sum())
+        for layer in layers:
+            total = recording.mlp[layer][:, patches][outlier].double().sum(0).cpu()
+            sums[layer] = sums[layer] + total if layer in sums else total
+    if not count:
+        raise UnsupportedInput(
+            "the images differ from those of the first reading; pass data that is the same each time it is read"
+        )
+    return {layer: total / count for layer, total in sums.items()}
+
+
+def _check_neurons(neurons: Any) -> Mapping[int, Sequence[int]]:
+    valid = isinstance(neurons, Mapping) and all(isinstance(some, Sequence) for some in neurons.values())
+    if not valid or not all(is_int(one) for layer, some in neurons.items() for one in (layer, *some)):
+        raise InvalidOption(f"neurons is a number, or numbers by layer such as {{5: [17, 301]}}; got {neurons!r:.200}")
+    checked: Mapping[int, Sequence[int]] = neurons
+    return checked
 
 
 def _widths(found: Found, by_layer: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Give the number of neurons of each layer, and check those that are asked for."""
+    """Return the number of neurons of each layer, after checking the given ones."""
     widths = {}
     for layer, some in by_layer.items():
         if not 0 <= layer < len(found.blocks):
@@ -196,3 +384,20 @@ def _widths(found: Found, by_layer: Mapping[int, Sequence[int]]) -> dict[int, in
                 f"layer {layer} has neurons 0 to {widths[layer] - 1}, each to be given once; got {wrong or list(some)}"
             )
     return widths
+
+
+def _random_neurons(
+    by_layer: Mapping[int, Sequence[int]], widths: Mapping[int, int], seed: int
+) -> dict[int, tuple[int, ...]]:
+    """Draw as many other neurons of each layer."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for layer, some in by_layer.items():
+        if 2 * len(some) > widths[layer]:
+            raise InvalidOption(
+                f"control needs as many other neurons, but layer {layer} has {widths[layer]}, of which {len(some)} "
+                "are given; give fewer"
+            )
+        order = torch.randperm(widths[layer], generator=generator).tolist()
+        drawn[layer] = tuple([neuron for neuron in order if neuron not in some][: len(some)])
+    return drawn

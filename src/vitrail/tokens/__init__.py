@@ -1,7 +1,6 @@
-"""Roles of tokens, and where in the sequence they stand."""
+"""Roles of tokens and their positions in the sequence."""
 
-from vitrail.tokens.layout import Role, TokenLayout, TokenSpan
-from vitrail.tokens.names import span_names, token_names
+from vitrail.tokens.layout import Role, TokenLayout, TokenSpan, span_names, token_names
 from vitrail.tokens.spec import TokenSpec, check_specs
 
 __all__ = ["Role", "TokenLayout", "TokenSpan", "TokenSpec", "check_specs", "span_names", "token_names"]

@@ -191,12 +191,12 @@ def test_a_merging_that_is_there_is_put_aside_and_its_handle_stays_good() -> Non
     merged = model(IMAGES)
     none = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, merge={"r": 0}, seconds=0, look=0)
     assert none.loss == pytest.approx(alone, rel=1e-6)
-    assert handle.is_applied
+    assert handle.is_active
     assert Merging.of(model).r == [5, 5]
     assert torch.equal(model(IMAGES), merged)
     with pytest.raises(InvalidOption), merged_as(model, {"r": -1}):
         pass
-    assert handle.is_applied
+    assert handle.is_active
     handle.r = 2
     handle.remove()
     assert evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0).loss == alone

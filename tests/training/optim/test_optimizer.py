@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vitrail.models import create_model
-from vitrail.models.weight_decay import undecayed
+from vitrail.models.vit import undecayed
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training.optim.ema import Ema
 from vitrail.training.optim.optimizer import make_optimizer, optimizer_tensors, parameter_groups

@@ -1,1 +1,1 @@
-"""Conversion between timm's models and ours."""
+"""Conversion between ``vitrail.ViT`` and timm models."""

@@ -1,261 +1,265 @@
-"""Reading the config off one of timm's models, part by part; a part that ours do not have is an error."""
+"""Configurations of timm models: ``ViTConfig`` to the timm model of the same structure, and back.
+
+A timm model is convertible if it equals, module by module, what timm builds from the configuration read from it. So no
+list of supported options is needed, and options of future timm versions are noticed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from math import isclose
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
-from vitrail.errors import UnsupportedModel
+from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.models.config import CLASS_TOKEN, DISTILLATION_TOKEN, ViTConfig, depth_rule
 from vitrail.tokens import Role, TokenSpec
 
-_FREE = {"training", "fused_attn", "init_values", "grad_checkpointing"}
-"""What may differ from block to block without changing any number."""
+TIMM_TOKENS = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}
+"""timm's parameter names of tokens by role, in timm's order."""
 
 _POOLS: dict[str, Literal["token", "mean", "attention"]] = {"token": "token", "avg": "mean", "map": "attention"}
 
+_IRRELEVANT = {
+    *("training", "grad_checkpointing", "fused_attn", "init_values", "weight_init_mode", "fix_init"),
+    *("dynamic_img_size", "dynamic_img_pad", "strict_img_size", "flatten", "output_fmt"),
+    *("num_classes", "no_embed_class", "distilled_training"),  # parameter shapes tell
+}
+"""Attributes of timm modules that do not change the output for the model's own input size."""
+
 
 def read_config(model: nn.Module) -> ViTConfig:
-    """Give the config of one of timm's models as ours would have it."""
+    """Return the configuration of the `ViT` that equals a timm model; raise if there is none."""
     from timm.models.cait import Cait
     from timm.models.deit import VisionTransformerDistilled
     from timm.models.vision_transformer import VisionTransformer
 
     refuse_changed(model)
-    readers = {Cait: _cait, VisionTransformer: _vit, VisionTransformerDistilled: _vit}
-    reader = readers.get(type(model))
-    if reader is None:
+    kinds = (VisionTransformer, VisionTransformerDistilled, Cait)
+    if type(model) not in kinds:
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot become one of our models; expected timm's "
-            f"{', '.join(kind.__name__ for kind in readers)}"
+            f"{type(model).__name__} cannot be converted to vitrail.ViT; expected timm's "
+            f"{', '.join(kind.__name__ for kind in kinds)}"
         )
-    return reader(model)
+    refused = "this timm model cannot be converted to vitrail.ViT"
+    try:
+        config = _read(model, staged=type(model) is Cait)
+    except (AttributeError, IndexError, InvalidOption) as error:
+        raise UnsupportedModel(f"{refused}: {error}") from error
+    differences = _differences(model, build_timm(config))
+    if differences:
+        listed = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
+        raise UnsupportedModel(f"{refused}, which has no equal of: {listed}")
+    return config
 
 
 def refuse_changed(model: nn.Module) -> None:
-    """Refuse a model that does more than its class says: that would be left behind without a word."""
+    """Raise if a model has surgery, hooks or a replaced forward, which the conversion would silently drop."""
     for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
         if "_vitrail_plan" in vars(part):
             raise UnsupportedModel(
-                "this model is merged, or tokens were added to it; remove the merging (`Merging.of(model).remove()`) "
-                "or the added tokens (`AddedTokens.of(model).remove()`) first"
+                "the model is merged or has added tokens; remove the merging (`Merging.of(model).remove()`) or the "
+                "added tokens (`AddedTokens.of(model).remove()`) first"
             )
         if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            what = "has a forward of its own" if "forward" in vars(part) else "has hooks"
-            raise UnsupportedModel(f"{name or 'the model'} {what}, which would be left behind; take that away first")
+            what = "a replaced forward" if "forward" in vars(part) else "hooks"
+            raise UnsupportedModel(
+                f"{name or 'the model'} has {what}, which the conversion would drop; remove it first"
+            )
 
 
-def _vit(model: Any) -> ViTConfig:
-    from timm.layers import Attention, AttentionPoolLatent
-    from timm.models.vision_transformer import Block
+def build_timm(config: ViTConfig) -> nn.Module:
+    """Build the timm model of a configuration on the meta device; raise if timm has no equal."""
+    from timm.models.cait import Cait
+    from timm.models.deit import VisionTransformerDistilled
+    from timm.models.vision_transformer import VisionTransformer
 
-    _refuse(
-        {
-            "its patches are dropped while training": not isinstance(model.patch_drop, nn.Identity),
-            "it pools special tokens too": model.pool_include_prefix,
-            f"it pools by {model.global_pool!r}": model.global_pool not in ("token", "avg", "map"),
-            "its norm comes after a token is picked": model.global_pool == "token" and _is_norm(model.fc_norm),
-        }
-    )
-    _check_blocks(model, model.blocks, Block, Attention)
-    first = model.blocks[0]
-    attention = first.attn
-    scaled = not isinstance(first.ls1, nn.Identity)
-    _refuse(
-        {
-            "its attention has a gate": getattr(attention, "gate", None) is not None,
-            "its attention has a norm of its output": not isinstance(attention.norm, nn.Identity),
-            "its heads do not add up to its width": attention.qkv.out_features != 3 * model.embed_dim,
-            "only one of queries and keys has a norm": _is_norm(attention.q_norm) != _is_norm(attention.k_norm),
-            "only one of its branches is scaled": scaled != (not isinstance(first.ls2, nn.Identity)),
-        }
-    )
-    pool = model.attn_pool
-    if pool is not None:
-        plain = type(pool) is AttentionPoolLatent and pool.latent_len == 1 and pool.pos_embed is None
-        right = plain and pool.num_heads == attention.num_heads and _is_scaled(pool, model.embed_dim)
-        normed = right and _is_norm(pool.norm) and isinstance(pool.q_norm, nn.Identity)
-        normed = normed and _are_linear(pool.q, pool.kv, pool.proj)
-        _refuse({"its attention pooling is of another kind": not normed or _mlp(pool.mlp) != "gelu"})
-    return replace(
-        _common(model, [model.norm_pre, model.norm, model.fc_norm, attention.q_norm, attention.k_norm]),
-        tokens=_tokens(model),
-        position="none" if model.pos_embed is None else "learned",
-        layer_scale=float(first.ls1.init_values) if scaled else None,
-        qk_norm=_is_norm(attention.q_norm),
-        proj_bias=attention.proj.bias is not None,
-        pool=_POOLS[model.global_pool],
-        final_norm="tokens" if _is_norm(model.norm) else "pooled" if _is_norm(model.fc_norm) else "none",
-        pre_norm=_is_norm(model.norm_pre),
-        **_drop_path([block.drop_path1 for block in model.blocks]),
-    )
+    _check_known(config)
+    distilled = any(spec.role is Role.DISTILLATION for spec in config.tokens)
+    kind = Cait if config.class_attention else VisionTransformerDistilled if distilled else VisionTransformer
+    with torch.device("meta"):
+        return kind(**_options(config))
 
 
-def _cait(model: Any) -> ViTConfig:
-    from timm.models.cait import ClassAttn, LayerScaleBlock, LayerScaleBlockClassAttn, TalkingHeadAttn
-
-    gathering = list(model.blocks_token_only)
-    _refuse(
-        {
-            f"it pools by {model.global_pool!r}": model.global_pool not in ("token", "avg"),
-            "it has no class-attention layers": not gathering,
-        }
-    )
-    _check_blocks(model, model.blocks, LayerScaleBlock, TalkingHeadAttn)
-    _check_blocks(model, gathering, LayerScaleBlockClassAttn, ClassAttn)
-    first, last = model.blocks[0], gathering[0]
-    _refuse(
-        {
-            "its two stages have MLPs of different kinds": _mlp(last.mlp) != "gelu"
-            or last.mlp.fc1.out_features != first.mlp.fc1.out_features,
-            "its two stages have different numbers of heads": last.attn.num_heads != first.attn.num_heads,
-        }
-    )
-    return replace(
-        _common(model, [model.norm, last.norm1, last.norm2]),
-        tokens=(replace(CLASS_TOKEN, enters=-1, position=False),),
-        layer_scale=depth_rule(len(model.blocks)),  # timm does not keep the first value
-        pool=_POOLS[model.global_pool],
-        class_attention=len(gathering),
-        talking_heads=True,
-        **_drop_path([block.drop_path for block in model.blocks]),
-    )
-
-
-def _common(model: Any, norms: Iterable[nn.Module]) -> ViTConfig:
-    """Read what all of timm's models have; of special tokens, only that they need not be there."""
-    from timm.layers import PatchEmbed
-
-    first = model.blocks[0]
-    embed = model.patch_embed
-    norms = [norm for norm in (*norms, first.norm1, first.norm2) if not isinstance(norm, nn.Identity)]
-    kind = _mlp(first.mlp)
-    _refuse({"its MLPs are neither of GELU nor of packed SwiGLU": kind is None})
-    heads = [getattr(model, name) for name in ("head", "head_dist") if hasattr(model, name)]
-    sizes = {head.out_features if _are_linear(head) and head.bias is not None else 0 for head in heads}
-    drops = {model.pos_drop.p, first.attn.proj_drop.p, *(getattr(first.mlp, name).p for name in ("drop1", "drop2"))}
-    _refuse(
-        {
-            "its norms are not all LayerNorm": any(not _is_norm(norm) for norm in norms),
-            "its norms have different epsilons": len({getattr(norm, "eps", None) for norm in norms}) > 1,
-            "its patch embedding is of another kind": type(embed) is not PatchEmbed
-            or not isinstance(embed.norm, nn.Identity)
-            or type(embed.proj) is not nn.Conv2d
-            or embed.img_size is None,
-            "it answers by something else than linear layers with a bias and as many classes each": len(sizes) > 1
-            or (sizes == {0} and not all(type(head) is nn.Identity for head in heads)),
-            "its dropouts after positions and projections differ, or it has one before the head": len(drops) > 1
-            or model.head_drop.p > 0,
-        }
-    )
-    return ViTConfig(
-        image_size=tuple(embed.img_size),
+def _read(model: Any, staged: bool) -> ViTConfig:
+    """Read a configuration, assuming that all blocks are alike and all parts are ordinary."""
+    embed, first = model.patch_embed, model.blocks[0]
+    attention, mlp = first.attn, first.mlp
+    rates = [getattr(block.drop_path if staged else block.drop_path1, "drop_prob", 0.0) for block in model.blocks]
+    config = ViTConfig(
+        image_size=tuple(embed.img_size or ()),
         patch_size=tuple(embed.patch_size),
         in_chans=embed.proj.in_channels,
         width=model.embed_dim,
         depth=len(model.blocks),
-        heads=first.attn.num_heads,
-        mlp_ratio=first.mlp.fc1.out_features / model.embed_dim,
-        num_classes=sizes.pop(),  # a head that was replaced may have others than the model says
-        tokens=(),
-        pool="mean",
-        mlp=kind,  # type: ignore[arg-type]
-        qkv_bias=first.attn.qkv.bias is not None,
+        heads=attention.num_heads,
+        mlp_ratio=mlp.fc1.out_features / model.embed_dim,
+        num_classes=getattr(model.head, "out_features", 0),  # model.num_classes may be outdated
+        tokens=(replace(CLASS_TOKEN, enters=-1, position=False),) if staged else _tokens(model),
+        layer_scale=depth_rule(len(model.blocks)) if staged else getattr(first.ls1, "init_values", None),
+        mlp="swiglu" if type(mlp).__name__ == "GluMlp" else "gelu",
+        qkv_bias=attention.qkv.bias is not None,
         norm_eps=first.norm1.eps,
-        dropout=first.attn.proj_drop.p,
-        attention_dropout=first.attn.attn_drop.p,
+        pool=_POOLS.get(model.global_pool, model.global_pool),
+        drop_path=rates[-1],
+        drop_path_uniform=rates[0] == rates[-1] > 0,
+        dropout=attention.proj_drop.p,
+        attention_dropout=attention.attn_drop.p,
+        class_attention=len(model.blocks_token_only) if staged else 0,
+        talking_heads=staged,
     )
+    if staged:
+        return config
+    return replace(
+        config,
+        position="none" if model.pos_embed is None else "learned",
+        qk_norm=_exists(attention.q_norm),
+        proj_bias=attention.proj.bias is not None,
+        final_norm="tokens" if _exists(model.norm) else "pooled" if _exists(model.fc_norm) else "none",
+        pre_norm=_exists(model.norm_pre),
+    )
+
+
+def _exists(part: nn.Module) -> bool:
+    return not isinstance(part, nn.Identity)
 
 
 def _tokens(model: Any) -> tuple[TokenSpec, ...]:
-    registers = getattr(model, "num_reg_tokens", 0)
-    distilled = getattr(model, "dist_token", None) is not None
-    if distilled and registers:
-        raise UnsupportedModel(
-            f"this distilled model was asked for {registers} registers, and timm leaves them out of its sequence; "
-            "build it with reg_tokens=0, or build one of our models with both roles"
-        )
     position = model.pos_embed is not None and not model.no_embed_class
     specs = [replace(CLASS_TOKEN, position=position)] if model.cls_token is not None else []
-    if distilled:
+    if getattr(model, "dist_token", None) is not None:  # timm ignores registers of distilled models
         specs.append(replace(DISTILLATION_TOKEN, position=position))
-    if registers:
-        specs.append(TokenSpec("register", Role.REGISTER, count=registers, position=position))
+    elif model.num_reg_tokens:
+        specs.append(TokenSpec("register", Role.REGISTER, count=model.num_reg_tokens, position=position))
     return tuple(specs)
 
 
-def _mlp(mlp: Any) -> str | None:
-    """Say which of our MLPs one of timm's is, if any."""
-    from timm.layers import GluMlp, Mlp
-
-    if not isinstance(getattr(mlp, "norm", None), nn.Identity):
-        return None
-    if not _are_linear(getattr(mlp, "fc1", None), getattr(mlp, "fc2", None)):
-        return None
-    if type(mlp) is Mlp:
-        return "gelu" if type(mlp.act) is nn.GELU and mlp.act.approximate == "none" else None
-    return "swiglu" if type(mlp) is GluMlp and type(mlp.act) is nn.SiLU and not mlp.gate_last else None
-
-
-def _check_blocks(model: Any, blocks: Iterable[Any], kind: type, attending: type) -> None:
-    """Refuse blocks that ours do not equal, or that differ from each other: a config says everything once."""
-    blocks = list(blocks)
-    _refuse({"it has blocks of another class": any(type(block) is not kind for block in blocks) or not blocks})
-    _refuse({"it attends in another way": any(type(block.attn) is not attending for block in blocks)})
-    first = _traits(blocks[0])
-    for number, block in enumerate(blocks):
-        traits = _traits(block)
-        differing = sorted(path or "itself" for path in first.keys() | traits if traits.get(path) != first.get(path))
-        _refuse({f"its block {number} differs from the first in {', '.join(differing)}": bool(differing)})
-    attention = blocks[0].attn
-    layers = [part for name, part in attention.named_children() if name in ("qkv", "q", "k", "v", "proj")]
-    _refuse(
-        {
-            "a linear layer of its attention is wrapped or replaced": not _are_linear(*layers),
-            "its attention is scaled in another way": not _is_scaled(attention, model.embed_dim),
-        }
-    )
+def _differences(model: nn.Module, twin: nn.Module) -> list[str]:
+    """Describe the modules in which a model differs from another."""
+    own, expected = ({path: _traits(part) for path, part in one.named_modules()} for one in (model, twin))
+    found = []
+    for path in dict.fromkeys((*own, *expected)):
+        one, other = own.get(path, {"class": "missing"}), expected.get(path, {"class": "missing"})
+        names = [name for name in {**one, **other} if not _same(one.get(name), other.get(name))]
+        if names:
+            values = [str(one[name]) if name == "class" else f"{name}={one.get(name)}" for name in names]
+            found.append(f"{path or 'the model'} ({values[0] if 'class' in names else ', '.join(values)})")
+    return found
 
 
-def _traits(block: nn.Module) -> dict[str, Any]:
-    """Describe a block by the class and the plain values of each part, less drop path, which rises with depth."""
-    plain = (bool, int, float, str, tuple, type(None))
+def _traits(part: nn.Module) -> dict[str, Any]:
+    """Return the class, plain attributes and parameter shapes of a module."""
+    plain = (bool, int, float, str, tuple)
+    kind = type(part).__name__ if type(part).__module__.startswith(("torch.nn.", "timm.")) else str(type(part))
+    attributes = {
+        name: value
+        for name, value in vars(part).items()
+        if isinstance(value, plain) and name not in _IRRELEVANT and not name.startswith("_")
+    }
+    shapes = {name: tuple(value.shape) for name, value in part.named_parameters(recurse=False)}
+    return {"class": kind, **attributes, **shapes}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    return bool(one == other)
+
+
+def _options(config: ViTConfig) -> dict[str, Any]:
+    """Return a config as arguments of timm's classes."""
+    from timm.layers import LayerNorm, SwiGLUPacked
+
+    ratio = (config.hidden + 0.5) / config.width  # timm rounds down
+    options: dict[str, Any] = {
+        "img_size": config.image,
+        "patch_size": config.patch,
+        "in_chans": config.in_chans,
+        "num_classes": config.num_classes,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "mlp_ratio": ratio,
+        "qkv_bias": config.qkv_bias,
+        "init_values": config.layer_scale,
+        "global_pool": {pool: name for name, pool in _POOLS.items()}[config.pool],
+        "norm_layer": partial(LayerNorm, eps=config.norm_eps),
+        "pos_drop_rate": config.dropout,
+        "proj_drop_rate": config.dropout,
+        "attn_drop_rate": config.attention_dropout,
+        "drop_path_rate": config.drop_path,
+    }
+    if config.class_attention:
+        return {**options, "depth_token_only": config.class_attention, "mlp_ratio_token_only": ratio}
+    counts = {TIMM_TOKENS[spec.role]: spec.count for spec in config.tokens}
+    embedded = any(config.positioned(spec) for spec in config.tokens)
+    if config.mlp == "swiglu":
+        options.update(mlp_layer=SwiGLUPacked, act_layer=nn.SiLU)
     return {
-        path: (type(part), {k: v for k, v in vars(part).items() if isinstance(v, plain) and k not in _FREE})
-        for path, part in block.named_modules()
-        if not path.startswith("drop_path")
+        **options,
+        "class_token": "cls_token" in counts,
+        "reg_tokens": counts.get("reg_token", 0),
+        "no_embed_class": bool(config.tokens) and not embedded,
+        "pos_embed": "learn" if config.position == "learned" else "none",
+        "qk_norm": config.qk_norm,
+        "proj_bias": config.proj_bias,
+        "pre_norm": config.pre_norm,
+        "final_norm": config.final_norm != "none",
+        "fc_norm": config.final_norm == "pooled",
+        "dynamic_img_size": True,
     }
 
 
-def _drop_path(parts: list[Any]) -> dict[str, Any]:
-    rates = [getattr(part, "drop_prob", 0.0) for part in parts]
-    uniform = len(rates) > 1 and rates[0] == rates[-1] > 0
-    steps = max(1, len(rates) - 1)
-    wanted = [rates[-1] if uniform else rates[-1] * layer / steps for layer in range(len(rates))]
-    odd = any(not isclose(rate, one, abs_tol=1e-6) for rate, one in zip(rates, wanted, strict=True))
-    _refuse({"its drop path neither rises evenly from 0 nor is the same in all blocks": odd and len(rates) > 1})
-    return {"drop_path": rates[-1], "drop_path_uniform": uniform}
-
-
-def _are_linear(*parts: Any) -> bool:
-    return all(type(part) is nn.Linear for part in parts)
-
-
-def _is_scaled(attention: Any, width: int) -> bool:
-    return isclose(attention.scale, (width // attention.num_heads) ** -0.5)
-
-
-def _is_norm(part: nn.Module) -> bool:
-    from timm.layers import LayerNorm
-
-    return type(part) in (nn.LayerNorm, LayerNorm) and part.bias is not None
-
-
-def _refuse(reasons: dict[str, bool]) -> None:
-    found = [reason for reason, true in reasons.items() if true]
-    if found:
-        raise UnsupportedModel(f"this model of timm cannot become one of ours: {'; '.join(found)}")
+def _check_known(config: ViTConfig) -> None:
+    """Raise with all options that have no equal in timm."""
+    specs = config.tokens
+    names = [TIMM_TOKENS.get(spec.role, "") for spec in specs]
+    positioned = {config.positioned(spec) for spec in specs}
+    staged = bool(config.class_attention)
+    late = [spec for spec in specs if config.entry(spec) != (config.depth if staged else 0)]
+    reasons = {
+        "input of three dimensions": len(config.patch) == 3,
+        "a convolutional stem": config.stem != "patches",
+        "patch_drop": config.patch_drop > 0,
+        "task tokens": "" in names,
+        "several class tokens": sum(s.count for s, name in zip(specs, names, strict=True) if name == "cls_token") > 1,
+        "several register specs": names.count("reg_token") > 1,
+        "a distillation token beside registers, or without a class token": "dist_token" in names
+        and set(names) != {"cls_token", "dist_token"},
+        "a distillation token without position": "dist_token" in names and positioned != {True},
+        "tokens in an order other than class, distillation, registers": names
+        != sorted(names, key=[*TIMM_TOKENS.values(), ""].index),
+        "tokens that enter at another layer": bool(late),
+        "invisible tokens": not all(spec.visible for spec in specs),
+        "tokens with their own number of classes": any(spec.classes is not None for spec in specs),
+        "positions for some special tokens only": len(positioned) > 1,
+        f"position {config.position!r}": config.position not in ("learned", "none"),
+        f"fuse={config.fuse!r}": config.fuse == "softmax" or (config.fuse != "logits" and "dist_token" in names),
+        "talking heads without class attention": config.talking_heads and not staged,
+        "uniform drop path": config.drop_path_uniform and config.drop_path > 0 and not staged,
+        "SwiGLU with attention pooling": config.mlp == "swiglu" and config.pool == "attention",
+        "a distillation token with pooled patches": "dist_token" in names and config.pool != "token",
+    }
+    if staged:
+        reasons |= {
+            "class attention for tokens other than one class token without position": names != ["cls_token"]
+            or True in positioned,
+            "class attention without talking heads": not config.talking_heads,
+            "class attention without layer scale": config.layer_scale is None,
+            "class attention without learned positions": config.position != "learned",
+            "class attention with rising drop path": not config.drop_path_uniform and config.drop_path > 0,
+            "class attention with attention pooling": config.pool == "attention",
+            "class attention with qk_norm, SwiGLU, pre_norm, or without proj_bias or the final norm": config.qk_norm
+            or config.mlp != "gelu"
+            or config.pre_norm
+            or not config.proj_bias
+            or config.final_norm != "tokens",
+        }
+    lacking = [reason for reason, true in reasons.items() if true]
+    if lacking:
+        raise UnsupportedModel(
+            f"timm has no equal of this model, which has {'; '.join(lacking)}; use save_pretrained instead"
+        )

@@ -1,4 +1,4 @@
-"""Weights under timm's names, and under those of the original DeiT, CaiT and DINOv2, which differ little from them."""
+"""Weights under the parameter names of timm, and of the original DeiT, CaiT and DINOv2."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import resample
 from vitrail.models.saving import Fit, check_fit
+from vitrail.models.timm.config import TIMM_TOKENS
 from vitrail.models.vit import ViT
 from vitrail.tokens import Role
-
-TIMM_TOKENS = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}
-"""What timm calls the tokens of a role, in the order in which it has them."""
 
 _ORIGINAL = (
     (re.compile(r"\bgamma_([12])$"), r"ls\1.gamma"),  # CaiT and DeiT III
@@ -26,55 +24,55 @@ _ORIGINAL = (
     (re.compile(r"\bmlp\.w3\."), "mlp.fc2."),
     (re.compile(r"^register_tokens$"), "reg_token"),
 )
-_UNUSED = frozenset({"mask_token"})  # of masked training, in DINOv2's files
+_UNUSED = frozenset({"mask_token"})  # for masked training, in DINOv2's files
 _WRAPPERS = ("model", "state_dict", "teacher", "module")
 
 
 def timm_state_dict(model: ViT) -> dict[str, Tensor]:
-    """Give a model's weights under timm's names."""
-    check_ours(model)
+    """Return a model's weights under timm's names."""
+    check_vit(model)
     table = _names(model.config)
     states = {_to_timm(name, table, model.config): value for name, value in model.state_dict().items()}
     foreign = [name for name in states if name.startswith(("tokens.", "heads."))]
     if foreign:
-        raise UnsupportedModel(f"timm has no name for {', '.join(foreign)}; save this model with save_pretrained")
+        raise UnsupportedModel(f"timm has no name for {', '.join(foreign)}; use save_pretrained")
     return states
 
 
 def load_timm_state_dict(model: ViT, states: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Fit:
-    """Load weights of timm, or of the original DeiT, CaiT or DINOv2, or raise and load nothing.
+    """Load weights of timm or of the original DeiT, CaiT or DINOv2; raise and load nothing if they do not fit.
 
-    A file's wrappings (``{"model": ...}``, names that all begin with ``module.``) are taken off. Without ``strict``
-    names may be missing or unexpected, so that a model with further tokens can begin with known weights: positions go
-    by token, and those of patches are resampled where the grid is another. Shapes must still agree.
-    With ``assign`` the model takes the tensors themselves, with their precision and device.
+    Wrappers (``{"model": ...}``, the prefix ``module.``) are removed. Without ``strict``, keys may be missing or
+    unexpected, so that a model with further tokens can start from known weights: positions are matched by token, and
+    those of patches are resampled to another grid. Shapes must still agree. With ``assign`` the model uses the given
+    tensors, with their dtype and device, instead of copying them.
 
-    Gives what was missing, by the model's own names, and what was unexpected, as torch's ``load_state_dict`` does.
+    Returns the missing keys, by the model's own names, and the unexpected ones, as torch's ``load_state_dict`` does.
     """
-    check_ours(model)
+    check_vit(model)
     table, config = _names(model.config), model.config
     given = {_canonical(name, config): value for name, value in _unwrap(states).items()}
     own = {_to_timm(name, table, config): name for name in model.state_dict()}
     if not strict and model.pos_embed is not None and "pos_embed" in given:
         given |= _placed(model, table, given)
     values = {name: model.state_dict()[ours] for name, ours in own.items()}
-    fit = check_fit("model", values, given, strict, hint="; strict=False takes what is there")
+    fit = check_fit("model", values, given, strict, hint="; or use strict=False to load the matching keys")
     fitting = {own[name]: value for name, value in given.items() if name in own}
     model.load_state_dict(fitting, strict=False, assign=assign)
     return Fit([own[name] for name in fit.missing_keys], fit.unexpected_keys)
 
 
-def check_ours(model: Any) -> None:
-    """Raise where a model is none of ours."""
+def check_vit(model: Any) -> None:
+    """Raise if a model is not a `ViT`."""
     if not isinstance(model, ViT):
-        raise UnsupportedModel(f"expected one of our models, a vitrail.ViT; got {type(model).__name__}")
+        raise UnsupportedModel(f"expected a vitrail.ViT; got {type(model).__name__}")
 
 
 def _placed(model: ViT, table: Mapping[str, str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give positions and tokens of a file as a model with other tokens, or another grid, has them.
+    """Return positions and tokens of a file for a model with other tokens or another grid.
 
-    A token that the file does not know keeps the position it has. One that has no place for its position takes it
-    into its value, which is the same. What cannot be read stays as it is, and is refused by its shape.
+    A token that is not in the file keeps its position. For a token without a position in the model, the file's
+    position is added to its value, which is equivalent. Positions of unknown shape are left for the shape check.
     """
     config, positions = model.config, given["pos_embed"]
     counts = {name: given[name].shape[1] for name in TIMM_TOKENS.values() if name in given}
@@ -101,7 +99,7 @@ def _placed(model: ViT, table: Mapping[str, str], given: Mapping[str, Tensor]) -
 
 
 def _split(length: int, counts: Mapping[str, int], own: tuple[int, int, int]) -> tuple[int, Any] | None:
-    """Say how many positions of a file are those of special tokens, and the grid of the others: ours, or a square."""
+    """Return how many positions of a file are for special tokens, and the grid of the rest: the model's or a square."""
     fronts = [sum(list(counts.values())[:several]) for several in range(len(counts) + 1)]
     for front in fronts:
         if length - front == prod(own):
@@ -114,7 +112,7 @@ def _split(length: int, counts: Mapping[str, int], own: tuple[int, int, int]) ->
 
 
 def _names(config: ViTConfig) -> dict[str, str]:
-    """Give timm's name for the beginning of each of ours that differs; what timm has not is left out."""
+    """Return timm's prefix for each parameter prefix that differs; prefixes without an equal are left out."""
     table: dict[str, str] = {}
     for role, theirs in TIMM_TOKENS.items():
         specs = [spec for spec in config.tokens if spec.role is role]
@@ -133,12 +131,12 @@ def _to_timm(name: str, table: Mapping[str, str], config: ViTConfig) -> str:
     for ours, theirs in table.items():
         if name == ours or (ours.endswith(".") and name.startswith(ours)):
             return theirs + name[len(ours) :]
-    # timm's CaiT is a class of its own, with the names of the original.
+    # timm's Cait keeps the names of the original.
     return re.sub(r"\bls([12])\.gamma$", r"gamma_\1", name) if config.class_attention else name
 
 
 def _canonical(name: str, config: ViTConfig) -> str:
-    """Spell an original name as timm does."""
+    """Return timm's name for an original name."""
     for pattern, spelling in _ORIGINAL:
         name = pattern.sub(spelling, name)
     return re.sub(r"\bls([12])\.gamma$", r"gamma_\1", name) if config.class_attention else name
@@ -146,14 +144,14 @@ def _canonical(name: str, config: ViTConfig) -> str:
 
 def _unwrap(states: Mapping[str, Any]) -> dict[str, Tensor]:
     if not isinstance(states, Mapping):
-        raise ModelLoadError(f"expected a state_dict, a dict of tensors by name; got {type(states).__name__}")
+        raise ModelLoadError(f"expected a state_dict (tensors by name); got {type(states).__name__}")
     for wrapper in _WRAPPERS:
         if isinstance(inside := states.get(wrapper), Mapping):
             states = inside
     wrong = [n for n, value in states.items() if not isinstance(n, str) or not isinstance(value, Tensor)]
     if wrong or not states:
         raise ModelLoadError(
-            f"a state_dict is a dict of tensors, maybe inside {' or '.join(map(repr, _WRAPPERS))}; got "
+            f"expected a dict of tensors, optionally inside {' or '.join(map(repr, _WRAPPERS))}; got "
             f"{', '.join(map(str, wrong[:8])) or 'nothing'}"
         )
     while all(name.startswith("module.") for name in states):

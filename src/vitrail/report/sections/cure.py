@@ -27,8 +27,7 @@ from vitrail.report.report import Report, ShownImage
 from vitrail.report.sections.base import Section, Values
 from vitrail.report.verdict import cure_sentence
 from vitrail.surgery.hooks import watch
-from vitrail.surgery.register_neurons import find_register_neurons
-from vitrail.surgery.registers import test_time_registers
+from vitrail.surgery.registers import find_register_neurons, test_time_registers
 
 IMAGES = 200
 """Most images that registers are tried on, beside those that are shown."""

@@ -17,7 +17,7 @@ from vitrail.data.dataset import open_dataset
 from vitrail.data.loading.loader import Keep, make_loader
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
-from vitrail.errors import InvalidOption, NotMerged, UnsupportedInput
+from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.recording import evaluating
@@ -190,7 +190,7 @@ def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dic
     """
     try:
         present = Merging.of(model)
-    except NotMerged:
+    except NotApplied:
         present = None
     if merge is None:
         yield None if present is None else present.config

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.models.weight_decay import undecayed
+from vitrail.models.vit import undecayed
 from vitrail.training.optim.muon import Muon, hidden_weights
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "muon": Muon}

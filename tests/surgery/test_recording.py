@@ -1,4 +1,4 @@
-"""Recordings equal what the model computes, for every model, while its own attention stays as it is."""
+"""Recordings equal what every supported model computes, with its own attention."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.fakes import ToyViT
+from tests.merging.test_custom_methods import Threshold
 from tests.surgery.models import ALL, distance, leaving, run
 from vitrail.adapters import find
 from vitrail.data import open_dataset, read_image, to_tensor
@@ -32,7 +33,7 @@ from vitrail.surgery.recording import stream
 
 
 class Attended:
-    """Takes down what reaches PyTorch's attention function: the independent witness of queries, keys and values."""
+    """Stores the arguments of PyTorch's attention function, as an independent reference for q, k and v."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -57,7 +58,7 @@ def witnessed(model: nn.Module, images: Tensor, **call: Any) -> list[tuple[Tenso
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_recording_is_what_the_model_computes(name: str) -> None:
+def test_recording_equals_what_the_model_computes(name: str) -> None:
     model, images = ALL[name].model(), ALL[name].images()
     layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)
     everyone = range(layout.num_tokens)
@@ -77,7 +78,7 @@ def test_recording_is_what_the_model_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm-registers", "timm-map", "hf-deit-head", "hf-registers-head", "eva-dinov3"])
-def test_few_rows_of_few_layers_are_some_of_all(name: str) -> None:
+def test_some_rows_of_some_layers(name: str) -> None:
     model, images = ALL[name].model(), ALL[name].images()
     layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)
     everyone = vitrail.record(model, images, "attention", queries=range(layout.num_tokens))
@@ -152,7 +153,7 @@ def test_merged_model_shows_every_position_its_token(name: str, proportional: bo
 
 
 @pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
-def test_row_of_a_patch_is_that_of_the_token_it_went_into(name: str) -> None:
+def test_row_of_a_patch_is_that_of_its_merged_token(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     with vitrail.merge(model, r=2):
@@ -197,7 +198,7 @@ def test_large_sets_come_in_batches(toy: ToyViT) -> None:
     assert [len(one) for one in stream(toy, images, "norms", batch_size=3)] == [3, 3, 1]
 
 
-def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) -> None:
+def test_files_are_preprocessed(toy: ToyViT, tmp_path: Path) -> None:
     for number in range(3):
         Image.effect_noise((20, 24), 40 + number).convert("RGB").save(tmp_path / f"{number}.png")
     expects = find(toy).adapter.preprocessing(toy)
@@ -206,23 +207,23 @@ def test_files_are_prepared_as_the_model_expects(toy: ToyViT, tmp_path: Path) ->
     for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_dataset(tmp_path)):
         assert torch.allclose(vitrail.record(toy, given, "norms", batch_size=2).norms[2], expected)
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    with pytest.warns(VitrailWarning, match=r"could not be read, 1 of the pictures.*broken\.png"):
+    with pytest.warns(VitrailWarning, match=r"1 images that could not be read.*broken\.png"):
         assert len(vitrail.record(toy, tmp_path, "norms")) == 3
 
 
-def test_kept_in_another_dtype(toy: ToyViT) -> None:
+def test_dtype(toy: ToyViT) -> None:
     found = vitrail.record(toy, torch.randn(2, 3, 16, 16), ("tokens", "q"), dtype=torch.float16, device="cpu")
     assert found.tokens[0].dtype == found.q[2].dtype == torch.float16
 
 
-def test_only_what_was_asked_for_is_kept(toy: ToyViT) -> None:
+def test_only_requested_activations_are_kept(toy: ToyViT) -> None:
     found = vitrail.record(toy, torch.randn(2, 3, 16, 16), "k", layers=1)
     assert list(found.k) == [1]
     assert found.embedding is None
     assert not any((found.tokens, found.norms, found.q, found.v, found.attention, found.mlp))
 
 
-def test_compiled_blocks_are_seen_without_compiling_anew() -> None:
+def test_compiled_blocks_are_recorded_without_recompilation() -> None:
     model = ViT(ViTConfig(image_size=16, patch_size=4, width=24, depth=3, heads=2, num_classes=3)).eval()
     pictures = torch.randn(2, 3, 16, 16)
     plain = vitrail.record(model, pictures, ("tokens", "attention"))
@@ -246,17 +247,17 @@ def test_compiled_blocks_are_seen_without_compiling_anew() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "what": ({"what": "magic"}, InvalidOption, "what to record is one or more of"),
-    "nothing": ({"what": ()}, InvalidOption, "what to record is one or more of"),
-    "layer": ({"layers": 3}, InvalidOption, "layers are numbers from -3 to 2"),
-    "no layers": ({"layers": []}, InvalidOption, "layers are numbers"),
-    "role": ({"what": "attention", "queries": "king"}, InvalidOption, "queries are roles"),
+    "what": ({"what": "magic"}, InvalidOption, "what is one or more of"),
+    "nothing": ({"what": ()}, InvalidOption, "what is one or more of"),
+    "layer": ({"layers": 3}, InvalidOption, "layers are integers from -3 to 2"),
+    "no layers": ({"layers": []}, InvalidOption, "layers are integers"),
+    "role": ({"what": "attention", "queries": "king"}, InvalidOption, "tokens are roles"),
     "position": ({"what": "attention", "queries": 17}, InvalidOption, "positions below 17"),
     "empty role": ({"what": "attention", "queries": "register"}, InvalidOption, "no such token"),
-    "no what": ({"what": None}, InvalidOption, "what to record is one or more of"),
-    "half a layer": ({"layers": 1.5}, InvalidOption, "layers are numbers"),
-    "yes as a layer": ({"layers": True}, InvalidOption, "layers are numbers"),
-    "half a position": ({"what": "attention", "queries": 3.5}, InvalidOption, "queries are roles"),
+    "no what": ({"what": None}, InvalidOption, "what is one or more of"),
+    "half a layer": ({"layers": 1.5}, InvalidOption, "layers are integers"),
+    "yes as a layer": ({"layers": True}, InvalidOption, "layers are integers"),
+    "half a position": ({"what": "attention", "queries": 3.5}, InvalidOption, "tokens are roles"),
     "batch size in words": ({"batch_size": "2"}, InvalidOption, "batch_size="),
     "dtype in words": ({"dtype": "half"}, InvalidOption, "floating point"),
     "whole numbers": ({"dtype": torch.int8}, InvalidOption, "floating point"),
@@ -271,12 +272,12 @@ def test_bad_options_are_refused(toy: ToyViT, wrong: str) -> None:
         vitrail.record(toy, torch.randn(1, 3, 16, 16), **options)
 
 
-def test_bad_pictures_are_refused(toy: ToyViT) -> None:
+def test_bad_images_are_refused(toy: ToyViT) -> None:
     with pytest.raises(UnsupportedInput, match="got a tensor of"):
         vitrail.record(toy, torch.randn(3, 16, 16))
     with pytest.raises(UnsupportedInput, match="got a tensor of"):
         vitrail.record(toy, torch.randn(1, 3, 2, 16, 16))
-    with pytest.raises(UnsupportedInput, match="no pictures"):
+    with pytest.raises(UnsupportedInput, match="no images"):
         vitrail.record(toy, [])
     with pytest.raises(ImageError, match=r"cat\.jpg: there is no such file"):
         vitrail.record(toy, ["cat.jpg"])
@@ -284,7 +285,7 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(toy, "photos")
     with pytest.raises(UnsupportedInput, match="got NoneType"):
         vitrail.record(toy, None)
-    with pytest.raises(UnsupportedInput, match="expected floating point"):
+    with pytest.raises(UnsupportedInput, match="must be floating point"):
         vitrail.record(toy, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     with pytest.raises(UnsupportedInput, match="several sizes"):
         vitrail.record(toy, [torch.randn(1, 3, 16, 16), torch.randn(1, 3, 32, 16)])
@@ -292,7 +293,7 @@ def test_bad_pictures_are_refused(toy: ToyViT) -> None:
         vitrail.record(nn.Linear(3, 3), torch.randn(1, 3, 16, 16))
 
 
-def test_block_by_itself_is_refused(toy: ToyViT) -> None:
+def test_a_single_block_is_refused(toy: ToyViT) -> None:
     from vitrail.surgery.hooks import watch
 
     with watch(toy, ("tokens",)).hooked(), pytest.raises(BrokenPass, match="call the model"):
@@ -317,3 +318,24 @@ def test_videos() -> None:
     for wrong in (videos[:, :, 0], [videos[:, :, 0]]):
         with pytest.raises(UnsupportedInput, match=r"videos \(B, C, T, H, W\)"):
             vitrail.record(model, wrong)
+
+
+@pytest.mark.parametrize("method", ["prune", "random", Threshold(0.0)], ids=["prune", "random", "threshold"])
+def test_attention_rows_sum_to_one_whatever_merges(method: Any) -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images()
+    with vitrail.merge(model, r=3, method=method):
+        found = vitrail.record(model, images, "attention")
+    for rows in found.attention.values():
+        assert torch.allclose(rows.sum(-1), torch.ones(()).to(rows))
+
+
+def test_attention_before_which_tokens_merge_is_refused() -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(), case.images()
+    method = vitrail.ToMe()
+    method.place = "before"
+    with vitrail.merge(model, r=3, method=method):
+        assert vitrail.record(model, images, "tokens").tokens[0].shape[1] == vitrail.count(model).tokens
+        with pytest.raises(InvalidOption, match="before attention"):
+            vitrail.record(model, images, "attention")

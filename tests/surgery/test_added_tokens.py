@@ -1,4 +1,4 @@
-"""Tokens added to models that exist: read-only at first, opened by gates, and gone again without a trace."""
+"""Added tokens: output unchanged until opened, gates, saving, and removal without a trace."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ import vitrail
 from tests.adapters.test_vitrail import lively, pictures
 from tests.parity.models import Case
 from tests.surgery.models import ALL, FEW, distance, run
-from vitrail.errors import AlreadyMerged, InvalidOption, ModelLoadError, NotMerged, UnsupportedInput, UnsupportedModel
+from vitrail.errors import AlreadyApplied, InvalidOption, ModelLoadError, NotApplied, UnsupportedInput, UnsupportedModel
 from vitrail.models import create_model
 from vitrail.runtime.side_tokens import receiving
 from vitrail.tokens import Role, TokenSpec
@@ -27,7 +27,7 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Ten
 
 
 def small(**options) -> nn.Module:
-    """A ViT of timm whose every branch counts."""
+    """Return a timm ViT in which every branch contributes."""
     made = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_heads": 2, "depth": 3, "num_classes": 5, **options}
     return lively(timm.create_model("vit_tiny_patch16_224", **made))
 
@@ -58,7 +58,7 @@ def test_output_is_unchanged_until_opened_and_removal_restores_the_model(name):
 
 
 def reference(model: nn.Module, tokens: nn.Module, images: Tensor, gates: list[float]) -> tuple[Tensor, Tensor]:
-    """Run timm's blocks on one long sequence, with who reads whom as a matrix added to the scores."""
+    """Run timm's blocks on one long sequence, with a matrix of biases on the attention scores."""
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     own = x.shape[1]
     x = torch.cat([x, *(tokens.values[spec.name].expand(len(x), -1, -1) for spec in tokens.specs)], 1)
@@ -75,7 +75,7 @@ def reference(model: nn.Module, tokens: nn.Module, images: Tensor, gates: list[f
 
 
 @pytest.mark.parametrize("gates", [[-torch.inf] * 3, [-1.0, 0.5, -3.0], [0.0, 0.0, 0.0]])
-def test_as_one_long_sequence_with_a_matrix_of_who_reads_whom(gates):
+def test_equals_one_long_sequence_with_biased_scores(gates):
     model, images = small(init_values=0.1, reg_tokens=1), pictures()
     added = mix(model)
     if max(gates) > -torch.inf:
@@ -89,7 +89,7 @@ def test_as_one_long_sequence_with_a_matrix_of_who_reads_whom(gates):
     assert distance(output.by_role["breed"], heads["breed"](output.features[:, 2])) < 1e-12
 
 
-def test_gradients_are_those_of_the_long_sequence():
+def test_gradients_equal_those_of_the_long_sequence():
     gates = [-1.0, 0.5, -3.0]
     results = []
     for written_out in (False, True):
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_the_long_sequence():
     assert ours["vitrail_tokens.gates"].abs().min() > 0
 
 
-def test_opening_does_not_jump():
+def test_opening_hardly_changes_the_output():
     model, images = small(), pictures()
     before = model(images)
     added = mix(model)
@@ -118,7 +118,7 @@ def test_opening_does_not_jump():
     assert 0 < distance(model(images), before) < 1e-3
 
 
-def test_gradients_reach_what_should_learn_and_nothing_else():
+def test_gradients_reach_trainable_parameters_only():
     model, images = small(), pictures()
     added = vitrail.add_tokens(model, registers=2, tasks={"breed": 3})
     model(images).sum().backward()
@@ -171,8 +171,8 @@ def test_merged_before_and_after(name):
             merged = run(model, images, case)
             with receiving() as later:
                 run(model, images, case)
-            assert merging.is_applied
-        assert added.is_applied
+            assert merging.is_active
+        assert added.is_active
         added.open(0.0)
         assert distance(run(model, images, case), alone) > 1e-5
         values = copy.deepcopy(added.tokens.state_dict())
@@ -188,8 +188,8 @@ def test_merged_before_and_after(name):
         assert distance(run(model, images, case), alone) < 1e-12
 
 
-def test_added_tokens_read_a_merged_token_as_its_members():
-    """Where patches come in equal pairs and have no position, merging them changes nothing for anybody."""
+def test_added_tokens_attend_to_a_merged_token_by_its_size():
+    """Merging equal pairs of patches without positions changes no token."""
     model = small(pos_embed="none", depth=4)
     grid = torch.randn(2, 3, 4, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     images = grid.repeat_interleave(8, 2).repeat_interleave(16, 3)
@@ -206,7 +206,7 @@ def test_added_tokens_read_a_merged_token_as_its_members():
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_heads_that_talk_take_added_tokens(opened):
+def test_talking_heads_take_added_tokens(opened):
     options = {"image_size": 32, "patch_size": 8, "width": 32, "heads": 4, "depth": 3, "num_classes": 4}
     model, images = lively(create_model("cait_xxs24", **options)), pictures()
     before = model(images)
@@ -226,8 +226,8 @@ def test_heads_that_talk_take_added_tokens(opened):
         assert distance(added(images).features, far.features) < 1e-12
 
 
-def test_tokens_enter_where_they_are_told_to():
-    """A token that enters before the last block is one that enters a model of that block alone."""
+def test_tokens_enter_at_their_layer():
+    """A token that enters before the last block equals one in a model of that block alone."""
     model, images = small(), pictures()
     with vitrail.add_tokens(model, registers=1, tokens=[TokenSpec("late", Role.REGISTER, enters=2)]) as added:
         values = added.tokens.values["late"].detach().clone()
@@ -244,7 +244,7 @@ def test_tokens_enter_where_they_are_told_to():
     assert distance(found[0][:, 1:], late) < 1e-12
 
 
-def test_recorded_with_everything_else():
+def test_recording():
     model, images = small(reg_tokens=1), pictures()
     what = ("tokens", "q", "k", "v", "attention")
     plain = vitrail.record(model, images, what, queries=range(18))
@@ -268,7 +268,7 @@ def test_recorded_with_everything_else():
     rows = vitrail.record(model, images, "attention", queries=range(21)).attention[2]
     assert distance(rows.sum(-1), torch.ones(3, 2, 21, dtype=torch.float64)) < 1e-12
     assert rows[:, :, own][..., 2:5].min() > 0
-    with pytest.raises(InvalidOption, match="those that were added"):
+    with pytest.raises(InvalidOption, match="added tokens"):
         vitrail.record(model, images, "mlp")
 
 
@@ -315,7 +315,7 @@ def test_state_saves_and_loads(tmp_path, opened):
         assert torch.equal(other(images).features, output.features)
         assert other.tokens is not added.tokens
         other.remove()
-        assert added.is_applied
+        assert added.is_active
 
 
 def test_files_that_do_not_fit(tmp_path):
@@ -326,11 +326,11 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(ModelLoadError, match="gates is"):
         vitrail.AddedTokens.load(deeper, path)
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ModelLoadError, match="holds no added tokens"):
+    with pytest.raises(ModelLoadError, match="has no added tokens"):
         vitrail.AddedTokens.load(deeper, path)
     with pytest.raises(ModelLoadError):
         vitrail.AddedTokens.load(deeper, tmp_path / "none")
-    with pytest.raises(ModelLoadError, match="could not be written"):
+    with pytest.raises(ModelLoadError, match="could not write"):
         mix(small()).save(tmp_path / "no" / "such")
     assert list(deeper.state_dict()) == keys
 
@@ -338,27 +338,27 @@ def test_files_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "no tokens were asked for"),
-        ({"registers": -1}, "registers is how many"),
-        ({"registers": True}, "registers is how many"),
-        ({"classes": 1.5}, "classes is how many"),
+        ({}, "no tokens to add"),
+        ({"registers": -1}, "registers is the number"),
+        ({"registers": True}, "registers is the number"),
+        ({"classes": 1.5}, "classes is the number"),
         ({"distillation": 2}, "at most one"),
         ({"tasks": ["breed"]}, "names with numbers of outputs"),
         ({"tasks": {"breed": 0}}, "number of outputs"),
-        ({"tasks": {"two words": 3}}, "Python name"),
+        ({"tasks": {"two words": 3}}, "Python identifier"),
         ({"tasks": {"breed": 3}, "tokens": [TokenSpec("breed", Role.TASK, classes=3)]}, "more than once: breed"),
         ({"distillation": True, "tokens": [TokenSpec("more", Role.DISTILLATION)]}, "at most one distillation"),
         ({"registers": 1, "num_classes": 0}, "num_classes is 1 or more"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=3)]}, "expected 0 to 2, a block"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=-1)]}, "expected 0 to 2, a block"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, position=True)]}, "added tokens have none"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=3)]}, "expected a block, 0 to 2"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, enters=-1)]}, "expected a block, 0 to 2"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, position=True)]}, "no position"),
         ({"tokens": ["t"]}, "TokenSpec objects"),
         ({"tokens": None}, "list of TokenSpec"),
         ({"tokens": TokenSpec("t", Role.TASK, classes=2)}, "list of TokenSpec"),
-        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until they are opened"),
+        ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until opened"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_changes(options, said):
+def test_invalid_options_change_nothing(options, said):
     model = small()
     keys, kinds = list(model.state_dict()), [type(part) for part in model.modules()]
     with pytest.raises(InvalidOption, match=said):
@@ -369,16 +369,16 @@ def test_what_cannot_work_is_refused_before_anything_changes(options, said):
 
 def test_mixes_with_the_models_own_tokens_are_refused():
     distilled = timm.create_model("deit_tiny_distilled_patch16_224", depth=1, embed_dim=32, num_heads=2)
-    with pytest.raises(InvalidOption, match="has a distillation token already"):
+    with pytest.raises(InvalidOption, match="already has a distillation token"):
         vitrail.add_tokens(distilled, distillation=True)
     # timm itself ignores registers on a distilled model
     assert vitrail.add_tokens(distilled, registers=4).layout.indices(Role.REGISTER) == range(2, 6)
     roles = [TokenSpec("cls", Role.CLASS), TokenSpec("breed", Role.TASK, classes=3)]
     ours = create_model("vit_tiny_patch16", depth=1, tokens=roles)
-    with pytest.raises(InvalidOption, match="tokens named 'breed' already"):
+    with pytest.raises(InvalidOption, match="already has tokens named 'breed'"):
         vitrail.add_tokens(ours, tasks={"breed": 3})
     headless = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
-    with pytest.raises(InvalidOption, match="give num_classes="):
+    with pytest.raises(InvalidOption, match="set num_classes="):
         vitrail.add_tokens(headless, classes=1)
     with pytest.raises(UnsupportedModel):
         vitrail.add_tokens(nn.Linear(2, 2), registers=1)
@@ -386,22 +386,22 @@ def test_mixes_with_the_models_own_tokens_are_refused():
         vitrail.add_tokens("vit", registers=1)
 
 
-def test_once_at_a_time_and_not_after_removal():
+def test_errors_of_a_second_addition_and_after_removal():
     model, images = small(), pictures()
     added = mix(model)
-    with pytest.raises(AlreadyMerged, match="added to this model already"):
+    with pytest.raises(AlreadyApplied, match="already has added tokens"):
         vitrail.add_tokens(model, registers=1)
-    with pytest.raises(AlreadyMerged, match="added to this model already"):
+    with pytest.raises(AlreadyApplied, match="already has added tokens"):
         vitrail.test_time_registers(model, neurons={0: [1]})
     assert "closed" in repr(added)
     assert "2 register 'registers'" in repr(added)
     added.remove()
     for call in (added.open, added.close, added.remove, added.trainable):
-        with pytest.raises(NotMerged, match="were removed"):
+        with pytest.raises(NotApplied, match="was removed"):
             call()
-    with pytest.raises(NotMerged, match="nothing was added"):
+    with pytest.raises(NotApplied, match="carries no AddedTokens"):
         vitrail.AddedTokens.of(model)
-    with pytest.raises(NotMerged, match="were removed"):
+    with pytest.raises(NotApplied, match="was removed"):
         added(images)
     assert "removed" in repr(added)
     with mix(model) as added:
@@ -456,7 +456,7 @@ def test_compiles(opened, merged):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_model_compiled_by_itself_hands_its_tokens_over(first):
+def test_a_compiled_model_delivers_its_added_tokens(first):
     model, images = small().float(), pictures().float()
     if first:
         model.compile(backend="eager")
@@ -481,13 +481,13 @@ def test_gates_keep_their_precision_and_learn():
     assert added.tokens.gates.dtype == torch.float32
     assert model.to(torch.float16).vitrail_tokens.gates.dtype == torch.float32
     model.bfloat16()
-    optimiser = torch.optim.Adam(added.trainable(gate_lr=0.1), lr=1e-3)
+    optimizer = torch.optim.Adam(added.trainable(gate_lr=0.1), lr=1e-3)
     model(images).square().mean().backward()
-    optimiser.step()
+    optimizer.step()
     assert (added.tokens.gates.detach() + 10).abs().min() > 0.05
 
 
-def test_what_was_frozen_learns_again():
+def test_trainable_unfreezes_added_parameters():
     model = small()
     added = mix(model)
     model.requires_grad_(False)
@@ -500,7 +500,7 @@ def test_what_was_frozen_learns_again():
     assert not added.tokens.gates.requires_grad
 
 
-def test_wrapped_after_and_not_before(tmp_path):
+def test_ddp_wraps_after_tokens_are_added(tmp_path):
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -519,7 +519,7 @@ def test_wrapped_after_and_not_before(tmp_path):
         dist.destroy_process_group()
 
 
-def test_our_models_are_saved_apart_from_what_was_added(tmp_path):
+def test_added_tokens_are_saved_separately(tmp_path):
     model = create_model("vit_tiny_patch16", image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=3)
     added = mix(model)
     with pytest.raises(ModelLoadError, match=r"vitrail_tokens.*AddedTokens\.save"):

@@ -1,4 +1,4 @@
-"""One query that reads many tokens: nothing depends on what all of its scores share, however far below zero it is."""
+"""Attention of a single query is invariant to a shift of all of its scores, however far below zero."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from vitrail.heads import AttentionPool
 from vitrail.merging.attention import weights_of_few
 from vitrail.models import ViTConfig
-from vitrail.models.class_attention import ClassAttention
+from vitrail.models.layers import ClassAttention
 
 WIDTH, HEADS, TOKENS = 128, 2, 64
 FAR = -150.0
-"""Far enough that exp(0 − log-sum-exp), which stands in cuDNN's gradients for tokens that are not there, overflows."""
+"""A shift at which exp(0 − log-sum-exp), which cuDNN's gradients contain for padded tokens, overflows."""
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
@@ -32,7 +32,7 @@ def pooling() -> tuple[nn.Module, Callable[[Tensor], Tensor], nn.Linear, nn.Line
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("make", [class_attention, pooling])
-def test_what_all_scores_share_changes_nothing(make: Callable[[], tuple], device: str) -> None:
+def test_a_shift_of_all_scores_changes_nothing(make: Callable[[], tuple], device: str) -> None:
     torch.manual_seed(0)
     module, read, asks, answers = make()
     dtype = torch.bfloat16 if device == "cuda" else torch.float64

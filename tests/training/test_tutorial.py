@@ -78,4 +78,4 @@ def test_runs_of_other_libraries_go_by_the_same_names(small: Path) -> None:
     assert labels.classes == {"label": ("cat", "dog")}
     result = CliRunner().invoke(app, ["train", "--data", "photos", "--teacher", "runs/none", "--preset", "tiny"])
     assert result.exit_code != 0
-    assert "there is no such folder" in " ".join(result.output.split())
+    assert "no such directory" in " ".join(result.output.split())

@@ -77,6 +77,3 @@ def directory_lock(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-drafts, move, held = temporary_files, rename_all, directory_lock  # former names

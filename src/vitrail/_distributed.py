@@ -88,11 +88,6 @@ class World:
         if self.world_size > 1:
             self.all_gather(None)
 
-    # former names
-    world = property(lambda self: self.world_size)
-    first = property(lambda self: self.is_main)
-    together, first_does, gather, share = run, run_on_main, all_gather, broadcast
-
 
 def torchrun_rank() -> tuple[int, int] | None:
     """Return rank and world size from torchrun's environment variables; None in a single process."""
@@ -151,15 +146,3 @@ def distributed(device: str | None, timeout: timedelta = TIMEOUT, tensors: bool 
     finally:
         gc.collect()  # objects that still hold the connection would crash its threads
         dist.destroy_process_group()
-
-
-# former names
-Crew = World
-LinkLost = ConnectionLost
-SaidElsewhere = ReportedByMain
-cores = cpu_count
-told = torchrun_rank
-ranks = rank_and_world_size
-gathered = all_gather
-place = choose_device
-joined = distributed

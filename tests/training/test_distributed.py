@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from tests.training.toys import FIELDS, difference, finish, make_photos, start, weights
-from vitrail._distributed import Crew
+from vitrail._distributed import World
 from vitrail.errors import TrainingError
 from vitrail.models import create_model
 from vitrail.training import Event, train
 from vitrail.training.distributed import explain_failures, find_blocks
 
-ALONE = Crew(0, 1, torch.device("cpu"))
+ALONE = World(0, 1, torch.device("cpu"))
 MIXED = {"mixup": 0.2, "cutmix": 1.0, "augment": "medium", "ema": 0.9, "validation": 0.25, "epochs": 2}
 
 
@@ -107,7 +107,7 @@ def test_killed_process_ends_the_others_with_a_message(tmp_path: Path) -> None:
 
 
 def test_lost_link_and_full_device_are_explained() -> None:
-    pair = Crew(1, 2, torch.device("cpu"))
+    pair = World(1, 2, torch.device("cpu"))
     lost = pytest.raises(TrainingError, match=r"lost the connection.*Connection closed by peer.*Go on")
     with lost, explain_failures(pair, lambda: "Go on."):
         raise RuntimeError("[gloo] Connection closed by peer")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import Library
 from vitrail.errors import ModelLoadError
-from vitrail.models.saving import CONFIG, LABELS, TOLD, WEIGHTS
+from vitrail.models.saving import CONFIG, LABELS, LABELS_ATTRIBUTE, WEIGHTS
 
 PREFIX = "vitrail:"
 
@@ -83,7 +83,7 @@ def load_saved(path: str | Path) -> nn.Module:
     model = saved_library(folder).restore(folder, read_config(folder))
     if any(value.dtype in (torch.float16, torch.bfloat16) for value in model.parameters()):
         model = model.float()
-    setattr(model, TOLD, read_labels(folder))
+    setattr(model, LABELS_ATTRIBUTE, read_labels(folder))
     return model
 
 
@@ -98,7 +98,9 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
         >>> vitrail.class_names(model)  # doctest: +SKIP
         {'label': ('cat', 'dog')}
     """
-    told: dict[str, Any] = next((vars(part)[TOLD] for part in model.modules() if TOLD in vars(part)), {})
+    told: dict[str, Any] = next(
+        (vars(part)[LABELS_ATTRIBUTE] for part in model.modules() if LABELS_ATTRIBUTE in vars(part)), {}
+    )
     return {question: tuple(classes) for question, classes in told.get("classes", {}).items()}
 
 

@@ -322,12 +322,13 @@ class Transformers(Library):
         config: Mapping[str, Any],
         labels: Mapping[str, Any],
     ) -> None:
-        from vitrail.models.saving import LABELS, labels_text, write_whole
+        from vitrail._atomic_files import write_bytes
+        from vitrail.models.saving import LABELS, labels_text
 
         folder.mkdir(parents=True, exist_ok=True)
         kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
         model.save_pretrained(folder, state_dict=kept)
-        write_whole(folder / LABELS, labels_text(labels).encode())
+        write_bytes(folder / LABELS, labels_text(labels).encode())
 
     def restores(self, config: Mapping[str, Any]) -> bool:
         return "model_type" in config

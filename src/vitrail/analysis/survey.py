@@ -16,7 +16,7 @@ from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.analysis.result import Result
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
-from vitrail.surgery.recording import Pictures, stream
+from vitrail.surgery.recording import Images, stream
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Survey(Result):
 
 def survey(
     models: Mapping[str, nn.Module | Callable[[], nn.Module]],
-    data: Pictures,
+    data: Images,
     *,
     batch_size: int | None = None,
     progress: Callable[[str, int, int | None], None] | None = None,
@@ -78,7 +78,7 @@ def survey(
     Args:
         models: models by name, or functions that load them, called one after the other: checkpoints of a training run
             by step, or models by size.
-        data: image files or preprocessed tensors; see :data:`~vitrail.surgery.recording.Pictures`. They are read once
+        data: image files or preprocessed tensors; see :data:`~vitrail.surgery.recording.Images`. They are read once
             per model, batch by batch; files are preprocessed as each model expects. An iterator is held in memory.
         batch_size: images per batch, unless ``data`` comes in batches.
         progress: called with a model's name, the number of models done, and the number of models.

@@ -12,7 +12,7 @@ from typing import IO
 
 from PIL import Image
 
-from vitrail._atomic_files import drafts
+from vitrail._atomic_files import temporary_files
 from vitrail.errors import VitrailError
 
 
@@ -41,7 +41,10 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], option: s
     Pipes and devices, like ``/dev/stdout``, are written directly.
     """
     try:
-        with nullcontext([path]) if _is_special(path) else drafts(path) as (target,), target.open("wb") as file:
+        with (
+            nullcontext([path]) if _is_special(path) else temporary_files(path) as (target,),
+            target.open("wb") as file,
+        ):
             write(file)
     except OSError as error:
         raise _unwritable(path, error, option) from error

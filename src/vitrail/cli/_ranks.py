@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from vitrail._distributed import LinkLost, SaidElsewhere, told
+from vitrail._distributed import ConnectionLost, ReportedByMain, torchrun_rank
 from vitrail.cli import _console as console
 
 EXIT_DELAY = 2.0
@@ -28,7 +28,7 @@ def exit_at_once() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if told() is None:
+        if torchrun_rank() is None:
             raise
         _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
@@ -36,7 +36,7 @@ def exit_at_once() -> Iterator[None]:
 @contextmanager
 def first_rank_prints(*silent: Console) -> Iterator[None]:
     """Silence these consoles (results by default) on all ranks but the first; errors of their own are still printed."""
-    rank, _ = told() or (0, 1)
+    rank, _ = torchrun_rank() or (0, 1)
     before = {each: each.quiet for each in (silent or (console.out,) if rank else ())}
     try:
         for each in before:
@@ -55,10 +55,10 @@ def first_rank_reports() -> Iterator[None]:
     """
     try:
         yield
-    except LinkLost as problem:
+    except ConnectionLost as problem:
         console.error(str(problem))
         _exit(2)
-    except SaidElsewhere as problem:
+    except ReportedByMain as problem:
         time.sleep(EXIT_DELAY)
         raise typer.Exit(2) from problem
 

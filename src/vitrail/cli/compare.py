@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitrail._distributed import Crew
+from vitrail._distributed import World
 from vitrail.adapters.registry import split_name
 from vitrail.cli import _console as console
 from vitrail.cli import _options as options
@@ -65,9 +65,9 @@ def compare(
     pixels = options.parse_size(size)
     settings = Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed)
     inputs = [*settings.images, *reports, *(path.with_suffix(".json") for path in reports)]
-    with console.user_errors(), console.notes(), interruptible(out), processes(device) as crew:
-        crew.together(lambda: check_output(out, inputs))
-        both = load_or_inspect(names, settings, crew)
+    with console.user_errors(), console.notes(), interruptible(out), processes(device) as world:
+        world.run(lambda: check_output(out, inputs))
+        both = load_or_inspect(names, settings, world)
         if both is None:
             return
         from vitrail.report import compare as compare_reports
@@ -82,19 +82,19 @@ def compare(
         console.say(f"Comparison: {written(out)}", style="bold")
 
 
-def load_or_inspect(names: tuple[str, str], settings: Settings, crew: Crew) -> tuple[Report, Report] | None:
+def load_or_inspect(names: tuple[str, str], settings: Settings, world: World) -> tuple[Report, Report] | None:
     """Load or make both reports; return them on rank 0, None on the others."""
     from vitrail.report import Report
 
     def load() -> dict[str, Report]:
         return {name: Report.load(name) for name in names if is_report(name)}
 
-    found = crew.together(load)  # damaged files are found before a model is loaded
+    found = world.run(load)  # damaged files are found before a model is loaded
     models = [name for name in names if name not in found]
     if models:
-        collection = crew.together(settings.open)
+        collection = world.run(settings.open)
         for name in dict.fromkeys(models):
-            report = run_inspect(name, collection, settings, crew)
+            report = run_inspect(name, collection, settings, world)
             if report is not None:
                 found[name] = report
     return None if len(found) < len(set(names)) else (found[names[0]], found[names[1]])

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from vitrail._distributed import Crew, joined
+from vitrail._distributed import World, distributed
 from vitrail.cli import _console as console
 from vitrail.cli import _options as options
 from vitrail.cli._ranks import first_rank_prints, first_rank_reports
@@ -105,10 +105,10 @@ def inspect(
     """
     pixels = options.parse_size(size)
     settings = Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed, cure)
-    with console.user_errors(), console.notes(), interruptible(out), processes(device) as crew:
-        crew.together(lambda: check_output(out, settings.images))
-        collection = crew.together(settings.open)
-        report = run_inspect(model, collection, settings, crew)
+    with console.user_errors(), console.notes(), interruptible(out), processes(device) as world:
+        world.run(lambda: check_output(out, settings.images))
+        collection = world.run(settings.open)
+        report = run_inspect(model, collection, settings, world)
         if report is None:
             return
         report.save(out)
@@ -117,11 +117,11 @@ def inspect(
         else:
             show(model, report)
             console.say(f"Report: {written(out)}", style="bold")
-    if report.problems["num_skipped"] and crew.world == 1:  # torchrun would report a crash
+    if report.problems["num_skipped"] and world.world_size == 1:  # torchrun would report a crash
         raise typer.Exit(1)
 
 
-def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) -> Report | None:
+def run_inspect(name: str, collection: Dataset, settings: Settings, world: World) -> Report | None:
     """Load a model and inspect it; return the report on rank 0, None on the others."""
     import torch
     from PIL import Image
@@ -137,7 +137,7 @@ def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) 
         return loaded
 
     with console.err.status(f"Loading {name}"):
-        loaded = crew.together(load_checked)
+        loaded = world.run(load_checked)
     if settings.random:
         console.note(f"{name} has random weights here: the results say nothing about trained ones.")
 
@@ -159,7 +159,7 @@ def run_inspect(name: str, collection: Dataset, settings: Settings, crew: Crew) 
                 f"Not enough memory for batches of {settings.batch} images. Use a smaller --batch or --size."
             ) from error
 
-    return crew.together(work)
+    return world.run(work)
 
 
 def check_output(out: Path, inputs: Sequence[Path]) -> None:
@@ -229,12 +229,12 @@ def interruptible(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def processes(device: str | None) -> Iterator[Crew]:
+def processes(device: str | None) -> Iterator[World]:
     """Join the ranks that torchrun started, if any; only rank 0 prints."""
     where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
     with (
         first_rank_prints(console.out, console.err),
         first_rank_reports(),
-        joined(where, TIMEOUT, tensors=False) as crew,
+        distributed(where, TIMEOUT, tensors=False) as world,
     ):
-        yield crew
+        yield world

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitrail._atomic_files import move
+from vitrail._atomic_files import rename_all
 from vitrail.errors import ExportError
 
 
@@ -34,5 +34,5 @@ def publish(directory: Path, path: Path) -> tuple[Path, ...]:
     """Move the files of a staging directory beside ``path``, ``path`` itself last; return them, ``path`` first."""
     staged = sorted(directory.iterdir(), key=lambda file: file.name == path.name)
     targets = {file: path.with_name(file.name) for file in staged}
-    move(targets)
+    rename_all(targets)
     return tuple(reversed(targets.values()))

@@ -152,6 +152,3 @@ def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
         raise ModelLoadError(
             f"{text} is not a directory, and {file} could not be downloaded from the Hub: {error}"
         ) from error
-
-
-write_whole, TOLD = write_bytes, LABELS_ATTRIBUTE  # former names

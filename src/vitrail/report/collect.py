@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vitrail._distributed import gathered, ranks
+from vitrail._distributed import all_gather, rank_and_world_size
 from vitrail.adapters import find
 from vitrail.analysis.features import patch_features
 from vitrail.analysis.norms import NormAccumulator
@@ -308,13 +308,13 @@ def gather(collected: Collected, error: Exception | None) -> Collected | None:
     that failed reports to the others first, so that all of them raise. A rank without readable images has not failed
     if another rank has some.
     """
-    rank, world = ranks()
+    rank, world = rank_and_world_size()
     if world == 1:
         if error is not None:
             raise error
         return _completed(collected)
     empty = isinstance(error, ImageError) and collected.seen == 0
-    states = gathered((None if error is None or empty else f"{type(error).__name__}: {error}", collected.seen))
+    states = all_gather((None if error is None or empty else f"{type(error).__name__}: {error}", collected.seen))
     if error is not None and not empty:
         raise error
     for other, (failure, _) in enumerate(states):

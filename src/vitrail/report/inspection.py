@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail._distributed import ranks
+from vitrail._distributed import rank_and_world_size
 from vitrail.adapters import Found, find
 from vitrail.analysis.result import plain
 from vitrail.bench.machine import describe_machine
@@ -98,7 +98,7 @@ def inspect(
 
 def _collect(collector: Collector, data: Batches, batch_size: int, progress: Progress) -> Exception | None:
     """Run the model over the data of this rank; return the error that ended it."""
-    rank, world = ranks()
+    rank, world = rank_and_world_size()
     total = None if data.total is None else len(range(rank, data.total, world))
     error: Exception | None = None
     try:

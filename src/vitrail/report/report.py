@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail._atomic_files import drafts
+from vitrail._atomic_files import temporary_files
 from vitrail.analysis.result import Result
 from vitrail.errors import ReportError
 from vitrail.report import verdict
@@ -50,7 +50,7 @@ class Saved(Result):
         if file.suffix.lower() in PAGES:
             texts[file] = self.to_html()
         try:
-            with drafts(*texts) as hidden:
+            with temporary_files(*texts) as hidden:
                 for draft, text in zip(hidden, texts.values(), strict=True):
                     draft.write_bytes(text.encode())
         except OSError as error:

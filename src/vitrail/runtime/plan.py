@@ -17,7 +17,7 @@ from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, Vi
 from vitrail.merging import Method, Room, Schedule, Solution, ToMe
 from vitrail.merging.bipartite import Order
 from vitrail.runtime.cost import CostModel
-from vitrail.runtime.side_tokens import Beside
+from vitrail.runtime.side_tokens import SideTokens
 from vitrail.tokens import TokenLayout
 
 
@@ -45,7 +45,7 @@ class Plan:
     cost: CostModel
     resizes: bool = False
     merges: bool = True
-    added: Beside | None = None
+    added: SideTokens | None = None
     method: Method = field(default_factory=ToMe)
     warned: set[int] = field(default_factory=set)
     hooks_reported: bool = False
@@ -63,7 +63,7 @@ class Plan:
                 self.report(solution, patches)
 
     @classmethod
-    def bare(cls, found: Found, cost: CostModel, added: Beside) -> Plan:
+    def bare(cls, found: Found, cost: CostModel, added: SideTokens) -> Plan:
         """Return the plan of a model that does not merge and has added tokens."""
         depth, layout = len(found.blocks), found.adapter.layout(found.trunk)
         resizes = found.adapter.resizes(found.trunk)

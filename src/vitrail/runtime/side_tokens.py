@@ -85,9 +85,6 @@ class SideTokens(nn.Module):
         return self.gates[layer] if self.is_open else None
 
 
-Beside = SideTokens  # former name
-
-
 def _restore_is_open(module: nn.Module, _: object) -> None:
     assert isinstance(module, SideTokens)
     module.turn(bool(module.opened))

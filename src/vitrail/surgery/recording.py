@@ -24,8 +24,6 @@ Images = Any
 parquet file, a dataset; preprocessed images (B, C, H, W), or videos (B, C, T, H, W); or batches of these, each a tensor
 or a tuple that starts with one."""
 
-Pictures = Images  # former name
-
 
 @dataclass(frozen=True)
 class Recording:

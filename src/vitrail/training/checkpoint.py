@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vitrail._distributed import Crew
+from vitrail._distributed import World
 from vitrail.errors import TrainingError, VitrailWarning
 from vitrail.models.saving import CONFIG
 from vitrail.training.run_directory import LAST, SHARDS
@@ -36,10 +36,10 @@ META, STATE, COMPLETE = "meta.json", "state.pt", "complete.json"
 class Checkpoints:
     """The checkpoints of a run: writes them, finds the newest complete one, keeps the last few."""
 
-    def __init__(self, folder: Path, keep: int, crew: Crew) -> None:
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
         self.folder = folder
         self._keep = keep
-        self._crew = crew
+        self._world = world
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, in order."""
@@ -61,21 +61,21 @@ class Checkpoints:
         """
         draft = self.folder / f".draft-{step:08d}"
         problem = None
-        if self._crew.first:
+        if self._world.is_main:
             try:
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
             except OSError as error:
                 problem = _reason(error)
-        problem = self._crew.share(problem)
+        problem = self._world.broadcast(problem)
         if problem is None:
-            found = self._crew.gather(self._write(draft, tensors, meta, model))
+            found = self._world.all_gather(self._write(draft, tensors, meta, model))
             problem = next((one for one in found if one is not None), None)
-        if problem is None and self._crew.first:
+        if problem is None and self._world.is_main:
             problem = self._finish(draft, step)
-        problem = self._crew.share(problem)
+        problem = self._world.broadcast(problem)
         if problem:
-            if self._crew.first:
+            if self._world.is_main:
                 shutil.rmtree(draft, ignore_errors=True)
                 have = self.steps()
                 kept = f"the checkpoint of step {have[-1]} is kept" if have else "there is no checkpoint yet"
@@ -96,7 +96,7 @@ class Checkpoints:
         try:
             if sharded:
                 _save_shards(draft / SHARDS, tensors)
-            if self._crew.first:
+            if self._world.is_main:
                 if not sharded:
                     with (draft / STATE).open("wb") as file:
                         torch.save({name: value.detach().cpu() for name, value in tensors.items()}, file)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail._distributed import Crew, LinkLost
+from vitrail._distributed import ConnectionLost, World
 from vitrail.errors import TrainingError
 
 
 @contextmanager
-def explain_failures(crew: Crew, hint: Callable[[], str]) -> Iterator[None]:
+def explain_failures(world: World, hint: Callable[[], str]) -> Iterator[None]:
     """Turn a lost connection or too little memory into an error that ends with ``hint()``."""
     try:
         yield
@@ -26,30 +26,30 @@ def explain_failures(crew: Crew, hint: Callable[[], str]) -> Iterator[None]:
                 f"batch_size. {hint()}"
             ) from error
         lost = any(word in text.lower() for word in ("connection", "timed out", "timeout", "peer", "nccl", "gloo"))
-        if crew.world == 1 or not lost:
+        if world.world_size == 1 or not lost:
             raise
-        raise LinkLost(
-            f"rank {crew.rank} of {crew.world} lost the connection: another rank ended or hangs ({text[:200]}). "
+        raise ConnectionLost(
+            f"rank {world.rank} of {world.world_size} lost the connection: another rank ended or hangs ({text[:200]}). "
             f"{hint()}"
         ) from error
 
 
-def wrap_ddp(learner: nn.Module, crew: Crew, unused: bool) -> nn.Module:
+def wrap_ddp(learner: nn.Module, world: World, unused: bool) -> nn.Module:
     """Wrap a learner in DDP; ``unused`` if some parameters may get no gradient."""
     from torch.nn.parallel import DistributedDataParallel
 
-    devices = [crew.device] if crew.device.type == "cuda" else None
+    devices = [world.device] if world.device.type == "cuda" else None
     return DistributedDataParallel(
         learner, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=unused
     )
 
 
-def wrap_fsdp(learner: nn.Module, model: nn.Module, crew: Crew, dtype: str) -> nn.Module:
+def wrap_fsdp(learner: nn.Module, model: nn.Module, world: World, dtype: str) -> nn.Module:
     """Shard a learner, its model and the model's blocks with FSDP; the model can be called by itself for evaluation."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(crew.device.type, (crew.world,))
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if dtype == "bf16" else None
     options: dict[str, Any] = {"mesh": mesh, **({} if half is None else {"mp_policy": half})}
     for part in (*find_blocks(model), model, learner):

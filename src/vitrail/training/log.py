@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vitrail._atomic_files import write_bytes
 from vitrail.errors import InvalidOption, VitrailWarning
-from vitrail.models.saving import write_whole
 from vitrail.training.objective.objective import Terms
 
 Kind = Literal["start", "note", "reading", "train", "epoch", "evaluating", "evaluation", "saved"]
@@ -131,7 +131,7 @@ class Log:
         if self._path is None or not self._path.exists():
             return
         kept = [line for line, values in _read(self._path) if values.get("step", 0) <= step]
-        write_whole(self._path, "".join(f"{line}\n" for line in kept).encode())
+        write_bytes(self._path, "".join(f"{line}\n" for line in kept).encode())
 
     def close(self) -> None:
         """Close TensorBoard."""

@@ -39,7 +39,7 @@ class Loop:
         config = setup.config
         self.per_epoch = setup.loader.steps_per_epoch
         self.total = (config.epochs or 0) * self.per_epoch
-        self.meter = Meter(setup.crew.device)
+        self.meter = Meter(setup.world.device)
         self.best: dict[str, Any] | None = None
         self.evaluation: Evaluation | None = None
         self.seconds = 0.0
@@ -47,15 +47,15 @@ class Loop:
         self._step = Step(setup, capture_for(setup))
         self._evaluations = read_interval(config.evaluate_every)
         self._saves = read_interval(config.save_every)
-        self._local_batch = (config.batch_size or 0) // setup.crew.world
+        self._local_batch = (config.batch_size or 0) // setup.world.world_size
         self._started = self._timed_from = time.perf_counter()
         self._timed_step = 0
 
     def run(self, start: int, until: float = math.inf) -> Run:
         """Train from a step on; stop with a checkpoint once `time.monotonic` exceeds ``until``."""
         setup = self.setup
-        setup.log.write("start", step=start, processes=setup.crew.world, device=str(setup.crew.device))
-        with ExitStack() as stack, explain_failures(setup.crew, self._resume_hint):
+        setup.log.write("start", step=start, processes=setup.world.world_size, device=str(setup.world.device))
+        with ExitStack() as stack, explain_failures(setup.world, self._resume_hint):
             stack.enter_context(safe_attention(setup.models.built))
             stack.enter_context(raised_recompile_limit(setup.config))
             stop = stack.enter_context(Stop.listening(until))
@@ -67,7 +67,7 @@ class Loop:
                     self._set_merging(step // self.per_epoch)
                 self._train_step(step)
                 self._after_step(step + 1, stop)
-            if start == self.total and not setup.crew.share((self._folder / LAST).is_dir()):
+            if start == self.total and not setup.world.broadcast((self._folder / LAST).is_dir()):
                 self._set_merging(start // self.per_epoch - 1)
                 self._finish(start)  # interrupted between the last checkpoint and the model
             if stop.wanted:
@@ -79,7 +79,7 @@ class Loop:
     def _train_step(self, step: int) -> None:
         setup = self.setup
         images, labels, mixed = self._batch(step)
-        torch.manual_seed(mix(setup.config.seed, MODEL, step, setup.crew.rank))
+        torch.manual_seed(mix(setup.config.seed, MODEL, step, setup.world.rank))
         for terms in self._step(images, labels, mixed, self._lr(step)):
             self.meter.add(terms, step)
         if setup.ema is not None:
@@ -89,9 +89,9 @@ class Loop:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """Return this rank's images of a step, augmented and mixed, and their labels."""
-        setup, seed, device = self.setup, self.setup.config.seed, self.setup.crew.device
-        rows = slice(setup.crew.rank * self._local_batch, (setup.crew.rank + 1) * self._local_batch)
-        batch, total = setup.loader.batch(step), self._local_batch * setup.crew.world
+        setup, seed, device = self.setup, self.setup.config.seed, self.setup.world.device
+        rows = slice(setup.world.rank * self._local_batch, (setup.world.rank + 1) * self._local_batch)
+        batch, total = setup.loader.batch(step), self._local_batch * setup.world.world_size
         plain = step >= self.total - setup.config.plain_epochs * self.per_epoch
         with torch.no_grad():
             augment = setup.plain_augment if plain else setup.augment
@@ -119,7 +119,7 @@ class Loop:
     def _after_step(self, done: int, stop: Stop) -> None:
         """Check, log, evaluate and save as due after ``done`` steps."""
         setup, epoch_ended = self.setup, done % self.per_epoch == 0
-        free = setup.crew.world == 1 and setup.crew.device.type == "cpu"  # checking costs nothing
+        free = setup.world.world_size == 1 and setup.world.device.type == "cpu"  # checking costs nothing
         if done % setup.config.log_every == 0 or epoch_ended or free:
             self._check(done, stop)
         if epoch_ended:
@@ -139,7 +139,7 @@ class Loop:
     def _check(self, done: int, stop: Stop) -> None:
         """Stop all ranks if a loss is not finite or an interrupt arrived; report progress."""
         setup = self.setup
-        found = setup.crew.gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
+        found = setup.world.all_gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
         faults = [(*fault, rank) for rank, (fault, *_) in enumerate(found) if fault is not None]
         if faults:
             self._fail(*min(faults))
@@ -147,20 +147,20 @@ class Loop:
         if (wanted or late) and done < self.total:
             self._save(done)
             kind, why = (Interrupted, "") if wanted else (OutOfTime, ": the time limit is reached")
-            setup.crew.fail(kind(f"Stopped after step {done} of {self.total}{why}. {self._resume_hint()}"))
+            setup.world.fail(kind(f"Stopped after step {done} of {self.total}{why}. {self._resume_hint()}"))
         values = {**self.meter.means(all_reduce), "lr": self._lr(done - 1), "images_per_s": self._throughput(done)}
         setup.on_event(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
         if done % setup.config.log_every == 0:
             setup.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
 
     def _fail(self, step: int, terms: list[str], rank: int) -> None:
-        where = f" on rank {rank}" if self.setup.crew.world > 1 else ""
+        where = f" on rank {rank}" if self.setup.world.world_size > 1 else ""
         error = Diverged(
             f"The loss is not finite since step {step} (epoch {step // self.per_epoch}){where}: {', '.join(terms)}. "
             f"The learning rate was {self._lr(step):.3g}. Nothing was saved since. Reduce lr or clip, increase "
             f"warmup_epochs, or use dtype=fp32. {self._resume_hint()}"
         )
-        self.setup.crew.fail(error)
+        self.setup.world.fail(error)
 
     def _end_epoch(self, done: int) -> None:
         means, epoch = self.meter.means(all_reduce), done // self.per_epoch - 1
@@ -184,14 +184,14 @@ class Loop:
         setup = self.setup
         if setup.held_out is None:
             return
-        if setup.crew.device.type == "cuda":
+        if setup.world.device.type == "cuda":
             torch.cuda.synchronize()
         count = setup.held_out.count
         with setup.ema.applied() if setup.ema is not None else nullcontext():
             found = evaluate_model(
                 setup.models.model, setup.held_out, prepare=setup.augment.plain, batch=min(256, count),
                 dtype=torch.bfloat16 if setup.config.half else None, look=0 if setup.sharded else 256, seconds=0,
-                progress=lambda seen: setup.on_event(Event("evaluating", seen * setup.crew.world, count)),
+                progress=lambda seen: setup.on_event(Event("evaluating", seen * setup.world.world_size, count)),
             )  # fmt: skip
         self.evaluation = found
         values = {"score": found.score, **found.summary()}
@@ -211,7 +211,7 @@ class Loop:
 
     def _write_model(self, name: str, done: int) -> None:
         write = self._model_writer(done)
-        self.setup.crew.first_does(lambda: write(self._folder / name))
+        self.setup.world.run_on_main(lambda: write(self._folder / name))
 
     def _model_writer(self, done: int) -> Callable[[Path], None]:
         """Return a function that writes the model, with averaged weights if there are any, to a directory."""
@@ -233,7 +233,7 @@ class Loop:
         setup = self.setup
         meta = {
             "step": done,
-            "processes": setup.crew.world,
+            "processes": setup.world.world_size,
             "meter": self.meter.to_dict(),
             "best": self.best,
             "evaluation": None if self.evaluation is None else self.evaluation.score,

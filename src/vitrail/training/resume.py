@@ -38,8 +38,8 @@ def resume_config(given: dict[str, Any]) -> Config:
 def load_checkpoint(loop: Loop, count: int) -> int:
     """Load the newest complete checkpoint; return its step."""
     setup = loop.setup
-    crew, checkpoints = setup.crew, setup.checkpoints
-    step, skipped = crew.together(checkpoints.newest)
+    world, checkpoints = setup.world, setup.checkpoints
+    step, skipped = world.run(checkpoints.newest)
     if step > loop.total:
         raise TrainingError(
             f"{checkpoints.path(step)} belongs to another run: this one has {loop.total} steps. Two runs have written "
@@ -48,11 +48,11 @@ def load_checkpoint(loop: Loop, count: int) -> int:
     meta = checkpoints.meta(step)
     for text in skipped:
         setup.note(f"{text[0].upper()}{text[1:]}; resuming from step {step} instead.")
-    crew.together(lambda: _check_data(setup, meta, count))
-    crew.together(lambda: checkpoints.load(step, loop.tensors()))
+    world.run(lambda: _check_data(setup, meta, count))
+    world.run(lambda: checkpoints.load(step, loop.tensors()))
     loop.meter.restore(meta["meter"])
     loop.best, loop.seconds = meta["best"], meta["seconds"]
-    before, now = meta["processes"], crew.world
+    before, now = meta["processes"], world.world_size
     if before != now:
         batch = setup.config.batch_size or 0
         setup.note(

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail._atomic_files import held
+from vitrail._atomic_files import directory_lock, write_bytes
 from vitrail.adapters.registry import library_of
 from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels, saved_library
 from vitrail.analysis.roles import Disagreement
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, TrainingError
-from vitrail.models.saving import CONFIG, write_whole
+from vitrail.models.saving import CONFIG
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
 from vitrail.training.objective.teacher import expected_by
@@ -99,7 +99,7 @@ def lock(folder: Path, until: ExitStack) -> None:
     """Create the run directory if needed, and lock it for this run until the stack closes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        until.enter_context(held(folder))
+        until.enter_context(directory_lock(folder))
     except BlockingIOError as error:
         raise TrainingError(
             f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
@@ -129,7 +129,7 @@ def _cannot_create(folder: Path, error: OSError) -> TrainingError:
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically."""
     try:
-        write_whole(path, text.encode())
+        write_bytes(path, text.encode())
     except OSError as error:
         raise TrainingError(f"cannot write {path} ({error.strerror or error})") from error
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail._distributed import Crew
+from vitrail._distributed import World
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
 from vitrail.data.augment.arrays import ArrayAugment
 from vitrail.data.augment.images import Augment
@@ -83,7 +83,7 @@ class Setup:
     """
 
     config: Config
-    crew: Crew
+    world: World
     models: Models
     wrapped: nn.Module
     optimizer: torch.optim.Optimizer
@@ -103,7 +103,7 @@ class Setup:
     @property
     def sharded(self) -> bool:
         """Whether each rank holds a shard of the model."""
-        return self.wrapped is self.models.learner and self.crew.world > 1
+        return self.wrapped is self.models.learner and self.world.world_size > 1
 
     def note(self, text: str) -> None:
         """Report a message."""
@@ -134,15 +134,15 @@ def _with_known_classes(config: Config, dataset: Dataset) -> Dataset:
     return open_dataset(dataset, classes=known, labeled=True) if same and dataset.classes else dataset
 
 
-def make_models(config: Config, classes: Classes, crew: Crew) -> Models:
+def make_models(config: Config, classes: Classes, world: World) -> Models:
     """Build the model, its teacher, its objective and its merging."""
     torch.manual_seed(mix(config.seed, INITIALIZATION))
     built = build(config, classes)
     built.model.train()
     if config.recipe != "labels":
-        return Models(built, _make_self_learner(config, built.model).to(crew.device))
+        return Models(built, _make_self_learner(config, built.model).to(world.device))
     assign_targets(built.model, classes)  # before a teacher is loaded
-    teacher = None if config.teacher is None else _make_teacher(config, built, classes, crew)
+    teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
     objective = Objective.from_config(config, built.model, classes, teacher)
     merging: Merging | None = None
     if config.merge is not None:
@@ -151,14 +151,14 @@ def make_models(config: Config, classes: Classes, crew: Crew) -> Models:
         except VitrailError as error:
             raise InvalidOption(f"merge: {error}") from error
     final_r = () if merging is None else tuple(merging.r)
-    _use_channels_last(built.model, crew)
-    learner = Learner(built.model, objective, bf16_weights=config.dtype == "bf16-weights").to(crew.device)
+    _use_channels_last(built.model, world)
+    learner = Learner(built.model, objective, bf16_weights=config.dtype == "bf16-weights").to(world.device)
     return Models(built, learner, teacher, merging, final_r)
 
 
-def _use_channels_last(model: nn.Module, crew: Crew) -> None:
+def _use_channels_last(model: nn.Module, world: World) -> None:
     """Use the channels-last memory format for convnets on CUDA, where it is faster."""
-    if crew.device.type == "cuda" and sum(isinstance(part, nn.Conv2d) for part in model.modules()) > 2:
+    if world.device.type == "cuda" and sum(isinstance(part, nn.Conv2d) for part in model.modules()) > 2:
         model.to(memory_format=torch.channels_last)
 
 
@@ -170,7 +170,7 @@ def _make_self_learner(config: Config, model: nn.Module) -> nn.Module:
     return SelfLearner(model, **config.recipe_options)
 
 
-def _make_teacher(config: Config, built: Built, classes: Classes, crew: Crew) -> Teacher:
+def _make_teacher(config: Config, built: Built, classes: Classes, world: World) -> Teacher:
     assert config.teacher is not None
     model, labels = load_teacher(config.teacher)
     outputs = None
@@ -178,14 +178,14 @@ def _make_teacher(config: Config, built: Built, classes: Classes, crew: Crew) ->
         outputs = _teacher_outputs(config.teacher, model, labels.classes, classes)
     if built.preprocessing.is_array or (labels.preprocessing is not None and labels.preprocessing.is_array):
         raise InvalidOption(f"teacher={config.teacher!r}: distillation needs a teacher and a student for images")
-    half = torch.bfloat16 if config.half and crew.device.type == "cuda" else None
-    _use_channels_last(model, crew)
+    half = torch.bfloat16 if config.half and world.device.type == "cuda" else None
+    _use_channels_last(model, world)
     if config.compile == "whole":
         model.compile()
     return Teacher(
         model, given=built.preprocessing, expects=labels.preprocessing,
         features=config.distillation == "features" or config.feature_weight > 0,
-        outputs=outputs, device=crew.device, dtype=half,
+        outputs=outputs, device=world.device, dtype=half,
     )  # fmt: skip
 
 
@@ -209,20 +209,20 @@ def _teacher_outputs(name: str, teacher: nn.Module, known: Classes, classes: Cla
 
 
 def make_setup(
-    config: Config, crew: Crew, dataset: Dataset, held: Dataset | None, models: Models, on_event: OnEvent
+    config: Config, world: World, dataset: Dataset, held: Dataset | None, models: Models, on_event: OnEvent
 ) -> Setup:
     """Open the data loaders, compile and wrap the model, and create the optimizer."""
     steps = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
-    loader = _make_loader(config, crew, dataset, on_event, "training images", **steps)
-    held_loader = None if held is None else _make_loader(config, crew, held, on_event, "held-out images")
+    loader = _make_loader(config, world, dataset, on_event, "training images", **steps)
+    held_loader = None if held is None else _make_loader(config, world, held, on_event, "held-out images")
     preprocessing = dataset.statistics() or models.built.preprocessing
     compiled = config.compile != "off"
     augment: Any = prepares(preprocessing, config.augment, config.crop_min or 1.0, config.erasing, compiled)
-    wrapped = wrap(models.learner, config, crew)
+    wrapped = wrap(models.learner, config, world)
     folder = config.folder
     return Setup(
         config=config,
-        crew=crew,
+        world=world,
         models=models,
         wrapped=wrapped,
         optimizer=make_optimizer(models.learner, config.lr or 0.0, config.weight_decay or 0.0, config.optimizer),
@@ -235,36 +235,36 @@ def make_setup(
         augment=augment if config.recipe == "labels" else Views(augment),
         plain_augment=augment.settled(),
         mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing, compiled=compiled),
-        checkpoints=Checkpoints(folder / CHECKPOINTS, config.keep, crew),
-        log=Log(folder / LOG, folder / "tensorboard" if config.tensorboard else None) if crew.first else Log(None),
+        checkpoints=Checkpoints(folder / CHECKPOINTS, config.keep, world),
+        log=Log(folder / LOG, folder / "tensorboard" if config.tensorboard else None) if world.is_main else Log(None),
         on_event=on_event,
     )
 
 
-def wrap(learner: nn.Module, config: Config, crew: Crew) -> nn.Module:
+def wrap(learner: nn.Module, config: Config, world: World) -> nn.Module:
     """Compile a learner as configured, and wrap it in DDP or FSDP if there are several ranks."""
     model: nn.Module = learner.model  # type: ignore[assignment]
-    sharded = config.shard == "fsdp" and crew.world > 1
+    sharded = config.shard == "fsdp" and world.world_size > 1
     if config.compile == "blocks" or (config.compile == "whole" and sharded):
         for block in find_blocks(learner):
             block.compile()
     elif config.compile == "whole":
         learner.compile()
-    if crew.world == 1:
+    if world.world_size == 1:
         return learner
     if sharded:
-        return wrap_fsdp(learner, model, crew, config.dtype or "fp32")
-    return wrap_ddp(learner, crew, unused=not isinstance(model, ViT))
+        return wrap_fsdp(learner, model, world, config.dtype or "fp32")
+    return wrap_ddp(learner, world, unused=not isinstance(model, ViT))
 
 
-def _make_loader(config: Config, crew: Crew, dataset: Dataset, on_event: OnEvent, what: str, **steps: int) -> Loader:
+def _make_loader(config: Config, world: World, dataset: Dataset, on_event: OnEvent, what: str, **steps: int) -> Loader:
     """Return a data loader; without ``steps`` it is for evaluation only."""
     return make_loader(
         dataset,
         image_size=config.side or 1,
-        device=crew.device,
-        rank=crew.rank,
-        world_size=crew.world,
+        device=world.device,
+        rank=world.rank,
+        world_size=world.world_size,
         keep=config.keep_data,  # type: ignore[arg-type]
         workers=config.workers,
         max_unreadable=config.max_unreadable,

@@ -140,7 +140,7 @@ class Step:
 
 def capture_for(setup: Setup) -> Capture | None:
     """Return what captures steps: CUDA graphs on a single GPU, unless disabled."""
-    possible = setup.crew.device.type == "cuda" and setup.crew.world == 1
+    possible = setup.world.device.type == "cuda" and setup.world.world_size == 1
     return CudaGraph if possible and setup.config.graphs is not False else None
 
 

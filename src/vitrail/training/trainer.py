@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vitrail._distributed import Crew, joined
+from vitrail._distributed import World, distributed
 from vitrail.errors import InvalidOption
 from vitrail.training.config import OPTIONS, Config
 from vitrail.training.data_warnings import data_notes
@@ -55,9 +55,11 @@ def train(
         raise InvalidOption("resume continues a run and overwrite replaces it; give one of them")
     if config is not None:
         options = {**_changed(config), **options}
-    with joined(options.get("device")) as crew:
-        requested = crew.together(lambda: resume_config(options) if resume else Config.from_dict(options))
-        return _train(requested, crew, resume, overwrite, on_event if on_event and crew.first else ignore_event, until)
+    with distributed(options.get("device")) as world:
+        requested = world.run(lambda: resume_config(options) if resume else Config.from_dict(options))
+        return _train(
+            requested, world, resume, overwrite, on_event if on_event and world.is_main else ignore_event, until
+        )
 
 
 def _deadline(seconds: float | None) -> float:
@@ -75,52 +77,54 @@ def _changed(config: Config) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name == "data" or value != getattr(default, name)}
 
 
-def _train(config: Config, crew: Crew, resume: bool, overwrite: bool, on_event: OnEvent, until: float) -> Run:
+def _train(config: Config, world: World, resume: bool, overwrite: bool, on_event: OnEvent, until: float) -> Run:
     precision = torch.get_float32_matmul_precision()
-    if crew.device.type == "cuda":
+    if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     with ExitStack() as stack:
         stack.callback(torch.set_float32_matmul_precision, precision)
-        loop, start = _prepare(config, crew, resume, overwrite, on_event, stack)
+        loop, start = _prepare(config, world, resume, overwrite, on_event, stack)
         return loop.run(start, until)
 
 
 def _prepare(
-    requested: Config, crew: Crew, resume: bool, overwrite: bool, on_event: OnEvent, stack: ExitStack
+    requested: Config, world: World, resume: bool, overwrite: bool, on_event: OnEvent, stack: ExitStack
 ) -> tuple[Loop, int]:
     """Check everything, then create the run directory; return the loop and its first step.
 
     The stack unlocks the run directory and closes log and data loaders.
     """
-    dataset, held = crew.together(lambda: open_data(requested))
-    config = requested.resolved(len(dataset), cuda=crew.device.type == "cuda")
+    dataset, held = world.run(lambda: open_data(requested))
+    config = requested.resolved(len(dataset), cuda=world.device.type == "cuda")
     folder = config.folder
 
     def check() -> Models:
-        _check_batch_size(config, crew, len(dataset))
+        _check_batch_size(config, world, len(dataset))
         if config.tensorboard:
             tensorboard_writer()
-        if config.graphs and (crew.world > 1 or crew.device.type != "cuda"):
-            raise InvalidOption(f"graphs=True needs a single rank on CUDA; got {crew.world} on {crew.device.type}")
+        if config.graphs and (world.world_size > 1 or world.device.type != "cuda"):
+            raise InvalidOption(
+                f"graphs=True needs a single rank on CUDA; got {world.world_size} on {world.device.type}"
+            )
         if not resume:
             check_free(folder, overwrite=overwrite)
-        return make_models(config, dataset.classes, crew)
+        return make_models(config, dataset.classes, world)
 
-    models = crew.together(check)
+    models = world.run(check)
     size = models.built.preprocessing.size
     config = replace(config, image_size=size[0] if size else None)
     config = replace(config, side=config.side or config.image_size)
-    setup = crew.together(lambda: make_setup(config, crew, dataset, held, models, on_event))
+    setup = world.run(lambda: make_setup(config, world, dataset, held, models, on_event))
     directory = stack.enter_context(ExitStack())
     for opened in (setup.log, setup.loader, setup.held_out):
         if opened is not None:
             stack.callback(opened.close)
     loop = Loop(setup)
-    crew.first_does(lambda: _create_directory(folder, resume, overwrite, directory))
+    world.run_on_main(lambda: _create_directory(folder, resume, overwrite, directory))
     start = load_checkpoint(loop, len(dataset)) if resume else 0
-    crew.first_does(lambda: write_text(folder / SETTINGS, config.to_yaml()))
+    world.run_on_main(lambda: write_text(folder / SETTINGS, config.to_yaml()))
     setup.log.trim(start)
-    crew.barrier()
+    world.barrier()
     _introduce(setup, start, loop.total)
     for text in data_notes(config, dataset, held):
         setup.log.write("note", step=start, text=text)
@@ -153,18 +157,18 @@ def _introduce(setup: Setup, start: int, total: int) -> None:
     if start >= total:
         setup.note(f"All {total} steps are done; there is nothing left to train.")
     elif config.compile not in (None, "off"):
-        wait = "up to a minute on a GPU" if setup.crew.device.type == "cuda" else "up to some minutes on a CPU"
+        wait = "up to a minute on a GPU" if setup.world.device.type == "cuda" else "up to some minutes on a CPU"
         setup.note(f"The first steps compile (--compile {config.compile}), {wait}.")
 
 
-def _check_batch_size(config: Config, crew: Crew, count: int) -> None:
+def _check_batch_size(config: Config, world: World, count: int) -> None:
     batch = config.batch_size or 0
     if batch > count:
         raise InvalidOption(f"batch_size={batch} exceeds the {count} training images; reduce it")
     pairs = 2 if (config.mixup or config.cutmix) else 1
-    divisor = crew.world * config.accumulate * pairs
+    divisor = world.world_size * config.accumulate * pairs
     if batch % divisor:
         raise InvalidOption(
-            f"batch_size={batch} is not divisible by {divisor}: world size {crew.world} × accumulate "
+            f"batch_size={batch} is not divisible by {divisor}: world size {world.world_size} × accumulate "
             f"{config.accumulate}{' × 2, as images are mixed in pairs' if pairs == 2 else ''}"
         )

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail._distributed import cores
+from vitrail._distributed import cpu_count
 from vitrail.data.dataset import Dataset
 from vitrail.data.loading.order import Order
 from vitrail.errors import ImageError, InvalidOption
@@ -203,7 +203,7 @@ def make_loader(
     if keep not in ("auto", "device", "workers"):
         raise InvalidOption(f"keep={keep!r}: expected 'auto', 'device' or 'workers'")
     if workers is None:
-        workers = 0 if dataset.tensor_spec is not None else min(cores(), MAX_WORKERS)
+        workers = 0 if dataset.tensor_spec is not None else min(cpu_count(), MAX_WORKERS)
     unreadable = Unreadable(dataset, max_unreadable)
     shard = Shard(order, len(dataset), rank, world_size)
     fits = dataset.spec_at(image_size).nbytes * len(dataset) <= _room(device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail._distributed import joined
+from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.data.dataset import open_dataset
 from vitrail.data.loading.loader import Keep, make_loader
@@ -77,7 +77,7 @@ def evaluate(
         raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     if isinstance(merge, str):
         merge = _merge_options(merge)
-    with joined(device) as crew:
+    with distributed(device) as world:
         net, known = _load(model)
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
@@ -88,12 +88,13 @@ def evaluate(
         expects = _resize(expects, size, net)
 
         def report(stage: str, done: int, total: int) -> None:
-            if progress is not None and crew.first:
+            if progress is not None and world.is_main:
                 progress(stage, min(done, total), total)
 
         loader = make_loader(
-            dataset, image_size=expects.size[0] if expects.size else 1, device=crew.device,
-            rank=crew.rank, world_size=crew.world, keep=keep_data, workers=workers, max_unreadable=max_unreadable,
+            dataset, image_size=expects.size[0] if expects.size else 1, device=world.device,
+            rank=world.rank, world_size=world.world_size, keep=keep_data, workers=workers,
+            max_unreadable=max_unreadable,
             progress=lambda done, total: report("reading", done, total),
         )  # fmt: skip
         notes = _notes(known, merge)
@@ -103,9 +104,9 @@ def evaluate(
         several = known.classes if known is not None and len(known.classes) > 1 else None
         try:
             found = evaluate_model(
-                net.to(crew.device), loader, known=several, prepare=prepares(expects).plain, merge=merge, batch=batch,
+                net.to(world.device), loader, known=several, prepare=prepares(expects).plain, merge=merge, batch=batch,
                 dtype=DTYPES[dtype], look=look, seconds=seconds,
-                progress=lambda done: report("evaluating", done * crew.world, count),
+                progress=lambda done: report("evaluating", done * world.world_size, count),
             )  # fmt: skip
         finally:
             loader.close()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vitrail._distributed import gathered, ranks
+from vitrail._distributed import all_gather, rank_and_world_size
 from vitrail.analysis.roles import Disagreement, disagreement
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
@@ -22,7 +22,7 @@ NEIGHBORS = 20
 
 def all_reduce(values: Tensor, *, maximum: bool = False) -> Tensor:
     """Sum a tensor over all ranks in place, or take its maximum; do nothing with one rank."""
-    if ranks()[1] > 1:
+    if rank_and_world_size()[1] > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
     return values
 
@@ -286,7 +286,7 @@ def _results(tallies: Mapping[str, Tally], classes: Mapping[str, tuple[str, ...]
 
 def _gather(mine: tuple[Tensor, Tensor] | None) -> tuple[int, list[tuple[Tensor, Tensor] | None]]:
     """Return this rank and the values of all ranks."""
-    rank, world = ranks()
+    rank, world = rank_and_world_size()
     if world == 1:
         return 0, [mine]
-    return rank, gathered(None if mine is None else (mine[0].cpu(), mine[1].cpu()))
+    return rank, all_gather(None if mine is None else (mine[0].cpu(), mine[1].cpu()))

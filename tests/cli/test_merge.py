@@ -159,7 +159,7 @@ def test_r_per_layer_and_other_sizes(photos: Path, tmp_path: Path) -> None:
 def test_too_many_merges_are_one_note(photos: Path, tmp_path: Path) -> None:
     result = run("merge", MODEL, photos, "-r", "4", "-o", tmp_path, *TINY)
     assert result.exit_code == 0, result.output
-    assert result.stderr.count("merges were asked for") == 1
+    assert result.stderr.count("merges were requested") == 1
 
 
 def test_images_of_one_name_and_images_in_the_output_folder_are_kept_apart(photos: Path) -> None:

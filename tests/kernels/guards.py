@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-BESIDE = 64
+GUARD = 64
 """Elements on each side of a result; a multiple of what keeps results aligned."""
 
 POISON = -7_777_777
@@ -32,9 +32,9 @@ def guarded() -> Iterator[None]:
 
     def empty(*shape: Any, dtype: torch.dtype, device: Any) -> Tensor:
         count = math.prod(shape)
-        whole = torch.full((count + 2 * BESIDE,), 77, dtype=dtype, device=device)
+        whole = torch.full((count + 2 * GUARD,), 77, dtype=dtype, device=device)
         given.append((whole, count))
-        return whole[BESIDE : BESIDE + count].fill_(poison(dtype)).view(shape)
+        return whole[GUARD : GUARD + count].fill_(poison(dtype)).view(shape)
 
     def empty_like(tensor: Tensor) -> Tensor:
         return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -42,8 +42,8 @@ def guarded() -> Iterator[None]:
     with mock.patch.multiple(torch, empty=empty, empty_like=empty_like):
         yield
     for whole, count in given:
-        assert bool((whole[:BESIDE] == 77).all()), "written before the beginning of a result"
-        assert bool((whole[BESIDE + count :] == 77).all()), "written behind the end of a result"
+        assert bool((whole[:GUARD] == 77).all()), "written before the beginning of a result"
+        assert bool((whole[GUARD + count :] == 77).all()), "written behind the end of a result"
 
 
 def surrounded(values: Tensor, axis: int) -> Tensor:

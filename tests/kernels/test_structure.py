@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.guards import BESIDE, guarded, surrounded
+from tests.kernels.guards import GUARD, guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, partners, shortfall
 from vitrail.merging import match
 
@@ -90,8 +90,8 @@ def test_wrong_lists_are_found(metric: Tensor) -> None:
 def test_writing_beside_a_result_is_found(place: int, words: str) -> None:
     def launch() -> None:
         result = torch.empty(2, 3, dtype=torch.float16, device="cpu")
-        whole = result.as_strided((6 + 2 * BESIDE,), (1,), 0)
-        whole[BESIDE + place] = 1.0
+        whole = result.as_strided((6 + 2 * GUARD,), (1,), 0)
+        whole[GUARD + place] = 1.0
 
     with pytest.raises(AssertionError, match=words), guarded():
         launch()

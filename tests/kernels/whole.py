@@ -137,7 +137,7 @@ def streams_outcome(subject: Subject, dtype: torch.dtype, rounds: int = 20) -> O
         for turn in range(rounds):
             given = batch.roll(7 * turn, -1)
             beside = output_tensor(model(given))
-            with mock.patch.object(kernels, "BESIDE", 0):
+            with mock.patch.object(kernels, "SIDE_STREAM_BATCH", 0):
                 others += not torch.equal(beside, output_tensor(model(given)))
     return Outcome("model", f"{subject.name} {_name(dtype)} streams", others, 0)
 
@@ -193,5 +193,5 @@ def kernels_everywhere() -> Iterator[None]:
         return x.dtype in (torch.float32, torch.float16) and not kernels._switch.forced
 
     # streams are a GPU's
-    with mock.patch.object(kernels, "usable", usable), mock.patch.object(kernels, "BESIDE", 0):
+    with mock.patch.object(kernels, "usable", usable), mock.patch.object(kernels, "SIDE_STREAM_BATCH", 0):
         yield

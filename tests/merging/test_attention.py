@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.merging import attention
-from vitrail.merging.attention import beside_cudnn, fused_attention, overflows_in_cudnn
+from vitrail.merging.attention import backends_without_cudnn, fused_attention, overflows_in_cudnn
 
 FAR = -150.0
 """Far enough below zero that exp(0 − log-sum-exp), which stands in cuDNN's gradients, overflows."""
@@ -84,7 +84,7 @@ def test_leaving_it_out_can_be_compiled_as_one_piece() -> None:
     given = drawn(64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(beside_cudnn()):
+        with sdpa_kernel(backends_without_cudnn()):
             return F.scaled_dot_product_attention(q, k, v)
 
     before = allowed()

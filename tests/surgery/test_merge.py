@@ -266,7 +266,7 @@ def test_nothing_is_tracked_outside(model, images):
 
 
 def test_more_merges_than_pairs_are_reported_once(model, images):
-    with pytest.warns(SaturatedWarning, match=r"60 merges were asked for and 14 are possible with 16 patches"):
+    with pytest.warns(SaturatedWarning, match=r"60 merges were requested and 14 are possible with 16 patches"):
         merging = vitrail.merge(model, r=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

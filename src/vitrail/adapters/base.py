@@ -33,7 +33,7 @@ __all__ = [
     "Position",
     "Rotary",
     "TrunkAdapter",
-    "at_work",
+    "active_drops",
     "forward_class",
     "is_ordinary",
     "is_plain",
@@ -95,7 +95,7 @@ class DenseBlock:
     drops: tuple[tuple[nn.Module, ...], tuple[nn.Module, ...], tuple[nn.Module, ...]] = ((), (), ())
 
 
-def at_work(*modules: nn.Module) -> tuple[nn.Module, ...]:
+def active_drops(*modules: nn.Module) -> tuple[nn.Module, ...]:
     """Return those dropouts and drop paths that are active now, or hooked."""
     return tuple(part for part in modules if not _is_idle(part))
 
@@ -321,7 +321,7 @@ class TrunkAdapter(ABC):
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A model to train: what `Library.build` is asked for.
+    """A model to train: the argument of `Library.build`.
 
     Attributes:
         classes: names of the classes by label column; the model has an output for each, column after column.
@@ -385,7 +385,7 @@ class Library(ABC):
         return {}
 
     def uses_hub(self, name: str, pretrained: bool) -> bool:
-        """Whether loading a model may ask the Hugging Face Hub."""
+        """Whether loading a model may contact the Hugging Face Hub."""
         return False
 
     def quiet(self) -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ CARRIER = "_vitrail_carried"
 
 @dataclass(frozen=True)
 class Pass:
-    """What the entry point knows and the blocks need.
+    """The information that an entry point passes to the blocks.
 
     Attributes:
         trunk: the model that is running; None where blocks run by themselves.

@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, at_work, is_ordinary, is_plain
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, active_drops, is_ordinary, is_plain
 from vitrail.adapters.position import rotate
 
 
@@ -49,7 +49,7 @@ class BlockNames:
     Attributes:
         norm1: norm of the attention half.
         qkv: one packed projection, or those of queries, keys and values. A parameter called ``…_weight`` is applied
-            as a linear layer, with the ``…_bias`` beside it (``nn.MultiheadAttention``).
+            as a linear layer, with the matching ``…_bias`` (``nn.MultiheadAttention``).
         proj: output projection of attention.
         norm2: norm of the MLP half.
         mlp: the MLP, one module.
@@ -250,7 +250,7 @@ class NamedBlock(BlockAdapter):
 
 
 def find_part(block: nn.Module, path: str) -> Any:
-    """Return what a dotted path leads to. It is looked up at each call: LoRA or quantization may replace a part."""
+    """Return the object at a dotted path, resolved at each call: LoRA or quantization may replace a part."""
     return attrgetter(path)(block)
 
 
@@ -297,7 +297,7 @@ def _gamma(block: nn.Module, paths: tuple[str, ...]) -> Any:
 def _drops(block: nn.Module, *paths: str | None) -> tuple[nn.Module, ...]:
     """Return the active parts without parameters among those at these paths."""
     found = [find_part(block, path) for path in paths if path is not None]
-    return at_work(
+    return active_drops(
         *(part for part in found if isinstance(part, nn.Module) and not any(True for _ in part.parameters()))
     )
 

@@ -52,7 +52,9 @@ def fused_attention(
     `overflows_in_cudnn`; it is used all the same if the caller allows no other. Arguments as for
     `proportional_attention`.
     """
-    others = beside_cudnn() if q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2]) else []
+    others = (
+        backends_without_cudnn() if q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2]) else []
+    )
     with sdpa_kernel(others) if others else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale)
 
@@ -67,7 +69,7 @@ def overflows_in_cudnn(tokens: int) -> bool:
     return tokens % 128 == 64
 
 
-def beside_cudnn() -> list[SDPBackend]:
+def backends_without_cudnn() -> list[SDPBackend]:
     """Return the enabled kernels other than cuDNN's; compiled code keeps those enabled when it was compiled."""
     flags: Any = torch.backends.cuda
     allowed = {
@@ -79,7 +81,7 @@ def beside_cudnn() -> list[SDPBackend]:
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler to do it.
-vars(beside_cudnn)["_dynamo_marked_constant"] = True
+vars(backends_without_cudnn)["_dynamo_marked_constant"] = True
 
 
 def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -36,7 +36,7 @@ class TracedPass:
 
 @dataclass
 class Trace:
-    """What :meth:`Merging.track` records; the properties describe the latest pass.
+    """The record of :meth:`Merging.track`; the properties describe the latest pass.
 
     Attributes:
         passes: every forward pass that ran while tracking, in order.

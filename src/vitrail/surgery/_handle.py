@@ -1,4 +1,4 @@
-"""``Handle``: what every function that changes a model returns."""
+"""``Handle``: the return type of every function that changes a model."""
 
 from __future__ import annotations
 

@@ -94,9 +94,9 @@ class AddedModule(SideTokens):
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.heads = nn.ModuleDict({name: linear(width, count) for name, count in outputs.items()})
 
-    def answer(self, beside: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def answer(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the normalized tokens (B, E, D), and the logits of each head, averaged over tokens that share it."""
-        features = self.norm(beside)
+        features = self.norm(tokens)
         parts = features.split([spec.count for spec in self.specs], 1)
         by_name = {spec.name: part for spec, part in zip(self.specs, parts, strict=True)}
         return features, {name: head(by_name[name]).mean(1) for name, head in self.heads.items()}

@@ -228,16 +228,16 @@ class Merging(Handle):
         from vitrail.data.decode import read_images
         from vitrail.drawing import stained_glass
 
-        pictures = read_images(images)
+        originals = read_images(images)
         refuse_other_channels(self.found)
-        batch = to_tensor(pictures, self.found.adapter.preprocessing(self.found.trunk))
+        batch = to_tensor(originals, self.found.adapter.preprocessing(self.found.trunk))
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:
             self.found.trunk(batch.to(weight.device, weight.dtype))
         grid = trace.layout.grid[1:]
         groups = trace.groups.cpu()
         return [
-            stained_glass(picture, group.reshape(grid).numpy()) for picture, group in zip(pictures, groups, strict=True)
+            stained_glass(image, group.reshape(grid).numpy()) for image, group in zip(originals, groups, strict=True)
         ]
 
     def remove(self) -> None:

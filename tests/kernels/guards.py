@@ -1,4 +1,4 @@
-"""Memory that shows what a kernel left unwritten, and where it wrote beside its result."""
+"""Guarded memory: detects elements that a kernel left unwritten, and writes outside its result."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POISON = -7_777_777
 
 
 def poison(dtype: torch.dtype) -> float | int:
-    """Give what no kernel writes: NaN, or an index that is far outside."""
+    """Return a value that no kernel writes: NaN, or an index far out of range."""
     return math.nan if dtype.is_floating_point else POISON
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Poison what ``torch.empty`` and ``torch.empty_like`` give inside, and set guards on both sides of it.
+    """Make ``torch.empty`` and ``torch.empty_like`` return poisoned memory between guards inside a ``with`` block.
 
     Raises ``AssertionError`` at the end where a guard has changed.
     """
@@ -47,7 +47,7 @@ def guarded() -> Iterator[None]:
 
 
 def surrounded(values: Tensor, axis: int) -> Tensor:
-    """Give the same values as a view into memory that is NaN before and behind them along an axis."""
+    """Return the same values as a view into memory with NaN before and after them along an axis."""
     shape = list(values.shape)
     shape[axis] += 2
     whole = torch.full(shape, math.nan, dtype=values.dtype, device=values.device)

@@ -1,4 +1,4 @@
-"""Whether what a matching gives holds together, and whether the merges it chose are the best ones."""
+"""Checks of a matching: its lists are consistent, and its merges are the best ones."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def check_lists(target: Tensor, member: Tensor, start: Tensor) -> None:
 
 
 def shortfall(metric: Tensor, target: Tensor, r: int, protected: int, limit: float) -> tuple[float, Tensor]:
-    """Say by how much the similarity of a chosen edge falls short of one that should have been chosen instead.
+    """Return by how much the similarity of a chosen edge falls short of one that should have been chosen instead.
 
-    Also gives the pictures (B,) in which two similarities are so near to each other, but not equal, that rounding may
+    Also gives the images (B,) in which two similarities are so near to each other, but not equal, that rounding may
     decide between them. Everywhere else there is only one right matching.
     """
     scores = similarity(metric, protected_mask(protected, metric.shape[1], metric.device))

@@ -1,4 +1,4 @@
-"""Moves by orthogonal matrices: against a decomposition, and against PyTorch's optimiser of the same name."""
+"""Muon: orthogonalized updates against an SVD, and against PyTorch's optimizer of the same name."""
 
 from copy import deepcopy
 
@@ -36,7 +36,7 @@ def test_hidden_layers_of_ours_and_of_others_are_known() -> None:
     assert hidden_weights(net) == convolutions - {"conv1.0.weight"}
 
 
-def test_it_moves_as_pytorch_does() -> None:
+def test_steps_equal_those_of_pytorch() -> None:
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 8, 1), nn.Flatten(), nn.Linear(8, 8))
     theirs = deepcopy(ours)

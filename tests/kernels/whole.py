@@ -171,7 +171,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def lively(model: nn.Module) -> nn.Module:
-    """Draw all weights so that each of them matters: with default weights, the output hardly depends on it."""
+    """Draw all weights so that each of them matters: with default weights, outputs hardly depend on the image."""
     source = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         part = name.rpartition(".")[2]

@@ -60,7 +60,7 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def start(world: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start ``count`` Python processes as torchrun would, each with its rank and a shared rendezvous."""
+    """Start ``world`` Python processes as torchrun would, each with its rank and a shared rendezvous."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

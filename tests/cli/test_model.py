@@ -170,7 +170,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "sound": (
         {"in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
         {"mean": [1.0], "std": [2.0], "scale": 1.0},
-        "takes arrays of floating point numbers, 1 × 16 × 24, and this command is for models that take pictures.",
+        "takes arrays of floating point numbers, 1 × 16 × 24, and this command is for models that take images.",
     ),
     "clip": (
         {"image_size": (4, 16, 16), "patch_size": (2, 8, 8)},

@@ -48,13 +48,13 @@ added = sorted(set(sys.modules) - before)
 found = {"added": added, "loaded": loaded(), "cuda": torch.cuda.is_initialized()}
 from vitrail.data import InputSpec
 found["with preprocessing"] = loaded()
-sys.argv, said = ["vitrail", "--help"], io.StringIO()
+sys.argv, output = ["vitrail", "--help"], io.StringIO()
 try:
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(output):
         runpy.run_module("vitrail", run_name="__main__")
 except SystemExit as leave:
     found["code"] = leave.code
-print(json.dumps({**found, "help": said.getvalue(), "with help": loaded()}))
+print(json.dumps({**found, "help": output.getvalue(), "with help": loaded()}))
 """
 
 

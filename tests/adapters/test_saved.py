@@ -63,7 +63,7 @@ def test_an_embedded_model_is_found_by_its_name_alone(
         assert torch.equal(loaded.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
     assert saved.is_saved("vitrail:tiny")
 
-    # A folder of that name is another thing, and can be named.
+    # A directory of the same name can still be named.
     other = vitrail.create_model("vit_tiny_patch16", **{**SIZES, "depth": 1})
     here.mkdir()
     monkeypatch.chdir(here)

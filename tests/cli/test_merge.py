@@ -103,8 +103,8 @@ def test_all_files_are_written_with_correct_values(photos: Path, tmp_path: Path)
         assert entry["seconds_after"] > 0
         glass = read_image(out / entry["files"]["glass"])
         assert glass == stained_glass(image, trace.groups[0].reshape(4, 4))
-        beside = np.asarray(read_image(out / entry["files"]["side-by-side"]))
-        assert (beside[4 : 4 + image.height, 4 : 4 + image.width] == np.asarray(image)).all()
+        sheet = np.asarray(read_image(out / entry["files"]["side-by-side"]))
+        assert (sheet[4 : 4 + image.height, 4 : 4 + image.width] == np.asarray(image)).all()
 
     text = (out / "summary.md").read_text(encoding="utf-8")
     assert "| a.png | 4 | 17 → 5 |" in text
@@ -227,9 +227,9 @@ MISTAKES = {
         "--size 100x100 is not a whole number of patches",
     ),
     "size is below a patch": ((MODEL, "PHOTOS", "-r", "1", "--size", "8", "--random-weights"), "8x8"),
-    "no pictures named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
-    "no pictures there": ((MODEL, "EMPTY", "-r", "1", *TINY), "no images found"),
-    "missing picture": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
+    "no images named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
+    "no images there": ((MODEL, "EMPTY", "-r", "1", *TINY), "no images found"),
+    "missing image": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
     "output is a file": ((MODEL, "PHOTOS", "-r", "1", "-o", "PHOTOS/a.png", *TINY), "could not be made"),
     "no such option": ((MODEL, "PHOTOS", "-r", "1", "--frobnicate"), "--frobnicate"),
 }

@@ -36,7 +36,7 @@ def test_unreadable_images_are_found_before_the_model_is_loaded(
     result = run(cut_off(tmp_path / "a.jpg"))  # its header is good
     assert result.exit_code == 2
     assert "damaged or cut off" in result.stderr
-    (tmp_path / "b.png").write_text("no picture")
+    (tmp_path / "b.png").write_text("not an image")
     result = run(tmp_path / "b.png")
     assert result.exit_code == 2
     assert "not an image" in result.stderr

@@ -164,7 +164,7 @@ def test_a_name_without_its_library_is_completed(tmp_path: Path, monkeypatch: py
         assert "Did you mean" not in text
 
 
-# ---------------------------------------------------------------- models of other things than images
+# ---------------------------------------------------------------- models that do not take images
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "sound": (
@@ -219,7 +219,7 @@ def test_only_names_that_need_it_use_the_hub(tmp_path: Path) -> None:
 
 
 def test_an_unreachable_hub_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the real thing, on this machine alone
+    monkeypatch.undo()  # the real function, on this machine only
     monkeypatch.setattr(loading, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -227,7 +227,7 @@ def test_an_unreachable_hub_is_detected_at_once(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
         assert loading._unreachable_hub() is None
     assert loading._unreachable_hub() == "127.0.0.1"
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # it will not be asked
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # no requests are made
     assert loading._unreachable_hub() is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(loading, "getproxies", lambda: {"https": "http://proxy.example"})
@@ -248,7 +248,7 @@ def test_the_hub_library_is_quiet_and_restored_afterwards(
     assert capsys.readouterr().err == ""
     assert not constants.is_offline_mode()
     assert logger.getEffectiveLevel() == level
-    monkeypatch.setenv("HF_HUB_VERBOSITY", "warning")  # asked for
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "warning")  # set by the user
     with loading._quiet_hub(offline=False):
         assert logger.getEffectiveLevel() == level
 

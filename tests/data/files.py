@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-BROKEN = b"this is not a picture"
+BROKEN = b"this is not an image"
 
 
 def solid_image(number: int, size: tuple[int, int] = (12, 12)) -> Image.Image:

@@ -218,7 +218,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_file_is_one_clear_error(tmp_path: Path, kind: str) -> None:
     make, message = BAD[kind]
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     make(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

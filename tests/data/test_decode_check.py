@@ -47,7 +47,7 @@ def test_a_damaged_later_frame_keeps_the_first(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", sorted(BAD.keys() - {"unknown range"}))
 def test_bad_files_get_the_error_that_reading_gives(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     BAD[kind][0](path)
     with pytest.raises(ImageError) as reading:
         read_image(path)

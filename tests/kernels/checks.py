@@ -1,6 +1,6 @@
 """Each kernel against the reference functions in float64: on a GPU, or on a CPU with Triton's interpreter.
 
-What a kernel writes is poisoned first and stands between guards, what it reads is surrounded by NaN, and on a GPU the
+The output of a kernel is poisoned first and lies between guards, its input is surrounded by NaN, and on a GPU the
 same input must give the same bits again.
 """
 

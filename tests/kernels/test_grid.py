@@ -55,7 +55,7 @@ def test_tasks_travel_to_other_processes(script: ModuleType) -> None:
     }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, and would run the real thing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, and would run the real check")
 def test_without_a_gpu_a_note_is_printed(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

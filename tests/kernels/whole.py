@@ -136,9 +136,9 @@ def streams_outcome(subject: Subject, dtype: torch.dtype, rounds: int = 20) -> O
     with torch.inference_mode():
         for turn in range(rounds):
             given = batch.roll(7 * turn, -1)
-            beside = output_tensor(model(given))
+            concurrent = output_tensor(model(given))
             with mock.patch.object(kernels, "SIDE_STREAM_BATCH", 0):
-                others += not torch.equal(beside, output_tensor(model(given)))
+                others += not torch.equal(concurrent, output_tensor(model(given)))
     return Outcome("model", f"{subject.name} {_name(dtype)} streams", others, 0)
 
 

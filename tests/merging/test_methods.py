@@ -43,10 +43,10 @@ def test_pruning_keeps_the_size_of_the_token_that_stays() -> None:
     x, size = torch.randn(1, 4, 3), torch.tensor([[4.0, 1.0, 2.0, 3.0]])
     reduction = Prune().reduce(context(x, size=size), 1)
     assert reduction.weight is not None
-    gone = int((reduction.weight == 0).nonzero()[0, 1])
+    dropped = int((reduction.weight == 0).nonzero()[0, 1])
     _, state = MergeState((1,), size=size).apply(x, reduction)
     assert state.size is not None
-    assert sorted(state.size[0].tolist()) == sorted(size[0].tolist()[:gone] + size[0].tolist()[gone + 1 :])
+    assert sorted(state.size[0].tolist()) == sorted(size[0].tolist()[:dropped] + size[0].tolist()[dropped + 1 :])
 
 
 def test_random_merges_choose_all_pairs_alike() -> None:
@@ -81,9 +81,9 @@ def merged_by_hand(model: ViT, x: Tensor, r: int, features: Any, prune: bool = F
         best, partner = scores.max(2)
         merged_y, merged_size = [], []
         for image in range(len(y)):
-            gone = {2 * int(i): 2 * int(partner[image, i]) + 1 for i in best[image].topk(r).indices}
-            left = sorted((i for i in range(y.shape[1]) if i not in gone), key=lambda i: (i % 2, i))
-            groups = [[i, *(s for s, d in gone.items() if d == i and not prune)] for i in left]
+            dropped = {2 * int(i): 2 * int(partner[image, i]) + 1 for i in best[image].topk(r).indices}
+            left = sorted((i for i in range(y.shape[1]) if i not in dropped), key=lambda i: (i % 2, i))
+            groups = [[i, *(s for s, d in dropped.items() if d == i and not prune)] for i in left]
             merged_size.append(torch.stack([size[image, members].sum() for members in groups]))
             merged_y.append(
                 torch.stack([(size[image, m, None] * y[image, m]).sum(0) / size[image, m].sum() for m in groups])

@@ -159,6 +159,6 @@ def test_a_misspelled_directory_is_not_looked_up_on_the_hub(
 ) -> None:
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was contacted"))
     with pytest.raises(ModelLoadError, match="is not a directory"):
         ViT.from_pretrained(name)

@@ -60,7 +60,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "base": partial(named, "vit_base_patch16_224"),
     "rectangle": partial(vit, img_size=(24, 40), patch_size=(8, 4), in_chans=1),
     "class-free": partial(vit, class_token=False, global_pool="avg"),
-    "mean-of-patches-beside-class": partial(vit, global_pool="avg"),
+    "mean-of-patches-with-class": partial(vit, global_pool="avg"),
     "mean-normed-before": partial(vit, global_pool="avg", fc_norm=False, class_token=False),
     "reg4-gap": partial(named, "vit_medium_patch16_reg4_gap_256"),
     "registers-and-class": partial(vit, reg_tokens=4),

@@ -49,9 +49,9 @@ SETTINGS = {
     "beyond": Setting(1000),
     "beyond-original": Setting(1000, order="original"),
     "shared-mask": Setting(2, protect="shared"),
-    "mask-per-picture": Setting((3, 2), protect="each"),
-    "mask-per-picture-original": Setting((2, 1), order="original", protect="each"),
-    "mask-per-picture-beyond": Setting(1000, protect="each"),
+    "mask-per-image": Setting((3, 2), protect="each"),
+    "mask-per-image-original": Setting((2, 1), order="original", protect="each"),
+    "mask-per-image-beyond": Setting(1000, protect="each"),
     "mask-before-any-merge": Setting((0, 4, 1), protect="each"),
 }
 

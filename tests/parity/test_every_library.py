@@ -37,7 +37,7 @@ THOROUGH = (
 )
 """Models that always meet every setting."""
 
-DIFFERENT = ("steady", "per-layer", "unweighted-original", "beyond", "mask-per-picture-original")
+DIFFERENT = ("steady", "per-layer", "unweighted-original", "beyond", "mask-per-image-original")
 """Settings that every model always meets; the others vary them."""
 
 

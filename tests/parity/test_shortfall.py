@@ -42,7 +42,7 @@ def test_later_layers_merge_what_earlier_ones_could_not(name: str) -> None:
     check_against_oracle(CASES[name], Setting(1000, order="original", protect="each"))
 
 
-@pytest.mark.parametrize("setting", ["beyond", "beyond-original", "mask-per-picture-beyond"])
+@pytest.mark.parametrize("setting", ["beyond", "beyond-original", "mask-per-image-beyond"])
 @pytest.mark.parametrize("class_token", [True, False])
 def test_down_to_the_last_pair(setting: str, class_token: bool) -> None:
     """More layers than there is anything to merge in."""

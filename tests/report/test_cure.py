@@ -143,5 +143,5 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.
     [(0, 4, "gone"), (0.4, 4, "gone"), (1, 4, "fewer"), (3, 4, "none"), (0, 1.9, "unspecific"), (0, None, "gone")],
 )
 def test_effect(after: float, control: float | None, expected: str) -> None:
-    beside = {"note": "too few"} if control is None else {"outlier_share": control}
-    assert effect({"outlier_share": 4}, {"outlier_share": after}, beside) == expected
+    control_values = {"note": "too few"} if control is None else {"outlier_share": control}
+    assert effect({"outlier_share": 4}, {"outlier_share": after}, control_values) == expected

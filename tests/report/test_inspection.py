@@ -133,7 +133,7 @@ def test_model_without_special_tokens() -> None:
 
 
 def test_appended_registers_are_inspected() -> None:
-    model = small(img_size=256)  # so many patches that not every one's attention is kept
+    model = small(img_size=256)  # too many patches to keep the attention of each
     with vitrail.test_time_registers(model, neurons={1: [3, 5]}, registers=2):
         report = inspect(model, random_images(2, 256), probes=False)
     assert [token["name"] for token in report.registers["tokens"]] == ["register 1", "register 2"]

@@ -81,10 +81,10 @@ def test_equals_one_long_sequence_with_biased_scores(gates):
     if max(gates) > -torch.inf:
         added.open()
         added.tokens.gates.data = torch.tensor(gates, dtype=torch.float64)
-    logits, beside = reference(model, added.tokens, images, gates)
+    logits, side = reference(model, added.tokens, images, gates)
     output = added(images)
     assert distance(output.logits, logits) < 1e-12
-    assert distance(output.features, added.tokens.norm(beside)) < 1e-12
+    assert distance(output.features, added.tokens.norm(side)) < 1e-12
     heads = added.tokens.heads
     assert distance(output.by_role["breed"], heads["breed"](output.features[:, 2])) < 1e-12
 
@@ -99,8 +99,8 @@ def test_gradients_equal_those_of_the_long_sequence():
         added.open()
         added.tokens.gates.data = torch.tensor(gates, dtype=torch.float64)
         if written_out:
-            logits, beside = reference(model, added.tokens, images, added.tokens.gates)
-            features = added.tokens.norm(beside)
+            logits, side = reference(model, added.tokens, images, added.tokens.gates)
+            features = added.tokens.norm(side)
         else:
             logits, _, features, _ = added(images)
         (logits.square().sum() + features.square().sum()).backward()
@@ -122,7 +122,7 @@ def test_gradients_reach_trainable_parameters_only():
     model, images = small(), random_images()
     added = vitrail.add_tokens(model, registers=2, tasks={"breed": 3})
     model(images).sum().backward()
-    assert added.tokens.values["registers"].grad is None  # nobody reads them yet
+    assert added.tokens.values["registers"].grad is None  # no token attends to them yet
     assert added.tokens.gates.grad is None
     model.zero_grad()
     added(images).by_role["breed"].square().sum().backward()
@@ -217,7 +217,7 @@ def test_talking_heads_take_added_tokens(opened):
     output = added(images)
     output.features.square().sum().backward()
     assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
-    # a token that counts as nothing is the same as one that nobody reads
+    # a token of weight zero equals one that no token attends to
     if opened:
         added.open(-600.0)
         far = added(images)

@@ -204,7 +204,7 @@ def test_compiles_block_by_block(name):
 
 
 @pytest.mark.parametrize("position", always(["learned"], ["learned", "rotary"]))
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
 def test_blocks_between_the_first_and_the_last_are_compiled_once(position):
     torch._dynamo.reset()
     size = {"image_size": 64, "patch_size": 8, "width": 16, "heads": 1, "num_classes": 2}

@@ -85,7 +85,7 @@ def test_clips_are_learned_in_blocks_of_time_and_space(tmp_path: Path) -> None:
     assert model.config.image_size == (4, 16, 16)
     assert labels.preprocessing == InputSpec.of_arrays((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 255)
     assert evaluate(run.folder, clips(16, 1), merge={"r": 1}, seconds=0).accuracy["fused"] > 0.9
-    # A model by itself says how bytes are normalized; they are colors.
+    # Bytes are normalized as the model declares for colors.
     assert evaluate(model, clips(16, 1), seconds=0, look=0).accuracy == (
         evaluate(run.last, clips(16, 1), seconds=0, look=0).accuracy
     )
@@ -137,7 +137,7 @@ def test_a_run_resumes_with_the_same_data(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="data: label had 16 samples of '0', and now has 15"):
         on(values, torch.cat([torch.ones(1).long(), labels[1:]]))
 
-    # A checkpoint of before there were fingerprints is gone on with, whatever the values.
+    # A checkpoint without fingerprints is resumed, whatever the values.
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
     meta = json.loads((folder / "meta.json").read_text())
     assert meta.pop("data")["counts"] == {"label": [16, 16]}

@@ -244,7 +244,7 @@ def test_a_model_of_transformers(photos: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", ["device", "workers"])
 def test_unreadable_images_are_named_on_screen_and_in_the_log(keep: str, tmp_path: Path) -> None:
     folder = make_photos(tmp_path / "photos")
-    (folder / "red" / "0.png").write_bytes(b"no picture")
+    (folder / "red" / "0.png").write_bytes(b"not an image")
     output: list[Event] = []
     done = run(
         str(folder), tmp_path / "run", epochs=1, max_unreadable=0.1, keep_data=keep, workers=0, on_event=output.append

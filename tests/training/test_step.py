@@ -192,7 +192,7 @@ def test_plain_epochs_are_some_of_all_and_need_labels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
 def test_blocks_that_merge_are_all_compiled_to_learn_and_to_evaluate(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +227,7 @@ def test_there_is_room_for_graphs_while_a_compiled_model_trains(
         ({}, True),  # ours: every call looks for itself
         ({"model": "timm:vit_tiny_patch16_224", "options": {"depth": 1, "patch_size": 4}}, True),  # 65 tokens
         ({"model": "timm:vit_tiny_patch16_224", "options": {"depth": 1, "patch_size": 4, **NO_CLASS}}, False),  # 64
-        ({"model": "timm:resnet10t", "options": {}}, False),  # nobody knows its attention
+        ({"model": "timm:resnet10t", "options": {}}, False),  # its attention is unknown
     ],
 )
 def test_cudnn_attention_is_disabled_for_other_models_that_may_overflow(

@@ -269,7 +269,7 @@ def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
     changed = any(carried.state.per_layer) or carried.side is not None
     if changed and (call.mask is not None or call.causal):
         raise UnsupportedInput(
-            "an attention mask is defined over the original tokens, and merged or added tokens are others; call the "
+            "an attention mask is defined over the original tokens, which merging and added tokens change; call the "
             "model without a mask, or remove the merging or the added tokens"
         )
     return call

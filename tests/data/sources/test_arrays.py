@@ -44,7 +44,9 @@ def test_labels_and_names() -> None:
     values = np.zeros((4, 1, 2, 2), dtype=np.float32)
     values.flags.writeable = False
     assert Arrays(values[:, :, ::-1], [0] * 4)._values.data_ptr() != values.ctypes.data
-    assert Arrays(values, [0] * 4)._values.data_ptr() == values.ctypes.data  # as it is, a file mapped to memory, say
+    assert (
+        Arrays(values, [0] * 4)._values.data_ptr() == values.ctypes.data
+    )  # not copied: it may be a memory-mapped file
     arrays = Arrays(values, {"tone": np.array([2, 0, -1, 1]), "voice": ["b", "a", "a", None]})
     assert repr(arrays) == "Arrays(4 × (1, 2, 2), float32, tone: 3 classes, voice: 2 classes)"
     tones = open_dataset(arrays, labels=("tone",), labeled=True)

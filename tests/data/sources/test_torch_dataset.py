@@ -31,7 +31,7 @@ def test_torch_data_sets() -> None:
 
 
 def test_listed_targets_are_taken_without_reading() -> None:
-    pairs = Pairs([ValueError("pictures are not read for that")] * 3)
+    pairs = Pairs([ValueError("images are not read for that")] * 3)
     pairs.targets = np.array([1, 0, 1])  # type: ignore[attr-defined]
     dataset = open_dataset(pairs, labeled=True)
     assert dataset.labels[:, 0].tolist() == [1, 0, 1]

@@ -21,8 +21,8 @@ def test_class_and_distillation_tokens_predict_the_one_task() -> None:
 
 
 def test_pooled_patches_answer_before_class_tokens() -> None:
-    beside = TokenSpec("extra", "class", classes=3)
-    assert assign_targets(tiny(beside, pool="mean"), ANIMALS)[0].heads == ("patch", "extra")
+    extra = TokenSpec("extra", "class", classes=3)
+    assert assign_targets(tiny(extra, pool="mean"), ANIMALS)[0].heads == ("patch", "extra")
     assert assign_targets(tiny(CLASS, pool="mean"), ANIMALS)[0].heads == ("patch",)
 
 

@@ -20,7 +20,7 @@ def test_frozen_and_in_evaluation_mode() -> None:
     net = Net().train()
     before = net.norm.running_mean.clone()
     teacher = Teacher(net)
-    net.train()  # somebody forgets
+    net.train()  # forgotten by the user
     first, second = teacher(IMAGES), teacher(IMAGES)
     assert torch.equal(first.logits, second.logits)
     assert torch.equal(net.norm.running_mean, before)

@@ -29,7 +29,7 @@ def test_singular_values_become_about_one_and_directions_stay(shape: tuple[int, 
 def test_hidden_layers_of_ours_and_of_others_are_known() -> None:
     blocks = [f"blocks.0.{part}.weight" for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
     assert hidden_weights(create_model("vit_tiny_patch16", depth=1, num_classes=3)) == set(blocks)
-    timm = pytest.importorskip("timm", reason="models of timm are looked at")
+    timm = pytest.importorskip("timm", reason="needs timm models")
     assert hidden_weights(timm.create_model("vit_tiny_patch16_224", depth=1)) == set(blocks)
     net = timm.create_model("resnet18d", num_classes=3)
     convolutions = {n for n, p in net.named_parameters() if p.ndim == 4}

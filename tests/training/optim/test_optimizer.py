@@ -37,7 +37,7 @@ def test_nested_models_keep_their_settings() -> None:
 
 
 def test_tokens_of_other_libraries_are_known_by_their_names() -> None:
-    timm = pytest.importorskip("timm", reason="a model of timm is looked at")
+    timm = pytest.importorskip("timm", reason="needs a timm model")
     model = timm.create_model("vit_tiny_patch16_224", depth=1, reg_tokens=2)
     assert {"cls_token", "reg_token", "pos_embed"} <= undecayed(model)
     assert "head.weight" not in undecayed(model)

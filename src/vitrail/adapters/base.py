@@ -107,12 +107,12 @@ def _is_idle(part: nn.Module) -> bool:
 
 
 def is_ordinary(module: nn.Module) -> bool:
-    """Whether all parameters of a module itself are plain tensors, not quantized or distributed ones."""
+    """Return whether all parameters of a module itself are plain tensors, not quantized or distributed ones."""
     return all(type(value) in (nn.Parameter, Tensor) for value in module._parameters.values() if value is not None)
 
 
 def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Whether a module is exactly one of these classes, with ordinary parameters and no hooks."""
+    """Return whether a module is exactly one of these classes, with ordinary parameters and no hooks."""
     hooked = module._forward_hooks or module._forward_pre_hooks
     return type(module) in kinds and is_ordinary(module) and not hooked
 
@@ -278,7 +278,7 @@ class TrunkAdapter(ABC):
 
     @abstractmethod
     def resizes(self, trunk: nn.Module) -> bool:
-        """Whether the model takes inputs of other sizes than its own."""
+        """Return whether the model takes inputs of other sizes than its own."""
 
     @abstractmethod
     def input_spec(self, trunk: nn.Module) -> InputSpec:
@@ -385,7 +385,7 @@ class Library(ABC):
         return {}
 
     def uses_hub(self, name: str, pretrained: bool) -> bool:
-        """Whether loading a model may contact the Hugging Face Hub."""
+        """Return whether loading a model may contact the Hugging Face Hub."""
         return False
 
     def quiet(self) -> AbstractContextManager[None]:
@@ -396,11 +396,11 @@ class Library(ABC):
     """How a directory with weights is named, for error messages."""
 
     def is_missing_directory(self, name: str) -> bool:
-        """Whether a name can only be that of a directory, and there is no such directory."""
+        """Return whether a name can only be that of a directory, and there is no such directory."""
         return False
 
     def looks_like(self, name: str) -> bool:
-        """Whether a name without its prefix may be one of this library's models."""
+        """Return whether a name without its prefix may be one of this library's models."""
         return False
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
@@ -448,7 +448,7 @@ class Library(ABC):
         write_folder(folder, dict(config), states, labels)
 
     def restores(self, config: Mapping[str, Any]) -> bool:
-        """Whether a ``config.json`` describes a model of this library."""
+        """Return whether a ``config.json`` describes a model of this library."""
         return str(config.get("architecture", "")).startswith(f"{self.prefix}:")
 
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:

@@ -32,7 +32,7 @@ class Pass:
         position: position that acts inside attention, where the model has one.
         expose: whether the caller sees the tokens between blocks, and so must get them at full length.
         gridded: whether they are reshaped to the patch grid.
-        unmasked: whether the caller gave no mask, so that one which allows everything is ignored.
+        unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
     """
 
     trunk: nn.Module | None

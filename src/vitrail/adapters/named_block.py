@@ -217,7 +217,7 @@ class NamedBlock(BlockAdapter):
         )
 
     def _is_dense(self, block: nn.Module, mlp: MlpNames) -> bool:
-        """Whether a block is nothing but the matrices of a `DenseBlock`, with no hook on any of its parts."""
+        """Return whether a block is nothing but the matrices of a `DenseBlock`, with no hook on any of its parts."""
         names, find = self.names, partial(find_part, block)
         feed = find(names.mlp)
         if type(feed).__name__ not in mlp.classes or not _is_own(block, feed) or not is_plain(feed, type(feed)):
@@ -303,7 +303,7 @@ def _drops(block: nn.Module, *paths: str | None) -> tuple[nn.Module, ...]:
 
 
 def _is_own(block: nn.Module, part: nn.Module) -> bool:
-    """Whether a part's class is one of torch's, or of the library that the block comes from."""
+    """Return whether a part's class is one of torch's, or of the library that the block comes from."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(block).__mro__}
     return type(part).__module__.partition(".")[0] in {"torch", *libraries}
 

@@ -34,7 +34,7 @@ def named(model: str | Path) -> Path:
 
 
 def is_saved(model: str | Path) -> bool:
-    """Whether a name refers to a directory with a saved model, or to a run directory with one."""
+    """Return whether a name refers to a directory with a saved model, or to a run directory with one."""
     return any((named(model) / place / CONFIG).is_file() for place in PLACES)
 
 

@@ -1,6 +1,6 @@
 """The interfaces between Vitrail and a model library: `Library`, `TrunkAdapter` and `BlockAdapter`.
 
-An adapter names the parts of a model and nothing else; what is done with them exists once, in ``vitrail.runtime``.
+An adapter names the parts of a model and nothing else; everything else is written once, in ``vitrail.runtime``.
 Most blocks need no class of their own: describe them by a table, `vitrail.adapters.named_block.BlockNames`.
 See ``docs/adapters.md``.
 
@@ -129,8 +129,8 @@ class BlockAdapter(ABC):
     """The parts of one kind of block that attends, then feeds.
 
     `NamedBlock` implements all of it over a table of names; subclass that where a block's behavior differs.
-    Adapters hold no state of a model: each method takes the block and looks its part up when it is called, so that a
-    part replaced later (LoRA, quantization) is seen.
+    Adapters hold no state of a model: each method takes the block and resolves its part when it is called, so that
+    a part replaced later (LoRA, quantization) is used.
     """
 
     input_name: str = "x"
@@ -339,7 +339,7 @@ class ModelRequest:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Return the name of each output."""
+        """Name of each output."""
         return tuple(name for column in self.classes.values() for name in column)
 
 

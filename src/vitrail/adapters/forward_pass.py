@@ -44,7 +44,7 @@ class Pass:
 
     @property
     def rotary(self) -> Rotary | None:
-        """Return the position if it is rotary."""
+        """The position, if it is rotary."""
         return self.position if isinstance(self.position, Rotary) else None
 
 
@@ -103,7 +103,7 @@ def open_pass(
 def hand_over(before: Tensor, after: Tensor, places: Sequence[int], special: tuple[TokenSpan, ...]) -> None:
     """Copy the state from one tensor to another that has more special tokens, entered at these places.
 
-    Between blocks a trunk replaces the tensor; where no state travels with it, there is nothing to do.
+    Between blocks a trunk replaces the tensor; without a state, do nothing.
     """
     carried = getattr(before, CARRIER, None)
     if carried is not None:

@@ -1,7 +1,7 @@
 """Blocks described by a table of names: one class implements every method over it.
 
 Most libraries' blocks differ in names alone. `BlockNames` holds dotted paths from a block to its parts and a few
-choices; `NamedBlock` attends, feeds, finds the dense form and reports what costs are counted from.
+choices; `NamedBlock` attends, feeds, finds the dense form and lists the modules that costs are computed from.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def launch_backward(
         norm: gradient of the LayerNorm; None for none.
         groups: groups that merged; None where nothing merged.
         merged_size: sizes after.
-        y: what was added, where γ scaled it.
+        y: the branch that γ scaled, if any.
     """
     grad = None if grad is None else grad.contiguous()
     norm = None if norm is None else norm._replace(grad=norm.grad.contiguous())

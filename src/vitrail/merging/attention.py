@@ -49,7 +49,7 @@ def fused_attention(
     """Compute attention with the fastest of PyTorch's kernels whose gradients are reliable.
 
     That is PyTorch's own choice, except for cuDNN's kernel on a GPU where gradients are needed and
-    `overflows_in_cudnn`; it is used all the same if the caller allows no other. Arguments as for
+    `overflows_in_cudnn`; it is still used if the caller allows no other. Arguments as for
     `proportional_attention`.
     """
     others = (
@@ -103,7 +103,7 @@ def weights_of_few(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     Args:
         q: queries (B, H, Q, d).
         k: keys (B, H, N, d).
-        mask: true where a query may read.
+        mask: true where a query may attend.
     """
     work, device = torch.promote_types(q.dtype, torch.float32), q.device.type
     with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):

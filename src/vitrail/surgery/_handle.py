@@ -19,7 +19,7 @@ class Handle(ABC):
     ``self._check_active()``.
 
     Attributes:
-        model: the model as it was given.
+        model: the model that was changed.
     """
 
     model: nn.Module

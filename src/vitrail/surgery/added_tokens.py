@@ -120,7 +120,7 @@ class AddedTokens(Handle):
     """The handle of added tokens; call it with images to get an :class:`AddedOutput`.
 
     Attributes:
-        model: the model as it was given.
+        model: the model that was passed to ``vitrail.add_tokens``.
         found: its trunk, blocks and adapters.
         tokens: the module ``vitrail_tokens`` of the trunk, which holds the added parameters; so they are part of the
             model's ``state_dict`` and move with the model.
@@ -234,7 +234,7 @@ class AddedTokens(Handle):
 
         Args:
             model: whether to include the model's own parameters.
-            gate_lr: learning rate of the gates, which have far to go from −10.
+            gate_lr: learning rate of the gates, which start far from 0, at −10.
         """
         self._check_active()
         groups = self.tokens.groups()

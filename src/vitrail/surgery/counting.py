@@ -22,14 +22,14 @@ class Count:
     One multiply-add is one FLOP, as in the literature; norms, activations and softmax are left out, as there.
 
     Attributes:
-        parameters: how many there are.
+        parameters: number of parameters.
         parameters_by_part: ``embedding``, ``attend`` and ``feed`` of all blocks, ``rest`` (tokens, positions, heads).
         tokens: length of the sequence before any merge.
-        flops: multiply-adds as the model is now.
-        flops_by_part: ``patches`` (what meets patches outside of blocks), ``projections``, ``attention`` (pairs of
+        flops: multiply-adds of the model in its current state.
+        flops_by_part: ``patches`` (patch embedding and attention pooling), ``projections``, ``attention`` (pairs of
             tokens), ``feed``, ``matching``, ``rest``.
         flops_unmerged: multiply-adds without merging.
-        flops_per_token: what one more special token adds.
+        flops_per_token: multiply-adds that one more special token adds.
     """
 
     parameters: int

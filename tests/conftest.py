@@ -1,4 +1,4 @@
-"""What every test gets: the same random numbers each time, no network, and no more threads than its share."""
+"""Fixtures of all tests: fixed seeds, no network, and a limited number of threads."""
 
 import os
 import random
@@ -37,7 +37,7 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of data sets that lies beside the checkout on some machines; tests of it skip elsewhere."""
+    """Return the directory of datasets next to the checkout; tests that use it are skipped where it is missing."""
     path = ROOT.parent / "shared" / "data"
     if not path.is_dir():
         pytest.skip("needs the data sets in ../shared/data, which this machine does not have")

@@ -1,4 +1,4 @@
-"""Parameters of which a few always run, and the others only where slow tests are asked for."""
+"""Test parameters: a few always run, the others only with slow tests."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def always(few: Collection[Any], every: Iterable[Any]) -> list[Any]:
-    """Give every value for ``parametrize``: those among the few as they are, the others as slow extras."""
+    """Return values for ``parametrize``: a few unmarked, the others marked as slow."""
     return [value if value in few else pytest.param(value, marks=pytest.mark.slow) for value in every]

@@ -1,4 +1,4 @@
-"""How a process that a test started leaves the others."""
+"""Exit of processes that a test started."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def leave(code: int = 0) -> NoReturn:
-    """Take the group down and end at once: its threads can crash a process while Python takes itself down."""
+    """Destroy the process group and exit at once: its threads can crash a process while Python shuts down."""
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

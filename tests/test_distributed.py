@@ -40,8 +40,8 @@ def test_ranks_share_a_device_if_they_exchange_no_tensors(
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    for name, said in (("is_available", True), ("device_count", 1), ("set_device", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, said=said: said)
+    for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(dist, "init_process_group", lambda kind, **given: made.append((kind, given["device_id"])))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     with distributed(None, tensors=tensors) as world:

@@ -1,4 +1,4 @@
-"""The promises of the repository itself: versions agree, the import is lean, the README tells the truth."""
+"""Promises of the repository itself: versions agree, the import is lean, the README is correct."""
 
 import inspect
 import json
@@ -48,13 +48,13 @@ added = sorted(set(sys.modules) - before)
 found = {"added": added, "loaded": loaded(), "cuda": torch.cuda.is_initialized()}
 from vitrail.data import InputSpec
 found["with preprocessing"] = loaded()
-sys.argv, said = ["vitrail", "--help"], io.StringIO()
+sys.argv, output = ["vitrail", "--help"], io.StringIO()
 try:
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(output):
         runpy.run_module("vitrail", run_name="__main__")
 except SystemExit as leave:
     found["code"] = leave.code
-print(json.dumps({**found, "help": said.getvalue(), "with help": loaded()}))
+print(json.dumps({**found, "help": output.getvalue(), "with help": loaded()}))
 """
 
 
@@ -73,7 +73,7 @@ def code_blocks(page: str, language: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def fresh_import() -> dict[str, Any]:
-    """What `import vitrail` does to a new interpreter, then what preprocessing does, and what asking for help does."""
+    """Return the effects of `import vitrail`, of preprocessing and of ``--help`` on a new interpreter."""
     run = subprocess.run([sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=True)
     result: dict[str, Any] = json.loads(run.stdout)
     return result
@@ -95,7 +95,7 @@ def test_import_adds_only_our_own_modules_to_torch(fresh_import: dict[str, Any])
 
 
 def test_import_stays_fast(fresh_import: dict[str, Any]) -> None:
-    """The compiler takes seconds to load; whoever compiles pays for it then."""
+    """The compiler takes seconds to load, so it is loaded on first use."""
     slow = re.compile(r"torch\._(dynamo|inductor)\b|torch\.(onnx|distributed\.fsdp)\b|sympy\b")
     assert [name for name in fresh_import["added"] if slow.match(name)] == []
 

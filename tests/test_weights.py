@@ -1,4 +1,4 @@
-"""The model that comes with the package: what it is, what its card says, and what it knows."""
+"""The embedded model: its size, its card, and its accuracy."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def model() -> ViT:
     return loaded.eval()
 
 
-def test_it_is_small_and_has_tokens_of_three_roles(model: ViT) -> None:
+def test_embedded_model_is_small_and_has_tokens_of_three_roles(model: ViT) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) <= 6_000_000
     weights = FOLDER / "model.safetensors"
     assert weights.stat().st_size <= 12 * 2**20
@@ -36,7 +36,7 @@ def test_it_is_small_and_has_tokens_of_three_roles(model: ViT) -> None:
     assert model.config.grid[-2:] == (16, 16)
 
 
-def test_its_card_says_whence_it_is_and_under_which_terms() -> None:
+def test_card_names_source_and_license() -> None:
     card = (FOLDER / "CARD.md").read_text(encoding="utf-8")
     assert "Imagenette" in card
     assert "Licence of the weights: CC BY-NC 4.0" in card
@@ -48,7 +48,7 @@ def test_its_card_says_whence_it_is_and_under_which_terms() -> None:
     assert f"epochs: {len(epochs)}\n" in card
 
 
-def test_it_knows_what_is_drawn_merged_or_not(model: ViT) -> None:
+def test_drawings_are_classified_merged_or_not(model: ViT) -> None:
     labels = load_trained("vitrail:tiny")[1]
     (names,) = vitrail.class_names(model).values()
     batch = to_tensor([draw() for draw in drawings().values()], labels.preprocessing)
@@ -59,7 +59,7 @@ def test_it_knows_what_is_drawn_merged_or_not(model: ViT) -> None:
             assert [names[best] for best in model(batch).argmax(-1)] == expected
 
 
-def test_it_is_as_good_as_its_card_says(shared_data: Path) -> None:
+def test_accuracy_matches_the_card(shared_data: Path) -> None:
     some = open_dataset(str(shared_data / "imagenette-128-val.parquet"), labeled=True).take(0.025, 0)
     found = evaluate("vitrail:tiny", some, look=0, seconds=0)
     assert found.count >= 95

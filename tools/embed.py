@@ -81,7 +81,7 @@ def embed(
     remarks = [f"Half precision changes no probability by more than {difference:.1e} (16 random images).", *notes]
     log = _of_run(folder, LOG)
     if log is not None:
-        remarks.append(f"The training log is {LOG}, beside this card.")
+        remarks.append(f"The training log is {LOG}, next to this card.")
     card = _card(out.name, model, labels, settings, size, about, license, remarks, evaluated)
     write_folder(out, model.config.to_dict(), states, read_labels(folder))
     if log is not None:

@@ -1,4 +1,4 @@
-"""Atomic file writes (a temporary file beside the target, renamed on success) and directory locks."""
+"""Atomic file writes (a temporary file next to the target, renamed on success) and directory locks."""
 
 from __future__ import annotations
 

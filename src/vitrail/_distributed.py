@@ -124,9 +124,9 @@ def choose_device(device: str | None) -> torch.device:
 
 @contextmanager
 def distributed(device: str | None, timeout: timedelta = TIMEOUT, tensors: bool = True) -> Iterator[World]:
-    """Set up the process group that torchrun asks for, if any; destroy it on exit.
+    """Set up the process group described by torchrun's environment, if any; destroy it on exit.
 
-    An existing process group is used and left as it is.
+    An existing process group is used and left unchanged.
 
     Args:
         device: device to compute on; see `choose_device`.

@@ -1,4 +1,4 @@
-"""The example of docs/adapters.md runs as it stands."""
+"""The example of docs/adapters.md runs unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert printed[-1] == "3"
 
 
-def test_the_tables_name_what_there_is() -> None:
+def test_the_tables_list_all_entries() -> None:
     names, methods = (re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for part in PAGE.split("\n## ")[2:4])
     entries = set(re.findall(r"`(\w+)`", " ".join(names)))
     assert entries == set(BlockNames.__dataclass_fields__) - {"among_special", "post_norm"}

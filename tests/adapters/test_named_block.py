@@ -1,4 +1,4 @@
-"""One class over a table of names: every path leads somewhere, and the dense form computes what the block does."""
+"""NamedBlock: every path resolves, and the dense form equals the block."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_path_leads_somewhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*DENSE, "torchvision-vit"])
-def test_the_dense_form_is_the_block(name: str) -> None:
+def test_the_dense_form_equals_the_block(name: str) -> None:
     parts, block = first_block(name)
     dense = parts.dense(block)
     assert dense is not None

@@ -18,7 +18,7 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """The registry is as before after a test."""
+    """Restore the registry after a test."""
     adapters, libraries = dict(ADAPTERS), dict(LIBRARIES)
     yield
     for table, before in ((ADAPTERS, adapters), (LIBRARIES, libraries)):
@@ -54,7 +54,7 @@ def test_the_nearest_class_and_the_latest_adapter_win() -> None:
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_name_imports_nothing_and_may_wait_for_its_class() -> None:
+def test_a_dotted_name_imports_nothing_and_may_precede_its_class() -> None:
     vitrail.register_adapter("no_such_package.models.ViT", ToyAdapter())
     with pytest.raises(UnsupportedModel):
         find(ToyViT())
@@ -83,7 +83,7 @@ class ToyLibrary(Library):
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_library_gives_its_models_names() -> None:
+def test_a_library_names_its_models() -> None:
     LIBRARIES["toy"] = ToyLibrary()
     model = vitrail.load_model("toy:2", heads=4)
     assert len(find(model).blocks) == 2
@@ -102,7 +102,7 @@ def test_names_are_split_at_known_prefixes_alone() -> None:
 
 
 @pytest.mark.parametrize("prefix", LIBRARIES)
-def test_every_library_is_whole(prefix: str) -> None:
+def test_every_library_is_complete(prefix: str) -> None:
     one = library(prefix)
     assert one.prefix == prefix
     assert one.trunks()

@@ -1,4 +1,4 @@
-"""Models in folders, by their names: embedded ones, half weights, and the names of classes."""
+"""Saved models by name: embedded models, half-precision weights, class names."""
 
 import copy
 import json
@@ -63,7 +63,7 @@ def test_an_embedded_model_is_found_by_its_name_alone(
         assert torch.equal(loaded.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
     assert saved.is_saved("vitrail:tiny")
 
-    # A folder of that name is another thing, and can be named.
+    # A directory of the same name can still be named.
     other = vitrail.create_model("vit_tiny_patch16", **{**SIZES, "depth": 1})
     here.mkdir()
     monkeypatch.chdir(here)
@@ -74,7 +74,7 @@ def test_an_embedded_model_is_found_by_its_name_alone(
     assert len(load_trained("tiny")[0].blocks) == 1
 
 
-def test_an_embedded_model_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_embedded_model_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(saved.EMBEDDED, "tiny", tmp_path / "none")
     assert not saved.is_saved("vitrail:tiny")
     for load in (vitrail.load_model, load_trained):

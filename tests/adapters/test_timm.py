@@ -27,7 +27,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Devices(TorchDispatchMode):
-    """Takes down the devices of all tensors that are made."""
+    """Record the devices of all created tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Devices(TorchDispatchMode):
 @every_kind
 @pytest.mark.parametrize("kept", [True, False])
 def test_frequencies_are_timms(kind: str, kept: bool) -> None:
-    """Whether timm keeps the frequencies, or only what it made of them."""
+    """timm stores the frequencies themselves, or only tables derived from them."""
     rope = RotaryEmbeddingCat(32, feat_shape=None if kept else [3, 5], **KINDS[kind])
     bands = rope._compute_bands()
     found = ROTARY["RotaryEmbeddingCat"](rope, (3, 5), False).frequencies

@@ -73,7 +73,7 @@ def test_built_for_training_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(again.class_token, loaded.class_token)
 
 
-def test_its_head_is_heard() -> None:
+def test_logits_of_its_head_are_recorded() -> None:
     model = vit().eval()
     with torch.no_grad(), vitrail.adapters.head_outputs(model) as found:
         output = model(torch.randn(2, 3, 32, 32))

@@ -1,4 +1,4 @@
-"""What transformers' models say about their inputs, and how they are built for training."""
+"""transformers: input specifications, and models built for training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_normalization_is_that_of_the_preprocessor(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text", [None, "{", "[1]", {}, {"image_mean": "no", "image_std": [0, 0, 0]}, {"image_mean": [1]}]
 )
-def test_without_one_that_can_be_read_it_is_the_familys(text: Any, tmp_path: Path) -> None:
+def test_without_a_readable_preprocessor_config_the_family_default_applies(text: Any, tmp_path: Path) -> None:
     vit, dinov2 = (input_spec(vitrail.load_model(f"hf:{saved(kind, tmp_path / kind, text)}")) for kind in KINDS)
     assert (vit.mean, vit.std) == ((0.5,) * 3, (0.5,) * 3)
     assert (dinov2.mean, dinov2.std) == (MEAN, STD)
@@ -71,7 +71,7 @@ SIZES = {
 
 @pytest.mark.parametrize("case", SIZES)
 def test_size_is_what_the_preprocessor_makes(case: str, tmp_path: Path) -> None:
-    """DINOv2 takes any size; ViT takes others than its own only when asked to interpolate, so its own stays."""
+    """DINOv2 takes any size; ViT needs ``interpolate_pos_encoding`` for other sizes, so its own size is used."""
     preprocessor, expected = SIZES[case]
     dinov2 = vitrail.load_model(f"hf:{saved('dinov2', tmp_path / 'dinov2', preprocessor)}")
     assert input_spec(dinov2).size == expected

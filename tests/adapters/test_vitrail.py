@@ -1,4 +1,4 @@
-"""Models of our own merge, record and take registers as timm's equals do."""
+"""Vitrail's own models merge, record and take registers as the equivalent timm models do."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ TINY = ViTConfig(image_size=32, patch_size=8, width=32, depth=4, heads=4, num_cl
 
 @torch.no_grad()
 def lively(model: nn.Module) -> nn.Module:
-    """Redraw every parameter, so that each branch counts."""
+    """Redraw every parameter, so that each branch contributes."""
     source = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         weight.copy_(0.3 * torch.randn(weight.shape, generator=source) + (1 if weight.dim() == 1 else 0))
     return model.double().eval()
 
 
-def pictures(size: int = 32, batch: int = 3) -> Tensor:
+def random_images(size: int = 32, batch: int = 3) -> Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", TIMM)
-def test_merged_as_timms_equal(name: str) -> None:
-    """The same weights, the same merging: another adapter, the same numbers."""
+def test_merged_equals_timm(name: str) -> None:
+    """The same weights and merging through another adapter give the same values."""
     made, options = TIMM[name]
     theirs = lively(timm.create_model(made, **{**SMALL, **options}))
     ours = from_timm(theirs).double().eval()
-    images = pictures(64)
+    images = random_images(64)
     assert distance(ours(images), theirs(images)) < 1e-10
     outputs = []
     for model in (ours, theirs):
@@ -59,7 +59,7 @@ def test_merged_as_timms_equal(name: str) -> None:
 @pytest.mark.parametrize("name", ["vit_tiny_patch16", "deit_tiny_patch16_distilled", "cait_xxs24"])
 def test_nothing_merged_is_nothing_changed(name: str) -> None:
     model = lively(create_model(name, image_size=32, patch_size=8, width=32, heads=2, depth=3, num_classes=4))
-    images = pictures()
+    images = random_images()
     before = model(images)
     with vitrail.merge(model, r=0):
         assert distance(model(images), before) < 1e-12
@@ -81,7 +81,7 @@ MIXES = {
 def test_every_mix_merges_and_records(mix: str, position: str) -> None:
     stage = 2 if mix == "gathering" else 0
     model = lively(ViT(replace(TINY, tokens=MIXES[mix], position=position, class_attention=stage)))
-    images = pictures()
+    images = random_images()
     features = model.forward_features(images)
     with vitrail.merge(model, r=2) as merging:
         assert merging.layout.num_special == find(model).adapter.layout(model).num_special
@@ -94,7 +94,7 @@ def test_every_mix_merges_and_records(mix: str, position: str) -> None:
 
 
 def test_rotary_position_of_merged_tokens_is_their_mean() -> None:
-    """Where two equal patches merge that stand at one place, nothing else changes."""
+    """Merging two equal patches at the same position changes nothing else."""
     model = lively(ViT(replace(TINY, position="rotary")))
     rotary = find(model).adapter.position(model, (1, 4, 4))
     assert isinstance(rotary, Rotary)
@@ -102,7 +102,7 @@ def test_rotary_position_of_merged_tokens_is_their_mean() -> None:
     table = rotary.table(0, rotary.positions.unsqueeze(0))[0, 0]
     from vitrail.models.position import rotary_table
 
-    assert distance(table, rotary_table((1, 4, 4), 8, 2, pictures())) < 1e-12
+    assert distance(table, rotary_table((1, 4, 4), 8, 2, random_images())) < 1e-12
 
 
 def test_talking_heads_count_a_merged_key_as_its_copies() -> None:
@@ -121,7 +121,7 @@ def test_talking_heads_count_a_merged_key_as_its_copies() -> None:
 
 def test_talking_heads_are_recorded_as_they_attend() -> None:
     model = lively(create_model("cait_xxs24", image_size=32, patch_size=8, width=32, heads=4, depth=2, num_classes=4))
-    images = pictures()
+    images = random_images()
     seen: list[Tensor] = []
     for block in model.blocks:
         block.attn.attn_drop.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -133,7 +133,7 @@ def test_talking_heads_are_recorded_as_they_attend() -> None:
 
 def test_registers_at_test_time() -> None:
     model = lively(ViT(replace(TINY, position="rotary")))
-    images = pictures()
+    images = random_images()
     before = model(images)
     with vitrail.test_time_registers(model, neurons={1: (3, 5)}):
         assert model(images).shape == before.shape
@@ -143,7 +143,7 @@ def test_registers_at_test_time() -> None:
 def test_gradients_of_merged_talking_heads() -> None:
     model = lively(create_model("cait_xxs24", image_size=32, patch_size=8, width=32, heads=4, depth=2, num_classes=4))
     with vitrail.merge(model, r=2):
-        model(pictures()).square().sum().backward()
+        model(random_images()).square().sum().backward()
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in model.parameters())
 
 
@@ -156,9 +156,9 @@ def test_loading_by_name() -> None:
 
 
 def test_exported_with_its_tokens() -> None:
-    """Names of tokens become code when a model is traced."""
+    """Token names become part of the code when a model is traced."""
     model = lively(ViT(replace(TINY, tokens=MIXES["registers"]))).float()
-    images = pictures().float()
+    images = random_images().float()
     with vitrail.merge(model, r=2):
         expected = model(images)
         program = torch.export.export(model, (images,))

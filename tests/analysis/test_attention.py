@@ -87,8 +87,8 @@ def test_role_mass_by_loops(monkeypatch):
         for i, one in enumerate(names):
             for j, other in enumerate(names):
                 asking = [t for t in range(15) if roles[t] == one]
-                asked = [t for t in range(15) if roles[t] == other]
-                parts = [float(attention[b, head, q, k]) for b in range(5) for q in asking for k in asked]
+                attended = [t for t in range(15) if roles[t] == other]
+                parts = [float(attention[b, head, q, k]) for b in range(5) for q in asking for k in attended]
                 expected[head, i, j] = sum(parts) / (5 * len(asking))
     found = role_mass(attention, LAYOUT)
     assert (found.queries, found.keys) == (names, names)
@@ -142,7 +142,7 @@ def test_overlap_by_loops(monkeypatch):
 def test_overlap_of_the_same_and_of_nothing_in_common():
     maps = torch.zeros(1, 1, 4, 1, 2, 4)
     maps[0, 0, 0, 0, 0] = 0.25
-    maps[0, 0, 1, 0, 0] = 0.5  # The same map, not normalised.
+    maps[0, 0, 1, 0, 0] = 0.5  # The same map, not normalized.
     maps[0, 0, 2, 0, 1] = 0.25
     found = overlap(maps, top=0.5)
     assert found.cosine[0, :3].tolist() == pytest.approx([1, 1, 0])

@@ -125,7 +125,7 @@ def test_only_the_part_around_the_seed_is_the_object():
     assert tokencut(both, (8, 12)).box == (1, 1, 4, 4)
 
 
-def test_a_bias_is_what_features_that_all_agree_need():
+def test_a_bias_is_needed_if_all_features_agree():
     box, grid = (3, 2, 7, 5), (8, 10)
     x = planted(box, grid, noise=0.1)
     x[:, 2] += 4  # Now every pair of patches is positive.
@@ -245,7 +245,7 @@ def test_a_sweep_shows_fixed_and_best_side_by_side():
     assert json.loads(json.dumps(found.to_dict()))["best_of_sweep"]["hits"] == 6
 
 
-def test_a_sweep_of_no_use_keeps_the_fixed_bias_and_needs_truth():
+def test_a_useless_sweep_keeps_the_fixed_bias_and_needs_ground_truth():
     x = planted((2, 2, 6, 5), (8, 10))
     found = sweep_lost([x, x], [(8, 10)] * 2, [torch.tensor([[2, 2, 6, 5]])] * 2, biases=[-0.01, 0.01])
     assert (found.best_bias, found.best_of_sweep) == (0, found.fixed_setting)

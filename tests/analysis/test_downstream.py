@@ -138,7 +138,7 @@ class TestSegmentation:
         masks = (torch.arange(24) < 12).long().expand(40, 16, 24)
         assert evaluate_segmentation(one_hot(left, 2).float(), masks, (4, 6), HALVES).miou == 1.0
 
-    def test_a_class_that_is_nowhere_does_not_count(self) -> None:
+    def test_an_absent_class_does_not_count(self) -> None:
         features, masks = scene()
         masks[20:][masks[20:] == 2] = 255
         features[20:, :, 2] = -5

@@ -144,7 +144,7 @@ def test_coverage_of_the_intervals():
     assert all(0.85 <= count / 80 <= 1 for count in held)
 
 
-def test_without_outliers_there_is_none():
+def test_without_outliers_the_result_is_none():
     x, outliers, _, grid = scene(images=4)
     similarity = neighbor_similarity(x, grid)
     found = redundancy(similarity, torch.zeros_like(outliers), grid)

@@ -303,7 +303,7 @@ def test_a_single_token(toy):
     assert found.collapsed == ()
 
 
-def test_parameters_of_our_own_models_go_by_name():
+def test_parameters_of_our_models_are_assigned_by_name():
     model = own(TokenSpec("cls", Role.CLASS, 2), TokenSpec("color", Role.TASK, classes=3))
     found = token_parameters(model, model.layout())
     assert list(found) == ["class 1", "class 2", "color"]
@@ -311,7 +311,7 @@ def test_parameters_of_our_own_models_go_by_name():
     assert token_parameters(model, TokenLayout((TokenSpan(Role.CLASS, 3, "cls"),), GRID)) == {}
 
 
-def test_listening_to_heads_by_role():
+def test_recording_logits_by_role():
     specs = [TokenSpec("cls", Role.CLASS, count=2), TokenSpec("head", Role.TASK, classes=3)]
     layout = TokenLayout(tuple(TokenSpan(spec.role, spec.count, spec.name) for spec in specs), GRID)
     model = nn.ModuleDict({"heads": Heads(specs, 4, 3)})
@@ -409,9 +409,9 @@ def test_heads_of_added_tokens_are_compared():
         found = measure_roles(model, images, batch_size=2)
         with torch.no_grad():
             features = added(images).features
-            said = [added.tokens.heads["classes"](features[:, index]) for index in range(2)]
+            output = [added.tokens.heads["classes"](features[:, index]) for index in range(2)]
     assert found.heads.heads == ("class", "distillation", "classes[0]", "classes[1]")
-    expected = disagreement({"a": said[0], "b": said[1]})
+    expected = disagreement({"a": output[0], "b": output[1]})
     assert found.heads.argmax[2, 3] == expected.argmax[0, 1]
     assert found.heads.divergence[2, 3].item() == pytest.approx(expected.divergence[0, 1].item(), abs=1e-6)
 

@@ -73,7 +73,7 @@ class TestIntervals:
     def test_wilson(self, successes: int, trials: int, low: float, high: float) -> None:
         assert wilson(successes, trials) == pytest.approx((low, high), abs=1e-4)
 
-    def test_wilson_of_nothing(self) -> None:
+    def test_wilson_of_no_samples(self) -> None:
         assert wilson(0, 0) is None
 
     def test_bootstrap_agrees_with_theory(self) -> None:
@@ -84,7 +84,7 @@ class TestIntervals:
         assert interval == pytest.approx((float(values.mean()) - half, float(values.mean()) + half), abs=0.02)
 
     def test_tokens_of_one_image_are_one_draw(self) -> None:
-        """Ten equal tokens in each image say as much as one."""
+        """Ten equal tokens in each image carry as much information as one."""
         one = torch.stack([torch.randn(50), torch.ones(50)], 1)
         assert bootstrap(one, ratio(0, 1)) == pytest.approx(bootstrap(one * 10, ratio(0, 1)))
 

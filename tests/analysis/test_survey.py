@@ -52,7 +52,7 @@ def test_first_checkpoint_with_artifacts(images: torch.Tensor) -> None:
         },
         images,
         batch_size=8,
-        progress=lambda *told: seen.append(told),
+        progress=lambda *event: seen.append(event),
     )
     assert [row["verdict"] for row in found.table()] == ["none", "none", "artifacts", "artifacts"]
     assert found.first == "step 200"

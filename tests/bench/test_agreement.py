@@ -37,16 +37,16 @@ def test_relative_error() -> None:
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """A list that is not empty while the reference functions are forced."""
-    asked: list[bool] = []
+    forced: list[bool] = []
 
     @contextmanager
     def reference() -> Iterator[None]:
-        asked.append(True)
+        forced.append(True)
         yield
-        asked.clear()
+        forced.clear()
 
     monkeypatch.setattr(vitrail.kernels, "reference", reference)
-    return asked
+    return forced
 
 
 def test_fast_path_equal_to_reference() -> None:

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.usefixtures("short_timing")
 
 
 def test_all_variants_in_all_modes(no_inductor: None) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     config = quick(modes=("eager", "compiled", "blocks"), seconds=1.0)
     model = tiny(depth=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    result = run(config, model=model, clock=CountingClock(), tell=told.append)
+    result = run(config, model=model, clock=CountingClock(), tell=messages.append)
     assert [(row.variant, row.mode) for row in result.rows] == [
         *(("unmerged", "eager"), ("unmerged", "compiled"), ("unmerged", "blocks")),
         *(("sliced", "eager"), ("sliced", "compiled"), ("sliced", "blocks")),
@@ -41,8 +41,8 @@ def test_all_variants_in_all_modes(no_inductor: None) -> None:
     assert (result.tokens_before, result.size) == (17, (64, 64))
     assert result.flops_after < result.flops_before
     assert result.startup_s == 1.0
-    assert told[0] == f"building {NAME}"
-    assert "preparing merged, blocks" in told
+    assert messages[0] == f"building {NAME}"
+    assert "preparing merged, blocks" in messages
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(hasattr(part, "_vitrail_plan") for part in model.modules())
     assert result.machine["versions"]["torch"] == torch.__version__

@@ -26,7 +26,7 @@ def results() -> list[BenchResult]:
 @pytest.mark.parametrize(("name", "values"), [("r", [0, 8]), ("batch", [1, 4])])
 def test_one_benchmark_per_value(name: str, values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[BenchConfig] = []
-    told: list[str] = []
+    messages: list[str] = []
     given = nn.Identity()
 
     def run(config: BenchConfig, model: object, tell: Any) -> BenchResult:
@@ -36,10 +36,10 @@ def test_one_benchmark_per_value(name: str, values: list[int], monkeypatch: pyte
         return result(config=config)
 
     monkeypatch.setattr(module, "run", run)
-    found = list(sweep(CONFIG, name, values, model=given, tell=told.append))
+    found = list(sweep(CONFIG, name, values, model=given, tell=messages.append))
     assert [getattr(config, name) for config in measured] == values
     assert [entry.config for entry in found] == measured
-    assert told == [f"{name} = {value}: here" for value in values]
+    assert messages == [f"{name} = {value}: here" for value in values]
     other = "batch" if name == "r" else "r"
     assert {getattr(config, other) for config in measured} == {getattr(CONFIG, other)}
 

@@ -137,10 +137,10 @@ def test_status_line_is_cleared(measured: list[BenchConfig], monkeypatch: pytest
 
 
 def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
 
     def load(name: str, **options: object) -> SimpleNamespace:
-        asked.append((name, options))
+        calls.append((name, options))
         return SimpleNamespace(model="the model")
 
     def fake(config: BenchConfig, model: object, tell: Any) -> BenchResult:
@@ -151,9 +151,9 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("vitrail.cli._model.load", load)
     done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
     assert done.exit_code == 0, done.output
-    assert asked == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
+    assert calls == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
     run(MODEL, "--r", 4)
-    assert asked[1] == (MODEL, {"random": True, "size": None, "device": "cpu", "shown": False})
+    assert calls[1] == (MODEL, {"random": True, "size": None, "device": "cpu", "shown": False})
 
 
 def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,10 @@ def test_two_reports(reports: FakeReports, saved: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(saved)
     result = run("a.json", "b.html", "-o", "compare.html")
     assert result.exit_code == 0, result.output
-    said = one_line(result.stdout)
-    assert said.index("a has artifact tokens.") < said.index("b has artifact tokens.") < said.index("a against b.")
-    assert "b.html, b" in said
-    assert said.endswith("Comparison: compare.html, with its values in compare.json")
+    text = one_line(result.stdout)
+    assert text.index("a has artifact tokens.") < text.index("b has artifact tokens.") < text.index("a against b.")
+    assert "b.html, b" in text
+    assert text.endswith("Comparison: compare.html, with its values in compare.json")
     assert "different images" in result.stderr
     assert (saved / "compare.html").read_text(encoding="utf-8") == "a against b."
     assert reports.calls == []

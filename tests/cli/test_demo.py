@@ -1,4 +1,4 @@
-"""The demo of a trained model: what is shown is what the model says, merged and not."""
+"""``vitrail demo``: sheets and files show the model's predictions, merged and unmerged."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ SHAPES = {"wide": (60, 40), "tall": (30, 70)}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that learnt three colors, with a class token and two registers."""
+    """A model that learned three colors, with a class token and two registers."""
     folder = tmp_path_factory.mktemp("run")
     photos = make_photos(folder / "photos")
     options = {"width": 32, "depth": 4, "heads": 2}
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     draw = np.random.default_rng(0)
     for name, (width, height) in SHAPES.items():
@@ -44,34 +44,34 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(run: Path, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Summary]]:
+def shown(run: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Summary]]:
     out = tmp_path_factory.mktemp("out")
-    return out, run_demo(out, str(run), [pictures])
+    return out, run_demo(out, str(run), [photos])
 
 
-def own_answer(model: torch.nn.Module, picture: Path) -> list[tuple[str, float]]:
+def own_answer(model: torch.nn.Module, path: Path) -> list[tuple[str, float]]:
     """The classes by probability, by plain calls."""
-    batch = to_tensor([read_image(picture)], vitrail.adapters.preprocessing(model))
+    batch = to_tensor([read_image(path)], vitrail.adapters.preprocessing(model))
     with torch.no_grad():
         likely = model(batch)[0].double().softmax(0)
     names = vitrail.class_names(model)["label"]
     return sorted(zip(names, likely.tolist(), strict=True), key=lambda pair: -pair[1])
 
 
-def test_answers_are_those_of_the_model_and_of_the_merged_model(
-    run: Path, pictures: Path, shown: tuple[Path, list[Summary]]
+def test_predictions_are_those_of_the_model_and_of_the_merged_model(
+    run: Path, photos: Path, shown: tuple[Path, list[Summary]]
 ) -> None:
     out, _ = shown
-    told = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    assert told["classes"] == {"label": ["blue", "green", "red"]}
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert summary["classes"] == {"label": ["blue", "green", "red"]}
     model = vitrail.load_model(str(run))
-    for (strength, keep), found in zip(STRENGTHS.items(), told["runs"], strict=True):
+    for (strength, keep), found in zip(STRENGTHS.items(), summary["runs"], strict=True):
         same = []
         for name, result in zip(sorted(SHAPES), found["pictures"], strict=True):
             assert result["picture"] == f"{name}, {strength}"
-            before = own_answer(model, pictures / f"{name}.png")
+            before = own_answer(model, photos / f"{name}.png")
             with vitrail.merge(model, keep=keep) as merging:
-                after = own_answer(model, pictures / f"{name}.png")
+                after = own_answer(model, photos / f"{name}.png")
                 assert found["cost"]["tokens_after"] == merging.tokens_per_layer()
                 assert found["cost"]["flops_after"] == merging.flops()
                 assert found["cost"]["flops_before"] == merging.flops(merged=False)
@@ -81,11 +81,11 @@ def test_answers_are_those_of_the_model_and_of_the_merged_model(
                 assert shares == pytest.approx([share for _, share in expected], abs=1e-6)
             same.append(before[0][0] == after[0][0])
             assert result["same_top1"] == same[-1]
-        assert told["agreement"][strength] == sum(same) / len(same)
+        assert summary["agreement"][strength] == sum(same) / len(same)
 
 
-def test_everything_is_there_to_look_at(
-    run: Path, shown: tuple[Path, list[Summary]], pictures: Path, capsys: pytest.CaptureFixture[str]
+def test_all_outputs_are_present(
+    run: Path, shown: tuple[Path, list[Summary]], photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, runs = shown
     assert sorted(path.name for path in out.iterdir()) == [
@@ -99,19 +99,19 @@ def test_everything_is_there_to_look_at(
 
 
 def test_sheets_hold_image_and_maps_without_overlap() -> None:
-    picture = Image.new("RGB", (40, 20), (200, 30, 30))
+    image = Image.new("RGB", (40, 20), (200, 30, 30))
     glass = Image.new("RGB", (40, 20), (10, 200, 10))
     guesses = {"label": [Guess("käse|" * 20, 0.75), Guess("猫", 0.25)]}
     other = {"label": [Guess("猫", 0.6), Guess("x", 0.4)]}
     values = np.array([[0.0, 1.0]])
     columns = [
-        Column(picture, "unmerged", "", guesses, {"class": values}),
+        Column(image, "unmerged", "", guesses, {"class": values}),
         Column(glass, "strong", "", other, {"class": values}),
     ]
     sheet = np.asarray(draw_sheet("title", "detail", columns)).astype(int)
 
-    def place(colour: tuple[int, int, int]) -> tuple[int, int, int, int]:
-        rows, columns = (np.abs(sheet - colour).max(-1) <= 1).nonzero()
+    def place(color: tuple[int, int, int]) -> tuple[int, int, int, int]:
+        rows, columns = (np.abs(sheet - color).max(-1) <= 1).nonzero()
         return rows.min(), rows.max(), columns.min(), columns.max()
 
     red, green = place((200, 30, 30)), place((10, 200, 10))
@@ -126,11 +126,11 @@ def test_sheets_hold_image_and_maps_without_overlap() -> None:
     assert red[1] < likely[0] < likely[1]
 
 
-def test_a_larger_weight_is_lighter_whatever_lies_under_it() -> None:
+def test_a_larger_weight_is_lighter_on_any_background() -> None:
     """A quarter more weight on black must not look like less than what lies on white."""
-    picture = Image.fromarray(np.array([[255, 0]], dtype=np.uint8)).convert("RGB")
+    image = Image.fromarray(np.array([[255, 0]], dtype=np.uint8)).convert("RGB")
     for small in (0.0, 0.25, 0.5):
-        light, dark = np.asarray(over(picture, np.array([[small, 1.0]])).convert("L"))[0].astype(int)
+        light, dark = np.asarray(over(image, np.array([[small, 1.0]])).convert("L"))[0].astype(int)
         assert dark > light, small
 
 
@@ -138,18 +138,18 @@ def test_a_map_runs_from_violet_to_yellow_over_the_light_of_the_image() -> None:
     black_and_white = Image.fromarray(np.array([[0, 255], [0, 255]], dtype=np.uint8)).convert("RGB")
     made = np.asarray(over(black_and_white, np.array([[0.0, 0.0], [0.2, 0.2]])))
     dark, bright = np.array([68, 1, 84]), np.array([253, 231, 37])
-    for row, colour in ((0, dark), (1, bright)):
-        assert made[row, 1].tolist() == colour.tolist()
-        assert made[row, 0].tolist() == np.rint(DARKEST * colour).tolist()
+    for row, color in ((0, dark), (1, bright)):
+        assert made[row, 1].tolist() == color.tolist()
+        assert made[row, 0].tolist() == np.rint(DARKEST * color).tolist()
 
 
 def test_drawings_are_images_that_differ_and_stay_the_same() -> None:
     made = {name: draw() for name, draw in drawings().items() if name != "golf-ball"}
-    assert {name: picture.size for name, picture in made.items()} == {"parachute": (420, 540), "church": (600, 420)}
+    assert {name: image.size for name, image in made.items()} == {"parachute": (420, 540), "church": (600, 420)}
     assert np.asarray(made["church"])[300, 233].tolist() == [64, 62, 82]  # the door
 
 
-def test_the_command_takes_a_model_images_and_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_takes_a_model_images_and_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr("vitrail.cli.demo.run_demo", lambda *args: calls.append(args))
     assert CliRunner().invoke(app, ["demo"]).exit_code == 0
@@ -161,51 +161,51 @@ def test_the_command_takes_a_model_images_and_a_folder(monkeypatch: pytest.Monke
     ]
 
 
-def test_mistakes_are_answered_in_words(run: Path, pictures: Path, tmp_path: Path) -> None:
+def test_mistakes_are_explained(run: Path, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["demo", "--model", str(run), "-o", str(tmp_path / "file")])
     assert result.exit_code == 2
     assert "could not be made" in result.stderr
     vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "nameless")
     with pytest.raises(InvalidOption, match="no class names"):
-        run_demo(tmp_path / "out", str(tmp_path / "nameless"), [pictures])
+        run_demo(tmp_path / "out", str(tmp_path / "nameless"), [photos])
     with pytest.raises(ModelLoadError, match="none holds no model; expected a run directory"):
-        run_demo(tmp_path / "out", str(tmp_path / "none"), [pictures])
+        run_demo(tmp_path / "out", str(tmp_path / "none"), [photos])
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("name", "library"), [("timm:vit_tiny_patch16_224", "timm"), ("hf:a/b", "transformers")])
-def test_models_without_names_of_classes_are_refused_before_anything_is_fetched(
-    name: str, library: str, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_models_without_class_names_are_refused_before_any_download(
+    name: str, library: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.cli.demo.load", lambda *args, **options: pytest.fail("loaded"))
-    result = CliRunner().invoke(app, ["demo", "--model", name, "--pictures", str(pictures), "-o", str(tmp_path / "o")])
+    result = CliRunner().invoke(app, ["demo", "--model", name, "--pictures", str(photos), "-o", str(tmp_path / "o")])
     assert result.exit_code == 2
-    said = " ".join(result.stderr.split())
-    assert said.startswith(f"Error: {name}: the demo shows models that vitrail train saved")
-    assert f"models of {library}" in said
-    assert "--random-weights" not in said  # the demo has no such option
+    output = " ".join(result.stderr.split())
+    assert output.startswith(f"Error: {name}: the demo shows models that vitrail train saved")
+    assert f"models of {library}" in output
+    assert "--random-weights" not in output  # the demo has no such option
 
 
 def test_the_embedded_model_is_the_default(
-    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vitrail.adapters.saved.EMBEDDED, "tiny", tmp_path / "none")
     with pytest.raises(ModelLoadError, match="vitrail:tiny is not part of this installation"):
-        run_demo(tmp_path / "out", "vitrail:tiny", [pictures])
+        run_demo(tmp_path / "out", "vitrail:tiny", [photos])
     monkeypatch.setitem(vitrail.adapters.saved.EMBEDDED, "tiny", run / "last")
-    runs = run_demo(tmp_path / "out", None, [pictures / "wide.png"])
+    runs = run_demo(tmp_path / "out", None, [photos / "wide.png"])
     assert [run.model for run in runs] == ["vitrail:tiny"] * len(STRENGTHS)
 
 
 def test_strengths_that_a_shallow_model_cannot_have_are_left_out(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = [vitrail.TokenSpec("colour", vitrail.Role.TASK, classes=2)]
     sizes = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, "num_classes": 0}
     vitrail.create_model("vit_tiny_patch16", tokens=tokens, **sizes).save_pretrained(tmp_path)
     (tmp_path / "labels.json").write_text('{"classes": {"colour": ["red", "blue"]}}', encoding="utf-8")
-    runs = run_demo(tmp_path / "out", str(tmp_path), [pictures / "wide.png"])
+    runs = run_demo(tmp_path / "out", str(tmp_path), [photos / "wide.png"])
     assert [run.cost.tokens_after[-1] for run in runs] == [9, 5]
     assert {guess.name for guess in runs[0].pictures[0].guesses_after["colour"]} == {"red", "blue"}
     assert "Note: strong is left out: keep=0.1 would leave 2 of 16 patches" in capsys.readouterr().err

@@ -46,12 +46,12 @@ def test_verdict_table_and_files(reports: FakeReports, images: Path, tmp_path: P
     assert result.exit_code == 0, result.output
     assert reports.calls == [{"batch_size": 2, "name": MODEL, "probes": False, "cure": True, "seed": 3}]
     assert reports.sizes == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
-    said = one_line(result.stdout)
-    assert said.startswith(f"{MODEL} has artifact tokens.")
-    assert "with test-time registers 0.1 % of patch tokens; 2 % with random neurons" in said
+    text = one_line(result.stdout)
+    assert text.startswith(f"{MODEL} has artifact tokens.")
+    assert "with test-time registers 0.1 % of patch tokens; 2 % with random neurons" in text
     for part in ("images 5", "norm 12.5", "outliers 2 % of patch tokens", "since layer 1 of 2", "confidence 99.9 %"):
-        assert part in said
-    assert said.endswith(f"Report: {out}, with its values in report.json")
+        assert part in text
+    assert text.endswith(f"Report: {out}, with its values in report.json")
     assert "random weights" in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"images", "report.html", "report.json"}
 
@@ -112,7 +112,7 @@ def test_progress_goes_stage_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tasks == [("Running images", 3, 3), ("Analyzing", 1, None)]
 
 
-def test_the_help_has_examples_and_says_how_to_use_several_devices() -> None:
+def test_the_help_has_examples_and_explains_several_devices() -> None:
     text = one_line(CliRunner().invoke(app, ["inspect", "-h"]).stdout)
     assert "torchrun --nproc-per-node 4 -m vitrail inspect" in text
     assert "--random-weights" in text
@@ -165,9 +165,7 @@ def test_a_size_that_the_model_does_not_take(reports: FakeReports, saved_vit: Pa
     assert reports.calls == []
 
 
-def test_a_model_of_sounds_is_refused_and_nothing_is_written(
-    reports: FakeReports, images: Path, tmp_path: Path
-) -> None:
+def test_an_audio_model_is_refused_and_nothing_is_written(reports: FakeReports, images: Path, tmp_path: Path) -> None:
     options = {"in_chans": 1, "image_size": (16, 24), "patch_size": 8}
     create_model("vit_tiny_patch16", width=16, depth=1, heads=1, **options).save_pretrained(tmp_path / "sounds")
     result = run(f"vitrail:{tmp_path / 'sounds'}", images, "--device", "cpu", "-o", tmp_path / "a.html")

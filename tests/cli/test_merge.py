@@ -1,4 +1,4 @@
-"""``vitrail merge``: what it writes and says, and how it answers mistakes."""
+"""``vitrail merge``: files, output and errors."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_a_trained_model_names_its_classes(photos: Path, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["pictures"][0]
     batch = to_tensor([read_image(photos / "a.png")], vitrail.adapters.preprocessing(model))
-    said = {}
+    predicted = {}
     for when, r in (("before", 0), ("after", 4)):
         with vitrail.merge(model, r=r), torch.no_grad():
             output = model(batch)
@@ -60,13 +60,13 @@ def test_a_trained_model_names_its_classes(photos: Path, tmp_path: Path) -> None
             guesses = found[f"guesses_{when}"][name]
             assert [one["name"] for one in guesses] == [classes[name][place] for place in places[:3]]
             assert [one["probability"] for one in guesses] == pytest.approx(likely[:3].tolist(), abs=1e-6)
-            said[when, name] = guesses[0]["name"]
-    before, after = (", ".join(said[when, name] for name in classes) for when in ("before", "after"))
+            predicted[when, name] = guesses[0]["name"]
+    before, after = (", ".join(predicted[when, name] for name in classes) for when in ("before", "after"))
     words = f"same: {before}" if before == after else f"{before} → {after}"
     assert words in (tmp_path / "out" / "summary.md").read_text(encoding="utf-8")
 
 
-def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
+def test_all_files_are_written_with_correct_values(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     result = run("merge", MODEL, photos, "-r", "1", "-o", out, *TINY)
     assert result.exit_code == 0, result.output
@@ -88,8 +88,8 @@ def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = vitrail.load_model(MODEL, pretrained=False, img_size=(64, 64))
     for entry in summary["pictures"]:
-        picture = read_image(photos / entry["picture"])
-        batch = to_tensor([picture], InputSpec((64, 64)))
+        image = read_image(photos / entry["picture"])
+        batch = to_tensor([image], InputSpec((64, 64)))
         with torch.inference_mode():
             before = model(batch)[0]
             with vitrail.merge(model, r=1) as merging, merging.track() as trace:
@@ -102,9 +102,9 @@ def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
         assert entry["seconds_before"] > 0
         assert entry["seconds_after"] > 0
         glass = read_image(out / entry["files"]["glass"])
-        assert glass == stained_glass(picture, trace.groups[0].reshape(4, 4))
-        beside = np.asarray(read_image(out / entry["files"]["side-by-side"]))
-        assert (beside[4 : 4 + picture.height, 4 : 4 + picture.width] == np.asarray(picture)).all()
+        assert glass == stained_glass(image, trace.groups[0].reshape(4, 4))
+        sheet = np.asarray(read_image(out / entry["files"]["side-by-side"]))
+        assert (sheet[4 : 4 + image.height, 4 : 4 + image.width] == np.asarray(image)).all()
 
     text = (out / "summary.md").read_text(encoding="utf-8")
     assert "| a.png | 4 | 17 → 5 |" in text
@@ -114,7 +114,7 @@ def test_everything_is_written_and_true(photos: Path, tmp_path: Path) -> None:
     assert "random weights" in result.stderr
 
 
-def test_pretrained_transformers_folder(photos: Path, saved_vit: Path, tmp_path: Path) -> None:
+def test_pretrained_transformers_directory(photos: Path, saved_vit: Path, tmp_path: Path) -> None:
     result = run("merge", f"hf:{saved_vit}", photos / "a.png", "--keep", "0.5", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))
@@ -159,10 +159,10 @@ def test_r_per_layer_and_other_sizes(photos: Path, tmp_path: Path) -> None:
 def test_too_many_merges_are_one_note(photos: Path, tmp_path: Path) -> None:
     result = run("merge", MODEL, photos, "-r", "4", "-o", tmp_path, *TINY)
     assert result.exit_code == 0, result.output
-    assert result.stderr.count("merges were asked for") == 1
+    assert result.stderr.count("merges were requested") == 1
 
 
-def test_images_of_one_name_and_images_in_the_output_folder_are_kept_apart(photos: Path) -> None:
+def test_images_of_one_name_and_images_in_the_output_directory_stay_distinct(photos: Path) -> None:
     (photos / "more").mkdir()
     Image.new("RGB", (8, 8), "red").save(photos / "more" / "a.png")
     Image.new("RGB", (9, 9), "blue").save(photos / "b-glass.png")
@@ -170,8 +170,8 @@ def test_images_of_one_name_and_images_in_the_output_folder_are_kept_apart(photo
     assert result.exit_code == 0, result.output
     names = {path.name for path in photos.iterdir()}
     assert {"photos-a-glass.png", "more-a-glass.png", "b-2-glass.png", "b-glass-glass.png"} <= names
-    pictures = json.loads((photos / "summary.json").read_text(encoding="utf-8"))["pictures"]
-    assert {"a.png", "more/a.png", "b.png"} <= {entry["picture"] for entry in pictures}
+    images = json.loads((photos / "summary.json").read_text(encoding="utf-8"))["pictures"]
+    assert {"a.png", "more/a.png", "b.png"} <= {entry["picture"] for entry in images}
     assert read_image(photos / "b-glass.png").size == (9, 9)
 
 
@@ -227,18 +227,16 @@ MISTAKES = {
         "--size 100x100 is not a whole number of patches",
     ),
     "size is below a patch": ((MODEL, "PHOTOS", "-r", "1", "--size", "8", "--random-weights"), "8x8"),
-    "no pictures named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
-    "no pictures there": ((MODEL, "EMPTY", "-r", "1", *TINY), "no images found"),
-    "missing picture": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
+    "no images named": ((MODEL, "-r", "1", *TINY), "Missing argument 'IMAGES'"),
+    "no images there": ((MODEL, "EMPTY", "-r", "1", *TINY), "no images found"),
+    "missing image": ((MODEL, "PHOTOS/c.png", "-r", "1", *TINY), "no such file"),
     "output is a file": ((MODEL, "PHOTOS", "-r", "1", "-o", "PHOTOS/a.png", *TINY), "could not be made"),
     "no such option": ((MODEL, "PHOTOS", "-r", "1", "--frobnicate"), "--frobnicate"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_answered_in_words(
-    photos: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_explained(photos: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.cli._model._unreachable_hub", lambda: None)  # tests do not ask the network
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -260,13 +258,13 @@ def test_cuda_is_refused_where_there_is_none(photos: Path, tmp_path: Path, monke
     assert "no CUDA device" in result.stderr
 
 
-def test_a_size_that_the_model_refuses_is_answered_in_words(photos: Path, saved_vit: Path, tmp_path: Path) -> None:
+def test_a_size_that_the_model_rejects_is_explained(photos: Path, saved_vit: Path, tmp_path: Path) -> None:
     result = run("merge", f"hf:{saved_vit}", photos, "-r", "1", "--size", "64", "-o", tmp_path)
     assert result.exit_code == 2
     assert "does not take images of 64 × 64 pixels" in result.stderr
 
 
-def test_an_output_that_says_nothing_about_the_image_is_answered_in_words() -> None:
+def test_an_output_independent_of_the_image_is_explained() -> None:
     from vitrail.cli._prediction import _values
 
     with pytest.raises(UnsupportedInput, match=r"dict.*logits"):

@@ -1,4 +1,4 @@
-"""``vitrail merge`` on odd images: what is refused before the model is loaded, and what is said about the rest."""
+"""``vitrail merge`` on unusual images: errors before the model is loaded, and notes about the rest."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_unreadable_images_are_found_before_the_model_is_loaded(
     result = run(cut_off(tmp_path / "a.jpg"))  # its header is good
     assert result.exit_code == 2
     assert "damaged or cut off" in result.stderr
-    (tmp_path / "b.png").write_text("no picture")
+    (tmp_path / "b.png").write_text("not an image")
     result = run(tmp_path / "b.png")
     assert result.exit_code == 2
     assert "not an image" in result.stderr
@@ -66,7 +66,7 @@ def test_damage_that_shows_only_later_is_skipped_then(tmp_path: Path) -> None:
     assert not (tmp_path / "none" / "summary.json").exists()
 
 
-def test_moving_images_are_noted_and_their_results_told_apart(tmp_path: Path) -> None:
+def test_animations_are_noted_and_their_results_have_distinct_names(tmp_path: Path) -> None:
     moving(tmp_path / "anim.gif")
     moving(tmp_path / "anim.webp", 2)
     Image.new("RGB", (16, 16)).save(tmp_path / "still.png")
@@ -81,7 +81,7 @@ def test_moving_images_are_noted_and_their_results_told_apart(tmp_path: Path) ->
     }
 
 
-def test_a_folder_of_moving_images_is_one_short_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_animations_is_one_short_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: object, **kwargs: object) -> None:
         raise SystemExit(9)
 

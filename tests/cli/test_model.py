@@ -1,4 +1,4 @@
-"""Models by name: what is said when one cannot be had, and how the Hub is asked."""
+"""Models by name: errors when one cannot be loaded, and use of the Hub."""
 
 import json
 import logging
@@ -23,13 +23,13 @@ MODEL = "timm:vit_tiny_patch16_224"
 
 @pytest.fixture(autouse=True)
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here asks the network; unless a test says otherwise, it would be there."""
+    """Pretend that the Hub is reachable, without using the network."""
     monkeypatch.setattr(loading, "_unreachable_hub", lambda: None)
 
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
-    """Let timm build models, and fail as told where trained weights are wanted."""
+    """Let timm build models, and raise a given error if pretrained weights are requested."""
     create = timm.create_model
 
     def make(error: Exception) -> None:
@@ -62,7 +62,7 @@ def test_weights_out_of_reach_suggest_random_ones(no_weights: Callable[[Exceptio
     assert "Check the network, or add --random-weights" in text
 
 
-def test_weights_that_nobody_has_are_no_matter_of_the_network(no_weights: Callable[[Exception], None]) -> None:
+def test_missing_pretrained_weights_are_not_a_network_error(no_weights: Callable[[Exception], None]) -> None:
     no_weights(RuntimeError("No pretrained weights exist for this one."))
     text = message(MODEL)
     assert "(No pretrained weights exist for this one)" in text
@@ -70,7 +70,7 @@ def test_weights_that_nobody_has_are_no_matter_of_the_network(no_weights: Callab
     assert "network" not in text
 
 
-def test_without_network_the_message_says_so(
+def test_without_network_the_message_explains_it(
     no_weights: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_weights(OSError("a long story about offline modes"))
@@ -99,7 +99,7 @@ def test_models_that_cannot_be_merged_or_built_do_not_suggest_random_weights(
     assert "--random-weights" not in text
 
 
-def test_folders_suggest_random_weights_only_where_they_have_a_model(tmp_path: Path) -> None:
+def test_directories_suggest_random_weights_only_where_they_have_a_model(tmp_path: Path) -> None:
     from transformers import ViTConfig
 
     (tmp_path / "empty").mkdir()
@@ -119,13 +119,13 @@ def test_folders_suggest_random_weights_only_where_they_have_a_model(tmp_path: P
     assert load(name, random=True, device="cpu").weights == "random"
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
     for folder in (f"{tmp_path}/none", "./none", "a/b/none"):
         for random in (False, True):
             assert f"there is no directory {folder}." in message(f"hf:{folder}", random=random)
 
 
-def test_a_size_that_a_model_has_no_word_for(no_weights: Callable[[Exception], None]) -> None:
+def test_a_size_without_an_option(no_weights: Callable[[Exception], None]) -> None:
     assert message("timm:resnet18", random=True, size=(64, 64)).startswith("timm:resnet18: ResNet is not a supported")
     create = timm.create_model
 
@@ -141,7 +141,7 @@ def test_a_size_that_a_model_has_no_word_for(no_weights: Callable[[Exception], N
         assert "Leave --size out" in text
 
 
-def test_nothing_is_drawn_where_nobody_watches(saved_vit: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_status_line_without_a_terminal(saved_vit: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging as bars
 
     load(f"hf:{saved_vit}", random=False, device="cpu")
@@ -164,13 +164,13 @@ def test_a_name_without_its_library_is_completed(tmp_path: Path, monkeypatch: py
         assert "Did you mean" not in text
 
 
-# ---------------------------------------------------------------- models of other things than pictures
+# ---------------------------------------------------------------- models that do not take images
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "sound": (
         {"in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
         {"mean": [1.0], "std": [2.0], "scale": 1.0},
-        "takes arrays of floating point numbers, 1 × 16 × 24, and this command is for models that take pictures.",
+        "takes arrays of floating point numbers, 1 × 16 × 24, and this command is for models that take images.",
     ),
     "clip": (
         {"image_size": (4, 16, 16), "patch_size": (2, 8, 8)},
@@ -188,16 +188,16 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_models_that_take_no_pictures_say_what_they_take(kind: str, tmp_path: Path) -> None:
-    options, expects, said = SHAPES[kind]
+def test_models_without_image_input_report_their_input(kind: str, tmp_path: Path) -> None:
+    options, expects, message = SHAPES[kind]
     create_model("vit_tiny_patch16", width=16, depth=1, heads=1, **options).save_pretrained(tmp_path)
     if expects is not None:
         (tmp_path / "labels.json").write_text(json.dumps({"classes": {}, "preprocessing": expects}))
-    if said:
+    if message:
         with pytest.raises(UnsupportedInput) as caught:
             load(str(tmp_path), random=False, device="cpu")
         text = str(caught.value)
-        assert text.startswith(f"{tmp_path} {said}")
+        assert text.startswith(f"{tmp_path} {message}")
         assert "vitrail.training.evaluate" in text
         assert ("vitrail.inspect" in text) == (kind != "clip")  # which is for two axes
     if kind in ("bytes", "numbers"):  # where nothing is shown to it, the shape is enough
@@ -208,7 +208,7 @@ def test_models_that_take_no_pictures_say_what_they_take(kind: str, tmp_path: Pa
 # ---------------------------------------------------------------- asking the Hub
 
 
-def test_only_names_that_need_it_ask_the_hub(tmp_path: Path) -> None:
+def test_only_names_that_need_it_use_the_hub(tmp_path: Path) -> None:
     timm_library, hf = library("timm"), library("hf")
     assert timm_library.uses_hub("vit_tiny_patch16_224", pretrained=True)
     assert not timm_library.uses_hub("vit_tiny_patch16_224", pretrained=False)
@@ -218,8 +218,8 @@ def test_only_names_that_need_it_ask_the_hub(tmp_path: Path) -> None:
     assert not hf.uses_hub(str(tmp_path), pretrained=True)
 
 
-def test_an_unreachable_hub_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the real thing, on this machine alone
+def test_an_unreachable_hub_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real function, on this machine only
     monkeypatch.setattr(loading, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -227,14 +227,14 @@ def test_an_unreachable_hub_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
         assert loading._unreachable_hub() is None
     assert loading._unreachable_hub() == "127.0.0.1"
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # it will not be asked
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # no requests are made
     assert loading._unreachable_hub() is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(loading, "getproxies", lambda: {"https": "http://proxy.example"})
     assert loading._unreachable_hub() is None
 
 
-def test_the_hubs_library_is_quiet_and_as_before_afterwards(
+def test_the_hub_library_is_quiet_and_restored_afterwards(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
@@ -248,12 +248,12 @@ def test_the_hubs_library_is_quiet_and_as_before_afterwards(
     assert capsys.readouterr().err == ""
     assert not constants.is_offline_mode()
     assert logger.getEffectiveLevel() == level
-    monkeypatch.setenv("HF_HUB_VERBOSITY", "warning")  # asked for
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "warning")  # set by the user
     with loading._quiet_hub(offline=False):
         assert logger.getEffectiveLevel() == level
 
 
-def test_without_network_nothing_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_network_fails_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

@@ -152,7 +152,7 @@ def test_names_follow_the_images(tmp_path: Path) -> None:
     assert [names.for_image(path)["glass"].name for path in inputs] == list(expected.values())
 
 
-def test_links_keep_their_own_names(tmp_path: Path) -> None:
+def test_symbolic_links_keep_their_names(tmp_path: Path) -> None:
     (tmp_path / "blob").touch()
     (tmp_path / "cat.jpg").symlink_to(tmp_path / "blob")
     files = Names(tmp_path, ("glass",), [tmp_path / "cat.jpg"]).for_image(tmp_path / "cat.jpg")

@@ -1,4 +1,4 @@
-"""``vitrail train`` and ``vitrail evaluate``: what they write and say, and how they answer mistakes."""
+"""``vitrail train`` and ``vitrail evaluate``: files, output and errors."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_training_says_how_it_goes_where_things_are_and_what_to_do_next(trained: tuple[Path, Result]) -> None:
+def test_training_prints_progress_paths_and_next_steps(trained: tuple[Path, Result]) -> None:
     folder, result = trained
     assert result.exit_code == 0, result.output
     text = one_line(result.stdout)
@@ -49,7 +49,7 @@ def test_training_says_how_it_goes_where_things_are_and_what_to_do_next(trained:
     assert (config.tokens, config.options["width"], config.validation) == ("cls,register=2", 32, 0.1)
 
 
-def test_what_comes_next_works(trained: tuple[Path, Result], photos: Path, tmp_path: Path) -> None:
+def test_printed_next_steps_work(trained: tuple[Path, Result], photos: Path, tmp_path: Path) -> None:
     folder, _ = trained
     values = tmp_path / "result.json"
     result = run("evaluate", folder, photos, "--merge", "r=2", "--confusion", "--json", values, "--device", "cpu")
@@ -95,7 +95,7 @@ def test_a_file_gives_fields_and_options_win(photos: Path, tmp_path: Path) -> No
     assert not (out / "best").exists()
 
 
-def test_stopping_is_answered_with_a_sentence(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_prints_a_message(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.training.interrupt import Interrupted
 
     def loop(*_: object) -> None:
@@ -107,7 +107,7 @@ def test_stopping_is_answered_with_a_sentence(photos: Path, tmp_path: Path, monk
     assert one_line(result.stderr) == "Error: Stopped after step 3 of 4. Go on with --resume."
 
 
-def test_out_of_time_it_ends_with_a_code_of_its_own(photos: Path, tmp_path: Path) -> None:
+def test_time_limit_has_its_own_exit_code(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     result = run("train", "--data", photos, *SMALL, "--set", "log_every=1", "-o", out, "--seconds", "1e-9")
     assert result.exit_code == 3, result.output
@@ -148,9 +148,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_answered_in_words(
-    mistake: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_explained(mistake: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments, expected = MISTAKES[mistake]
     result = run("train", *(str(photos) if text == "PHOTOS" else text for text in arguments), "--device", "cpu")
@@ -160,7 +158,7 @@ def test_mistakes_are_answered_in_words(
     assert not list(tmp_path.iterdir())
 
 
-def test_evaluation_of_nothing_is_explained(photos: Path, tmp_path: Path) -> None:
+def test_evaluation_of_no_samples_is_explained(photos: Path, tmp_path: Path) -> None:
     result = run("evaluate", tmp_path, photos)
     assert result.exit_code == 2
     assert "holds no model; expected a run directory" in one_line(result.stderr)

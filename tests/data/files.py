@@ -1,4 +1,4 @@
-"""Small sets of labeled images in every form that samples may come in."""
+"""Small labeled datasets of every source format."""
 
 import io
 import json
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-BROKEN = b"this is not a picture"
+BROKEN = b"this is not an image"
 
 
-def picture(number: int, size: tuple[int, int] = (12, 12)) -> Image.Image:
-    """A image whose colors tell its number, and its left from its right."""
+def solid_image(number: int, size: tuple[int, int] = (12, 12)) -> Image.Image:
+    """Return an image whose colors encode its number, with different left and right halves."""
     values = np.zeros((size[1], size[0], 3), dtype=np.uint8)
     values[..., 0] = number
     values[..., 1] = np.arange(size[0], dtype=np.uint8) * 3
@@ -25,7 +25,7 @@ def picture(number: int, size: tuple[int, int] = (12, 12)) -> Image.Image:
 
 def encoded(number: int, size: tuple[int, int] = (12, 12)) -> bytes:
     buffer = io.BytesIO()
-    picture(number, size).save(buffer, format="PNG")
+    solid_image(number, size).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
@@ -39,7 +39,7 @@ def class_folders(root: Path, count: int = 12, broken: tuple[int, ...] = (), cla
 
 
 def table(path: Path, count: int = 12, broken: tuple[int, ...] = (), **columns: list[Any]) -> Path:
-    """A parquet file of so many images with these columns beside them."""
+    """Write a parquet file with ``count`` images and these columns."""
     arrow = pytest.importorskip("pyarrow", reason="parquet files need it")
     from pyarrow import parquet
 
@@ -55,7 +55,7 @@ def table(path: Path, count: int = 12, broken: tuple[int, ...] = (), **columns: 
 
 
 def shard(path: Path, examples: Mapping[str, Mapping[str, Any]]) -> Path:
-    """A tar file: for each name, files by their ending. Bytes are written as they are, all else as JSON or text."""
+    """Write a tar file with files by name and suffix; bytes are written unchanged, other values as JSON or text."""
     with tarfile.open(path, "w") as tar:
         for name, files in examples.items():
             for kind, value in files.items():
@@ -67,7 +67,7 @@ def shard(path: Path, examples: Mapping[str, Mapping[str, Any]]) -> Path:
 
 
 class Pairs:
-    """A data set as torch knows them."""
+    """A dataset as torch knows them."""
 
     def __init__(self, items: list[Any]) -> None:
         self._items = items

@@ -1,4 +1,4 @@
-"""Batches: whatever a user passes as images gives the same batches, also in part, and again."""
+"""Batches: every accepted input gives the same batches, also in part and when repeated."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_some_images_are_those_with_their_numbers(folder: Path, images: Tensor) 
         assert walk(open_batches(data).select([]))[0] == []
 
 
-def test_no_more_files_are_read_than_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_files_are_read_than_requested(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collection, read = open_dataset(folder), []
     usual = type(collection).read
     monkeypatch.setattr(type(collection), "read", lambda self, index: read.append(index) or usual(self, index))
@@ -69,7 +69,7 @@ def test_no_more_files_are_read_than_asked_for(folder: Path, monkeypatch: pytest
     assert read == [2, 6]
 
 
-def test_batches_end_where_nothing_more_is_wanted(images: Tensor) -> None:
+def test_batches_end_at_the_limit(images: Tensor) -> None:
     made: list[int] = []
 
     class Loader:
@@ -84,13 +84,13 @@ def test_batches_end_where_nothing_more_is_wanted(images: Tensor) -> None:
     assert made == [0, 0, 1]
 
 
-def test_parts_of_several_processes_are_the_whole(folder: Path, images: Tensor) -> None:
+def test_shares_of_all_ranks_form_the_dataset(folder: Path, images: Tensor) -> None:
     for data in kinds(folder, images):
         parts = [walk(open_batches(data), 2, rank, 3)[0] for rank in range(3)]
         assert sorted(index for part in parts for index in part) == list(range(COUNT))
 
 
-def test_iterators_run_once_and_are_held_where_asked_for(images: Tensor) -> None:
+def test_iterators_run_once_and_are_cached_on_request(images: Tensor) -> None:
     feed = open_batches(iter(images.split(2)))
     assert feed.runs_once
     lasting = feed.repeatable()
@@ -118,6 +118,6 @@ def test_second_parts_of_batches_count_only_as_labels(images: Tensor) -> None:
 
 
 @pytest.mark.parametrize("data", [None, 7, torch.zeros(3, 8, 8), torch.zeros(0, 3, 8, 8)])
-def test_what_is_no_image_is_refused(data: Any) -> None:
+def test_other_objects_than_images_are_refused(data: Any) -> None:
     with pytest.raises(UnsupportedInput, match="got"):
         open_batches(data)

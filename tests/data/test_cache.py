@@ -1,4 +1,4 @@
-"""Dataset as data: opened for several runs, decoded once where they are kept, with classes told as of paths."""
+"""Cached datasets: opened for several runs, decoded once, with the classes of their paths."""
 
 import pickle
 from pathlib import Path
@@ -34,7 +34,7 @@ def resident(examples: Any, side: int = 12) -> Loader:
     return make_loader(examples, image_size=side, device="cpu", keep="device", workers=2, max_unreadable=0.5)
 
 
-def test_what_was_asked_for_is_decoded_once(tmp_path: Path, decoded: list[str]) -> None:
+def test_cached_samples_are_decoded_once(tmp_path: Path, decoded: list[str]) -> None:
     examples = open_dataset(class_folders(tmp_path / "set", 12), labeled=True).cached()
     assert examples.cached() is examples
     rest, held = examples.split(0.25, 0)
@@ -52,7 +52,7 @@ def test_what_was_asked_for_is_decoded_once(tmp_path: Path, decoded: list[str]) 
     assert len(decoded) == 15  # another size
 
 
-def test_what_cannot_be_read_is_remembered_with_its_reason(tmp_path: Path, decoded: list[str]) -> None:
+def test_unreadable_samples_are_listed_with_reasons(tmp_path: Path, decoded: list[str]) -> None:
     examples = open_dataset(class_folders(tmp_path / "set", 12, broken=(4, 6, 11)), labeled=True).cached()
     first, second = resident(examples), resident(examples)
     assert len(decoded) == 12
@@ -63,7 +63,7 @@ def test_what_cannot_be_read_is_remembered_with_its_reason(tmp_path: Path, decod
     assert torch.equal(next(first.sweep(12)).images, next(second.sweep(12)).images)
 
 
-def test_nothing_is_kept_unasked_nor_sent_to_workers(tmp_path: Path, decoded: list[str]) -> None:
+def test_nothing_is_cached_by_default_nor_sent_to_workers(tmp_path: Path, decoded: list[str]) -> None:
     examples = open_dataset(class_folders(tmp_path / "set", 12), labeled=True)
     feed = resident(examples)
     feed.close()

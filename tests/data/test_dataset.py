@@ -11,7 +11,7 @@ from PIL import Image
 
 import vitrail.data
 import vitrail.pictures
-from tests.data.files import Pairs, class_folders, encoded, picture, shard, table
+from tests.data.files import Pairs, class_folders, encoded, shard, solid_image, table
 from tests.data.test_decode import png
 from vitrail.data import Arrays, Dataset, InputSpec, Sample, Source, open_dataset, to_tensor
 from vitrail.data.decode import center_square
@@ -22,7 +22,7 @@ SPEC = InputSpec((8, 16), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def numbers(dataset: Dataset) -> list[int]:
-    """Which images they are, by their color."""
+    """Return the numbers of images, decoded from their colors."""
     return [int(dataset.tensor(index, 12)[0, 0, 0]) for index in range(len(dataset))]
 
 
@@ -39,9 +39,9 @@ def sources(folder: Path, count: int = 6) -> dict[str, Any]:
     files = {
         str(number): {"png": encoded(number), "cls": b"ab"[number % 2 : number % 2 + 1]} for number in range(count)
     }
-    pairs = Pairs([(picture(number), number % 2) for number in range(count)])
+    pairs = Pairs([(solid_image(number), number % 2) for number in range(count)])
     pairs.classes = ["a", "b"]  # type: ignore[attr-defined]
-    pixels = torch.stack([center_square(picture(number), 12) for number in range(count)])
+    pixels = torch.stack([center_square(solid_image(number), 12) for number in range(count)])
     names = [f"{number}.png" for number in range(count)]
     return {
         "folders": folder / "folders",
@@ -51,7 +51,7 @@ def sources(folder: Path, count: int = 6) -> dict[str, Any]:
         "torch": pairs,
         "arrays": Arrays(pixels, classes, ("a", "b"), names),
         "tensor": pixels,
-        "images": [picture(number) for number in range(count)],
+        "images": [solid_image(number) for number in range(count)],
     }
 
 
@@ -73,7 +73,7 @@ def test_every_source_gives_the_same_images_labels_and_names(tmp_path: Path, kin
     if kind not in ("torch", "tensor", "images"):  # these have no names of their own
         assert [Path(name).name for name in dataset.names] == [f"{number}.png" for number in order]
     (batch,) = dataset.batches(SPEC, 6)
-    assert torch.equal(batch.images, to_tensor([picture(number) for number in order], SPEC))
+    assert torch.equal(batch.images, to_tensor([solid_image(number) for number in order], SPEC))
     assert batch.names == dataset.names
 
 
@@ -85,13 +85,13 @@ def test_every_source_travels_to_other_processes(tmp_path: Path, kind: str) -> N
     assert numbers(pickle.loads(pickle.dumps(dataset.bare()))) == before
 
 
-def test_labels_that_are_no_classes_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+def test_invalid_labels_are_left_out_unless_requested(tmp_path: Path) -> None:
     path = table(tmp_path / "set.parquet", 2, label=[5, 1_700_000_000])
     assert open_dataset(path).classes == {}
     for options in ({"labeled": True}, {"labels": "label"}):
         with pytest.raises(InvalidOption, match="number 1700000000"):
             open_dataset(path, **options)  # type: ignore[arg-type]
-    captions = Pairs([(picture(0), "a cat")])
+    captions = Pairs([(solid_image(0), "a cat")])
     assert open_dataset(captions).classes == {}
 
 
@@ -107,7 +107,7 @@ def test_arrays_that_are_no_images_need_a_model_for_arrays() -> None:
 
 
 class Squares(Source):
-    """A source in as few lines as can be."""
+    """A minimal source."""
 
     names = ("dark", "light")
 
@@ -171,7 +171,7 @@ def test_samples_by_default() -> None:
     assert (sample.name, sample.image.size, sample[2:]) == ("chelsea.jpg", (451, 300), (None, None, None, {}))
 
 
-def test_files_are_named_shortly_where_that_tells_them_apart(classes: Path) -> None:
+def test_files_have_short_names_where_these_differ(classes: Path) -> None:
     other = classes.parent / "0.png"
     red(9).save(other)
     dataset = open_dataset([classes / "cat" / "0.png", str(other), classes / "dog" / "1.png"])
@@ -189,7 +189,7 @@ def test_class_folders_are_labels(classes: Path) -> None:
     assert dataset.read(3).label == 1
 
 
-def test_other_folders_are_not_labels(classes: Path) -> None:
+def test_other_directories_are_not_labels(classes: Path) -> None:
     assert not open_dataset(classes.parent).classes  # train/cat, train/dog: `train` is not a class
     assert not open_dataset([classes]).read(0).label  # cat is 0
     assert not open_dataset([classes / "cat", classes / "dog"]).classes
@@ -252,14 +252,14 @@ def test_broken_images_are_skipped_counted_once_and_named(classes: Path) -> None
     (classes / "cat" / "2.png").write_text("no image")
     (classes / "dog" / "5.png").write_bytes(png(11_000, 11_000))
     dataset = open_dataset(classes)
-    told: list[tuple[str, str]] = []
+    skipped: list[tuple[str, str]] = []
     for _ in range(2):
-        batches = list(dataset.batches(SPEC, 3, on_skip=lambda *skip: told.append(skip)))
+        batches = list(dataset.batches(SPEC, 3, on_skip=lambda *skip: skipped.append(skip)))
         assert [batch.indices for batch in batches] == [(0, 2, 3), (4,)]
     assert [name for name, _ in dataset.skipped] == ["cat/2.png", "dog/5.png"]
     assert "not an image" in dataset.skipped[0][1]
     assert "121 megapixels" in dataset.skipped[1][1]
-    assert told == dataset.skipped * 2
+    assert skipped == dataset.skipped * 2
 
 
 def test_none_readable_is_an_error_unless_there_are_other_ranks(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_class_folders(tmp_path: Path) -> None:
     assert len(dataset) == 6
 
 
-def test_folders_without_classes(tmp_path: Path) -> None:
+def test_directories_without_classes(tmp_path: Path) -> None:
     class_folders(tmp_path / "set" / "train", 4)
     with pytest.raises(ImageError, match=r"none of the 4 samples has a label.*PATH/train"):
         open_dataset(tmp_path / "set", labeled=True)
@@ -361,7 +361,7 @@ def test_known_classes_of_numbers(tmp_path: Path) -> None:
         open_dataset(path, classes={"label": ("cat", "dog")}, labeled=True)
 
 
-def test_known_classes_say_which_columns(tmp_path: Path) -> None:
+def test_known_classes_select_the_columns(tmp_path: Path) -> None:
     path = table(tmp_path / "set.parquet", 2, breed=[0, 1], species=["y", "z"])
     known = {"species": ("z", "y"), "breed": ("0", "1")}
     dataset = open_dataset(path, classes=known, labeled=True)
@@ -379,7 +379,7 @@ def test_known_classes_say_which_columns(tmp_path: Path) -> None:
 
 
 def test_square_takes_the_middle() -> None:
-    image = picture(0, (40, 20))
+    image = solid_image(0, (40, 20))
     made = center_square(image, 20)
     assert (made.shape, made.dtype, made.is_contiguous()) == ((3, 20, 20), torch.uint8, True)
     assert made[1, 0].tolist() == [3 * column for column in range(10, 30)]

@@ -23,13 +23,13 @@ def save(path: Path, image: Image.Image, **options: object) -> Path:
 
 
 def pixels(path: Path) -> list[tuple[int, ...]]:
-    picture = read_image(path)
-    assert picture.mode == "RGB"
-    return [tuple(pixel) for row in np.asarray(picture) for pixel in row]
+    image = read_image(path)
+    assert image.mode == "RGB"
+    return [tuple(pixel) for row in np.asarray(image) for pixel in row]
 
 
 def png(width: int, height: int, *, kind: int = 2, data: bytes = b"") -> bytes:
-    """A PNG file whose header says what we like."""
+    """Return a PNG file with a given header."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -58,14 +58,14 @@ def test_palette(tmp_path: Path) -> None:
     assert pixels(save(tmp_path / "a.png", image)) == [BLUE, BLUE]
 
 
-def test_palette_with_a_transparent_entry_lies_on_white(tmp_path: Path) -> None:
+def test_palette_with_a_transparent_entry_is_blended_with_white(tmp_path: Path) -> None:
     image = Image.new("P", (2, 1), 1)
     image.putpalette([*RED, *BLUE])
     image.putpixel((0, 0), 0)
     assert pixels(save(tmp_path / "a.png", image, transparency=0)) == [WHITE, BLUE]
 
 
-def test_palette_with_an_alpha_for_each_entry_lies_on_white(tmp_path: Path) -> None:
+def test_palette_with_an_alpha_for_each_entry_is_blended_with_white(tmp_path: Path) -> None:
     image = Image.new("P", (2, 1), 1)
     image.putpalette([*RED, *BLUE])
     image.putpixel((0, 0), 0)
@@ -88,7 +88,7 @@ def test_cmyk(tmp_path: Path) -> None:
     assert pixels(save(tmp_path / "a.tif", image)) == [RED, RED]
 
 
-def test_transparency_lies_on_white(tmp_path: Path) -> None:
+def test_transparency_is_blended_with_white(tmp_path: Path) -> None:
     image = Image.new("RGBA", (3, 1))
     for x, alpha in enumerate((0, 128, 255)):
         image.putpixel((x, 0), (*RED, alpha))
@@ -98,11 +98,11 @@ def test_transparency_lies_on_white(tmp_path: Path) -> None:
     assert half == (255, 127, 127)
 
 
-def test_gray_with_alpha_lies_on_white(tmp_path: Path) -> None:
+def test_gray_with_alpha_is_blended_with_white(tmp_path: Path) -> None:
     assert pixels(save(tmp_path / "a.png", Image.new("LA", (1, 1), (10, 0)))) == [WHITE]
 
 
-def test_rgb_with_a_transparent_color_lies_on_white(tmp_path: Path) -> None:
+def test_rgb_with_a_transparent_color_is_blended_with_white(tmp_path: Path) -> None:
     image = Image.new("RGB", (2, 1), RED)
     image.putpixel((1, 0), GREEN)
     assert pixels(save(tmp_path / "a.png", image, transparency=RED)) == [WHITE, GREEN]
@@ -110,7 +110,7 @@ def test_rgb_with_a_transparent_color_lies_on_white(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "webp"])
 def test_animation_gives_its_first_frame(tmp_path: Path, suffix: str) -> None:
-    frames = [Image.new("RGB", (4, 3), colour) for colour in (RED, GREEN, BLUE)]
+    frames = [Image.new("RGB", (4, 3), color) for color in (RED, GREEN, BLUE)]
     options = {"lossless": True} if suffix == "webp" else {}
     path = save(tmp_path / f"a.{suffix}", frames[0], save_all=True, append_images=frames[1:], **options)
     assert pixels(path) == [RED] * 12
@@ -133,26 +133,24 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int, expected:
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = Image.fromarray(np.array([[1, 2, 3], [4, 5, 6]], dtype=np.uint8))
-    picture = read_image(save(tmp_path / "a.png", image, exif=exif))
-    assert np.asarray(picture)[..., 0].tolist() == expected
+    decoded = read_image(save(tmp_path / "a.png", image, exif=exif))
+    assert np.asarray(decoded)[..., 0].tolist() == expected
 
 
 def test_orientation_is_applied_to_jpeg_and_not_twice(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    picture = read_image(save(tmp_path / "a.jpg", Image.new("RGB", (8, 4)), exif=exif))
-    assert picture.size == (4, 8)
-    assert read_image(save(tmp_path / "b.jpg", picture, exif=picture.getexif())).size == (4, 8)
+    image = read_image(save(tmp_path / "a.jpg", Image.new("RGB", (8, 4)), exif=exif))
+    assert image.size == (4, 8)
+    assert read_image(save(tmp_path / "b.jpg", image, exif=image.getexif())).size == (4, 8)
 
 
-def test_broken_exif_does_not_cost_the_image(tmp_path: Path) -> None:
+def test_broken_exif_is_ignored(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", Image.new("RGB", (2, 1), RED), exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01")
     assert pixels(path) == [RED, RED]
 
 
-def test_metadata_that_the_parser_chokes_on_does_not_cost_the_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metadata_that_cannot_be_parsed_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def choke(image: Image.Image) -> None:
         raise ZeroDivisionError
 
@@ -166,9 +164,9 @@ def test_path_may_be_a_string(tmp_path: Path) -> None:
 
 def test_the_file_is_closed_and_may_be_replaced(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", Image.new("RGB", (2, 1), RED))
-    picture = read_image(path)
+    image = read_image(path)
     path.write_bytes(b"")
-    assert picture.getpixel((1, 0)) == RED
+    assert image.getpixel((1, 0)) == RED
 
 
 def test_rgb_image_is_passed_through_untouched() -> None:
@@ -220,7 +218,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_file_is_one_clear_error(tmp_path: Path, kind: str) -> None:
     make, message = BAD[kind]
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     make(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""A image is checked without being decoded, and nothing that can be read is refused."""
+"""An image is checked without being decoded, and nothing that can be read is refused."""
 
 import zlib
 from pathlib import Path
@@ -25,18 +25,18 @@ def test_nothing_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "tif", "webp"])
 def test_frames_are_counted(tmp_path: Path, suffix: str) -> None:
-    frames = [Image.new("RGB", (4, 3), colour) for colour in ("red", "green", "blue")]
+    frames = [Image.new("RGB", (4, 3), color) for color in ("red", "green", "blue")]
     frames[0].save(tmp_path / f"a.{suffix}", save_all=True, append_images=frames[1:])
     assert check_image(tmp_path / f"a.{suffix}") == 3
 
 
 def test_a_second_image_in_a_photograph_is_no_frame(tmp_path: Path) -> None:
-    picture = Image.new("RGB", (8, 8))
-    picture.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[picture])
+    image = Image.new("RGB", (8, 8))
+    image.save(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[image])
     assert check_image(tmp_path / "a.jpg") == 1
 
 
-def test_a_later_frame_that_is_damaged_does_not_cost_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_later_frame_keeps_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(image: Image.Image) -> int:
         raise EOFError
 
@@ -47,7 +47,7 @@ def test_a_later_frame_that_is_damaged_does_not_cost_the_first(tmp_path: Path, m
 
 @pytest.mark.parametrize("kind", sorted(BAD.keys() - {"unknown range"}))
 def test_bad_files_get_the_error_that_reading_gives(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "picture.png"
+    path = tmp_path / "image.png"
     BAD[kind][0](path)
     with pytest.raises(ImageError) as reading:
         read_image(path)

@@ -1,4 +1,4 @@
-"""Colour profiles are applied where they are good, and otherwise the image is taken as it is."""
+"""Valid color profiles are applied; otherwise the image is read unchanged."""
 
 import struct
 from pathlib import Path
@@ -40,7 +40,7 @@ def profile(space: bytes, tags: dict[str, bytes]) -> bytes:
 
 
 def rgb_profile(order: str = "rgb", power: float = 2.2) -> bytes:
-    """What is stored as red, green and blue is what ``order`` says."""
+    """Return a profile whose channels are permuted by ``order``."""
     tags = {f"{stored}XYZ": xyz(*PRIMARIES[meant]) for stored, meant in zip("rgb", order, strict=True)}
     return profile(b"RGB ", tags | {f"{stored}TRC": gamma(power) for stored in "rgb"})
 
@@ -54,18 +54,18 @@ SWAPPED = rgb_profile("grb")
 
 def read(path: Path, image: Image.Image, **options: object) -> np.ndarray:
     image.save(path, **options)
-    picture = read_image(path)
-    assert picture.mode == "RGB"
-    assert "icc_profile" not in picture.info
-    return np.asarray(picture).astype(int)
+    decoded = read_image(path)
+    assert decoded.mode == "RGB"
+    assert "icc_profile" not in decoded.info
+    return np.asarray(decoded).astype(int)
 
 
-def near(pixel: np.ndarray, colour: tuple[int, int, int], by: int = 3) -> bool:
-    return bool(np.abs(pixel - np.array(colour)).max() <= by)
+def near(pixel: np.ndarray, color: tuple[int, int, int], by: int = 3) -> bool:
+    return bool(np.abs(pixel - np.array(color)).max() <= by)
 
 
 @pytest.mark.parametrize("suffix", ["png", "tif", "jpg", "webp"])
-def test_colors_are_those_that_were_meant(tmp_path: Path, suffix: str) -> None:
+def test_colors_are_as_intended(tmp_path: Path, suffix: str) -> None:
     image = Image.new("RGB", (8, 8), RED)
     options = {"lossless": True} if suffix == "webp" else {}
     values = read(tmp_path / f"a.{suffix}", image, icc_profile=SWAPPED, **options)
@@ -128,7 +128,7 @@ def test_orientation_and_profile_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"no profile", SWAPPED[:100], SWAPPED[:200] + b"\xff" * 100, grey_profile(1.0), profile(b"CMYK", {}), b""]
 )
-def test_other_profiles_are_passed_over(tmp_path: Path, data: bytes) -> None:
+def test_other_profiles_are_ignored(tmp_path: Path, data: bytes) -> None:
     assert read(tmp_path / "a.png", Image.new("RGB", (2, 2), RED), icc_profile=data)[0, 0].tolist() == list(RED)
 
 

@@ -8,7 +8,7 @@ from vitrail.data import find_images
 from vitrail.errors import ImageError
 
 
-def test_find_lists_folders_recursively_sorted_without_hidden_and_others(tmp_path: Path) -> None:
+def test_find_lists_directories_recursively_sorted_without_hidden_and_others(tmp_path: Path) -> None:
     names = [
         "b.PNG",
         "a.jpg",
@@ -51,7 +51,7 @@ def test_find_refuses_to_find_nothing(tmp_path: Path) -> None:
         find_images([])
 
 
-def test_find_refuses_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_refuses_a_directory_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 

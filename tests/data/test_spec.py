@@ -46,8 +46,8 @@ def test_shrinking_is_antialiased() -> None:
 
 
 def test_batch_keeps_order_and_takes_any_kind_of_image() -> None:
-    pictures = [Image.new("L", (3, 3), 51), Image.new("RGBA", (5, 2), (0, 0, 0, 0)), Image.new("RGB", (9, 9))]
-    batch = to_tensor(pictures, PLAIN)
+    images = [Image.new("L", (3, 3), 51), Image.new("RGBA", (5, 2), (0, 0, 0, 0)), Image.new("RGB", (9, 9))]
+    batch = to_tensor(images, PLAIN)
     assert batch.shape == (3, 3, 8, 12)
     torch.testing.assert_close(batch.mean((1, 2, 3)), torch.tensor([0.2, 1.0, 0.0]))
 

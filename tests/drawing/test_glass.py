@@ -24,7 +24,7 @@ def is_lead(painted: np.ndarray) -> np.ndarray:
 
 
 def slow_glass(pixels: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The image without leads in plain loops: each pixel belongs to the cell that holds its centre."""
+    """The image without leads in plain loops: each pixel belongs to the cell that holds its center."""
     (height, width), (rows, columns) = pixels.shape[:2], groups.shape
     members: dict[int, list[tuple[int, int]]] = {}
     for y in range(height):
@@ -93,7 +93,7 @@ def test_leads_run_between_different_groups_and_nowhere_else() -> None:
     assert not lead[0, :190].any()  # no frame
 
 
-def test_leads_have_the_width_asked_for() -> None:
+def test_leads_have_the_requested_width() -> None:
     painted = glass(np.full((100, 100, 3), 250, dtype=np.uint8), [[0, 1]], lead=10)
     assert is_lead(painted)[50].sum() == 10
     assert is_lead(painted)[50, 45:55].all()
@@ -141,26 +141,26 @@ def test_every_pane_shows_its_color_even_on_the_finest_grid() -> None:
         assert (centre == pixels[4 * y, 4 * x]).all()
 
 
-def test_a_image_painted_in_strips_has_no_seams() -> None:
+def test_an_image_painted_in_strips_has_no_seams() -> None:
     """A tall image takes several strips; turned on its side it takes one, and must be the same."""
     pixels, groups = noise(700, 90), np.random.default_rng(1).integers(0, 4, (20, 5))
     np.testing.assert_array_equal(glass(pixels, groups), glass(pixels.transpose(1, 0, 2), groups.T).transpose(1, 0, 2))
 
 
 def test_the_image_keeps_its_size_and_is_not_changed() -> None:
-    picture = Image.fromarray(noise(31, 47))
-    before = picture.copy()
-    painted = stained_glass(picture, np.arange(12).reshape(3, 4))
+    image = Image.fromarray(noise(31, 47))
+    before = image.copy()
+    painted = stained_glass(image, np.arange(12).reshape(3, 4))
     assert painted.size == (47, 31)
     assert painted.mode == "RGB"
-    assert picture == before
+    assert image == before
 
 
 def test_any_kind_of_image_and_of_integers() -> None:
     import torch
 
-    picture = Image.new("RGBA", (10, 10), (0, 0, 0, 0))
-    assert stained_glass(picture, torch.tensor([[10**12, -4]]), lead=0).getpixel((0, 0)) == (255, 255, 255)
+    image = Image.new("RGBA", (10, 10), (0, 0, 0, 0))
+    assert stained_glass(image, torch.tensor([[10**12, -4]]), lead=0).getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize("groups", [[1, 2], [[[1]]], [[1.5]], np.zeros((0, 3), dtype=int)])

@@ -11,7 +11,7 @@ from vitrail.drawing.sheet import PAPER
 from vitrail.errors import InvalidOption
 
 
-def test_images_lie_beside_each_other_at_their_own_resolution() -> None:
+def test_images_are_side_by_side_at_their_own_resolution() -> None:
     first, second = Image.new("RGB", (100, 50), "red"), Image.new("RGB", (100, 50), "blue")
     sheet = contact_sheet([first, second])
     assert sheet.size == (4 + 100 + 4 + 100 + 4, 4 + 50 + 4)
@@ -22,17 +22,17 @@ def test_images_lie_beside_each_other_at_their_own_resolution() -> None:
 
 
 def test_columns_make_rows() -> None:
-    pictures = [Image.new("RGB", (100, 50), (index, 0, 0)) for index in range(1, 4)]
-    sheet = contact_sheet(pictures, columns=2)
+    images = [Image.new("RGB", (100, 50), (index, 0, 0)) for index in range(1, 4)]
+    sheet = contact_sheet(images, columns=2)
     assert sheet.size == (4 + 2 * 104, 4 + 2 * 54)
     assert sheet.getpixel((5, 59)) == (3, 0, 0)
     assert sheet.getpixel((150, 80)) == PAPER
 
 
 def test_captions_and_title_are_written_outside_the_images() -> None:
-    pictures = [Image.new("RGB", (200, 100), "red")] * 2
-    bare = contact_sheet(pictures)
-    sheet = contact_sheet(pictures, ["one", "two"], title="both")
+    images = [Image.new("RGB", (200, 100), "red")] * 2
+    bare = contact_sheet(images)
+    sheet = contact_sheet(images, ["one", "two"], title="both")
     assert sheet.height > bare.height
     pixels = np.asarray(sheet)
     red = (pixels == (255, 0, 0)).all(-1)
@@ -43,20 +43,20 @@ def test_captions_and_title_are_written_outside_the_images() -> None:
     assert (pixels[bottom + 1 :, 210:] != PAPER).any()
 
 
-def test_smaller_images_are_centred() -> None:
+def test_smaller_images_are_centered() -> None:
     sheet = contact_sheet([Image.new("RGB", (100, 100)), Image.new("RGB", (20, 40), "red")])
     ys, xs = np.nonzero((np.asarray(sheet) == (255, 0, 0)).all(-1))
     assert (ys.min(), ys.max(), xs.min(), xs.max()) == (4 + 30, 4 + 69, 108 + 40, 108 + 59)
 
 
 def test_wrong_sheets_are_errors() -> None:
-    picture = Image.new("RGB", (9, 9))
+    image = Image.new("RGB", (9, 9))
     with pytest.raises(InvalidOption, match="0 images"):
         contact_sheet([])
     with pytest.raises(InvalidOption, match="2 images and 1 captions"):
-        contact_sheet([picture, picture], ["only one"])
+        contact_sheet([image, image], ["only one"])
     with pytest.raises(InvalidOption, match="columns=0"):
-        contact_sheet([picture], columns=0)
+        contact_sheet([image], columns=0)
 
 
 def test_samples_are_shipped_with_their_sources() -> None:

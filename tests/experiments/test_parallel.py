@@ -141,7 +141,7 @@ def test_timed_studies_use_one_process(tmp_path: Path, monkeypatch: pytest.Monke
     calls: list[tuple[list[str], int]] = []
     alone: list[str] = []
 
-    def beside(command: list[str], count: int, *_: Any) -> int:
+    def run_fake(command: list[str], count: int, *_: Any) -> int:
         calls.append((command, count))
         return UNFINISHED
 
@@ -149,7 +149,7 @@ def test_timed_studies_use_one_process(tmp_path: Path, monkeypatch: pytest.Monke
         def search_and_run(self, *_: Any, **__: Any) -> None:
             alone.append(self.study.name)
 
-    monkeypatch.setattr(program, "run_parallel", beside)
+    monkeypatch.setattr(program, "run_parallel", run_fake)
     monkeypatch.setattr(program, "Runner", Runner)
     words = ["depth", "merging", "sound_and_video/sounds", "class_tokens"]
     options = ["--seeds=0,1", "--arms=-x", "--seconds=0.0", f"--out={tmp_path}", "--device=cpu", "--tune"]

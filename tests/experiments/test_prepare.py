@@ -90,7 +90,7 @@ def test_empty_mask_has_no_box() -> None:
     assert datasets.bounding_box(np.zeros((4, 4), bool)) is None
 
 
-def test_unknown_folder_is_rejected_before_anything_is_written(published: Path, tmp_path: Path) -> None:
+def test_unknown_directory_is_rejected_before_anything_is_written(published: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(APP, [str(published / "pets"), str(published), "--to", str(tmp_path / "made")])
     assert result.exit_code == 2
     assert "is not a known dataset; expected one of Imagenette (train/n01440764/)" in result.output

@@ -274,7 +274,7 @@ def test_readme_agrees_with_the_rows_of_large_models() -> None:
     assert f"<!-- long -->\n{large_models.section(read_rows(large_models.ROWS))}\n<!-- /long -->" in page
 
 
-def test_other_rows_are_shown_next_to_them(tmp_path: Path) -> None:
+def test_other_rows_are_listed_next_to_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need it")
     ours = (large_models.HERE / "README.md").read_bytes()
     rows = tmp_path / "rows.jsonl"

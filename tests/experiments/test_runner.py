@@ -173,7 +173,7 @@ def test_rows_of_other_settings_are_reported(finished: tuple[Study, Path]) -> No
     assert page.read_text() == "<!-- results -->\nas it was\n<!-- /results -->\n"
 
 
-def test_study_that_cannot_be_shown_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_study_that_cannot_be_listed_does_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "sounds").mkdir(parents=True)
     result = CliRunner().invoke(app, ["tasks/", "--plot", "--out", str(tmp_path)])
     assert result.exit_code == 2

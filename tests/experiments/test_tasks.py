@@ -90,11 +90,11 @@ def test_attention_on_the_object_against_a_pixel_loop() -> None:
 
 def test_probe_reads_only_what_a_token_encodes() -> None:
     draw = torch.Generator().manual_seed(0)
-    colour, shape = (torch.randint(4, (400,), generator=draw) for _ in range(2))
+    color, shape = (torch.randint(4, (400,), generator=draw) for _ in range(2))
     tokens = torch.randn(400, TWO_EACH.num_tokens, 12, generator=draw)
-    tokens[:, :2, :4] += 6 * torch.nn.functional.one_hot(colour, 4)[:, None]
+    tokens[:, :2, :4] += 6 * torch.nn.functional.one_hot(color, 4)[:, None]
     tokens[:, 2:4, 4:8] += 6 * torch.nn.functional.one_hot(shape, 4)[:, None]
-    labels = {"colour": colour, "shape": shape}
+    labels = {"colour": color, "shape": shape}
     parts: list[Any] = []
     for rows in (slice(0, 300), slice(300, 400)):
         own = {name: values[rows] for name, values in labels.items()}

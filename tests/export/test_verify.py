@@ -151,7 +151,7 @@ def test_each_task_is_an_output(tmp_path: Path) -> None:
         assert result.outputs == {task: (2, count) for task, count in counts.items()}
         images = torch.randn(2, 3, 16, 16)
         got = torch.export.load(tmp_path / f"{name}.pt2").module()(images)
-        said = model.forward_output(images)
-        wanted = {"colour": said.logits[:, :2], "shape": said.logits[:, 2:]} if name == "shared" else said.by_role
+        output = model.forward_output(images)
+        wanted = {"colour": output.logits[:, :2], "shape": output.logits[:, 2:]} if name == "shared" else output.by_role
         for task in counts:
             torch.testing.assert_close(got[task], wanted[task], atol=1e-5, rtol=1e-4)

@@ -160,7 +160,7 @@ def test_mean_over_patches():
     assert close(heads(x, layout).logits, by_hand(heads, "patch", heads.pooled(x, layout)))
 
 
-def test_class_tokens_beside_pooled_patches():
+def test_class_tokens_with_pooled_patches():
     heads, x, layout = made(CLS, DIST, pool="mean")
     out = heads(x, layout)
     assert list(out.by_role) == ["patch", "dist"]

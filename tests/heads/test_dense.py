@@ -40,8 +40,8 @@ def test_pixels_lie_between_patches():
     patches = by_hand(head, x)[:, :, 0]
     pixels = head(x, LAYOUT, (4, 12))
     assert pixels.shape == (2, 2, 4, 12)
-    assert torch.allclose(pixels[..., 0, 0], patches[..., 0, 0], atol=1e-12)  # beyond the centre of the first patch
-    # Pixel centres in units of patches, from the centre of the first: 1 is (1.5 / 2 - 0.5), 2 is (2.5 / 4 - 0.5).
+    assert torch.allclose(pixels[..., 0, 0], patches[..., 0, 0], atol=1e-12)  # beyond the center of the first patch
+    # Pixel centres in units of patches, from the center of the first: 1 is (1.5 / 2 - 0.5), 2 is (2.5 / 4 - 0.5).
     down, right = 0.25, 0.125
     top = patches[..., 0, 0] * (1 - right) + patches[..., 0, 1] * right
     bottom = patches[..., 1, 0] * (1 - right) + patches[..., 1, 1] * right

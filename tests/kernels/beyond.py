@@ -1,6 +1,6 @@
-"""Inputs of more numbers than 32 bits can count, and launches of more programs than a grid's second axis has.
+"""Inputs with more than 2³¹ elements, and launches with more programs than the second axis of a grid allows.
 
-Only a few pictures are compared: the first, the last, and one in the middle.
+Only a few images are compared: the first, the last, and one in the middle.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def matching_outcome(batch: int, length: int, heads: int, width: int, device: st
 
 
 def merging_outcome(batch: int, length: int, channels: int, device: str) -> Outcome:
-    """Merge tokens, and give gradients back."""
+    """Merge tokens, and compute gradients."""
     kept = length - 16
     one = Draw(Merging(batch=1), torch.device(device)).groups(length, kept, crowded=False)
     member, start = one.member.repeat(batch, 1), one.start.repeat(batch, 1)

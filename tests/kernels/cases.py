@@ -1,4 +1,4 @@
-"""What the kernels are tried on: one dataclass for each kind of kernel, and a sample of it for the interpreter."""
+"""Test cases of the kernels: one dataclass per kind of kernel, and a sample of cases for the interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Outcome:
-    """How something went that was tried: its error and what is allowed, or why it failed."""
+    """The outcome of a check: its error and the tolerance, or why it failed."""
 
     topic: str
     case: str
@@ -34,8 +34,8 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        told = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return " ".join([self.topic, *told])
+        values = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return " ".join([self.topic, *values])
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Matching(Case):
     Attributes:
         r: merges; None for as many as there may be.
         keys: ``random``; ``lattice`` for many exact ties; ``equal`` for nothing else; ``crowd`` where every source
-            wants the same destination; ``broken`` with NaN in one picture and ∞ in one token of another.
+            wants the same destination; ``broken`` with NaN in one image and ∞ in one token of another.
         stepped: whether the kernels for long sequences are to run.
     """
 

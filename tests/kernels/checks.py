@@ -1,6 +1,6 @@
 """Each kernel against the reference functions in float64: on a GPU, or on a CPU with Triton's interpreter.
 
-What a kernel writes is poisoned first and stands between guards, what it reads is surrounded by NaN, and on a GPU the
+The output of a kernel is poisoned first and lies between guards, its input is surrounded by NaN, and on a GPU the
 same input must give the same bits again.
 """
 
@@ -214,7 +214,7 @@ def twice(launch: Callable[[], Sequence[Tensor]], device: torch.device) -> Seque
 
 
 def largest_error(*pairs: tuple[Tensor, Tensor]) -> float:
-    """Give the largest error of an element, as a share of the largest one, if that is not zero; NaN where any is."""
+    """Return the largest error relative to the largest value, unless that is zero; NaN if any element is NaN."""
     errors = []
     for found, exact in pairs:
         assert found.shape == exact.shape
@@ -225,7 +225,7 @@ def largest_error(*pairs: tuple[Tensor, Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Lists:
-    """An assignment with its groups' members one after the other."""
+    """An assignment that lists the members of its groups."""
 
     assignment: Assignment
     member: Tensor
@@ -254,7 +254,7 @@ class Draw:
         return size.float().to(self.device)
 
     def heads(self, parts: int, heads: int, length: int, width: int, layout: str) -> list[Tensor]:
-        """Give parts (B, H, N, D) that lie in memory as a model's would, with NaN around their tokens."""
+        """Return parts (B, H, N, D) laid out in memory as in a model, with NaN around their tokens."""
         return self.laid_out(self.normal(parts, self.case.batch, heads, length, width), layout)
 
     def laid_out(self, values: Tensor, layout: str) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What came out of Triton's interpreter."""
+"""Outcomes of Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Interpreted = Callable[[str], list[Outcome]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let what takes longest come first: at the end, other workers would have nothing left to do beside it."""
+    """Run the slowest tests first: at the end, the other workers would be idle."""
     items.sort(key=lambda item: "interpreted" not in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
 def interpreted() -> Interpreted:
-    """Give the outcomes of a part. Each part is asked for by one test: a second one would run it again, or wait."""
+    """Return the outcomes of a part. Each part is used by one test: a second one would run it again, or wait."""
     if find_spec("triton") is None:
         pytest.skip("needs Triton, whose interpreter runs the kernels on a CPU")
 
@@ -39,7 +39,7 @@ def interpreted() -> Interpreted:
 
 
 def _interpret(part: str) -> str:
-    """Run a part in a process of its own; gives what it printed, problems last."""
+    """Run a part in its own process; return its output, errors last."""
     given = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.kernels.interpreter", part]
     ended = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False, timeout=600)

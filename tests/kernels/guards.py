@@ -1,4 +1,4 @@
-"""Memory that shows what a kernel left unwritten, and where it wrote beside its result."""
+"""Guarded memory: detects elements that a kernel left unwritten, and writes outside its result."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-BESIDE = 64
+GUARD = 64
 """Elements on each side of a result; a multiple of what keeps results aligned."""
 
 POISON = -7_777_777
 
 
 def poison(dtype: torch.dtype) -> float | int:
-    """Give what no kernel writes: NaN, or an index that is far outside."""
+    """Return a value that no kernel writes: NaN, or an index far out of range."""
     return math.nan if dtype.is_floating_point else POISON
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Poison what ``torch.empty`` and ``torch.empty_like`` give inside, and set guards on both sides of it.
+    """Make ``torch.empty`` and ``torch.empty_like`` return poisoned memory between guards inside a ``with`` block.
 
     Raises ``AssertionError`` at the end where a guard has changed.
     """
@@ -32,9 +32,9 @@ def guarded() -> Iterator[None]:
 
     def empty(*shape: Any, dtype: torch.dtype, device: Any) -> Tensor:
         count = math.prod(shape)
-        whole = torch.full((count + 2 * BESIDE,), 77, dtype=dtype, device=device)
+        whole = torch.full((count + 2 * GUARD,), 77, dtype=dtype, device=device)
         given.append((whole, count))
-        return whole[BESIDE : BESIDE + count].fill_(poison(dtype)).view(shape)
+        return whole[GUARD : GUARD + count].fill_(poison(dtype)).view(shape)
 
     def empty_like(tensor: Tensor) -> Tensor:
         return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -42,12 +42,12 @@ def guarded() -> Iterator[None]:
     with mock.patch.multiple(torch, empty=empty, empty_like=empty_like):
         yield
     for whole, count in given:
-        assert bool((whole[:BESIDE] == 77).all()), "written before the beginning of a result"
-        assert bool((whole[BESIDE + count :] == 77).all()), "written behind the end of a result"
+        assert bool((whole[:GUARD] == 77).all()), "written before the beginning of a result"
+        assert bool((whole[GUARD + count :] == 77).all()), "written behind the end of a result"
 
 
 def surrounded(values: Tensor, axis: int) -> Tensor:
-    """Give the same values as a view into memory that is NaN before and behind them along an axis."""
+    """Return the same values as a view into memory with NaN before and after them along an axis."""
     shape = list(values.shape)
     shape[axis] += 2
     whole = torch.full(shape, math.nan, dtype=values.dtype, device=values.device)

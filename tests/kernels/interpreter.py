@@ -29,7 +29,7 @@ FORMS = (("fp32", False), ("fp32", True), ("fp16", False), ("fp16", True))
 
 
 def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
-    """Give every operator with arguments that it is checked with."""
+    """Return every operator with the arguments of its checks."""
     k, size = torch.randn(2, 17, 3, 2, 16).permute(2, 0, 3, 1, 4)[1], torch.rand(2, 17) + 1
     x, y, vector = torch.randn(2, 17, 24), torch.randn(2, 17, 24), torch.randn(24)
     _, member, start = ops.match(k, 3, 1)
@@ -120,7 +120,7 @@ def look_once() -> Any:
 
 
 def main(part: str) -> None:
-    """Run a part and print what came out."""
+    """Run a part and print its outcomes."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
     torch.set_num_threads(1)
     torch.manual_seed(0)

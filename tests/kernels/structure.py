@@ -1,4 +1,4 @@
-"""Whether what a matching gives holds together, and whether the merges it chose are the best ones."""
+"""Checks of a matching: its lists are consistent, and its merges are the best ones."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def check_places(target: Tensor, r: int, protected: int) -> None:
     length = target.shape[1]
     merged, partner = partners(target, r, protected)
     position = torch.arange(length, device=target.device)
-    for row, gone, into in zip(target, merged, partner, strict=True):
-        assert int(gone.sum()) == r, f"{int(gone.sum())} tokens merged instead of {r}"
+    for row, merged_row, into in zip(target, merged, partner, strict=True):
+        assert int(merged_row.sum()) == r, f"{int(merged_row.sum())} tokens merged instead of {r}"
         stays = torch.ones(length, dtype=torch.bool, device=target.device)
-        stays[::2] = ~gone
+        stays[::2] = ~merged_row
         free = position >= protected
         even = position % 2 == 0
         order = torch.cat([position[~free], position[stays & even & free], position[~even & free]])
         place = torch.full_like(position, -1)
         place[order] = torch.arange(len(order), device=target.device)
         group = position.clone()
-        group[::2] = torch.where(gone, 2 * into + 1, position[::2])
+        group[::2] = torch.where(merged_row, 2 * into + 1, position[::2])
         assert torch.equal(row, place[group]), "tokens stand in another order"
 
 
@@ -59,9 +59,9 @@ def check_lists(target: Tensor, member: Tensor, start: Tensor) -> None:
 
 
 def shortfall(metric: Tensor, target: Tensor, r: int, protected: int, limit: float) -> tuple[float, Tensor]:
-    """Say by how much the similarity of a chosen edge falls short of one that should have been chosen instead.
+    """Return by how much the similarity of a chosen edge falls short of one that should have been chosen instead.
 
-    Also gives the pictures (B,) in which two similarities are so near to each other, but not equal, that rounding may
+    Also gives the images (B,) in which two similarities are so near to each other, but not equal, that rounding may
     decide between them. Everywhere else there is only one right matching.
     """
     scores = similarity(metric, protected_mask(protected, metric.shape[1], metric.device))

@@ -100,7 +100,7 @@ def _type(value: Any) -> str:
 
 
 def chosen(call: Callable[[], Any]) -> list[Form]:
-    """Give the forms of kernels that a call launches."""
+    """Return the kernel variants that a call launches."""
     found: list[Form] = []
 
     def record(*args: Any, **options: Any) -> None:
@@ -186,7 +186,7 @@ FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_form
 
 
 def outermost(forms: list[Form]) -> set[Form]:
-    """Give the first and the last form of each kernel in each type but fp16, which goes the ways of bf16."""
+    """Return the first and the last variant of each kernel in each dtype but fp16, which equals bf16."""
     of: dict[tuple[str, ...], list[Form]] = {}
     for form in forms:
         of.setdefault(tuple(str(form).split()[:2]), []).append(form)

@@ -1,4 +1,4 @@
-"""The GPU's check as far as a machine without one can try it: what it covers, and what it says."""
+"""The GPU check as far as it runs without a GPU: its coverage and its output."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def test_tasks_travel_to_other_processes(script: ModuleType) -> None:
     }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, and would run the real thing")
-def test_without_a_gpu_it_says_so(
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, and would run the real check")
+def test_without_a_gpu_a_note_is_printed(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert script.main(["--only", "ViT"]) == 0
-    said = capsys.readouterr().out
-    assert "Without a GPU" in said
-    assert said.splitlines()[-2].split()[:4] == ["model", "ViT", "2", "0"]
-    assert said.splitlines()[-1].endswith("0 failed")
+    output = capsys.readouterr().out
+    assert "Without a GPU" in output
+    assert output.splitlines()[-2].split()[:4] == ["model", "ViT", "2", "0"]
+    assert output.splitlines()[-1].endswith("0 failed")
     assert script.main(["--only", "nothing has this name"]) == 1
 
 
-def test_failures_are_told_and_counted(
+def test_failures_are_reported_and_counted(
     script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks() -> Outcome:

@@ -1,4 +1,4 @@
-"""The operators, their shapes without values, and the choice between kernels and reference."""
+"""Operators, their fake implementations, and the choice between kernels and reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vitrail.runtime.dense_forward import dense_block, dense_forward, serves
 
 
 def plan(method: Any = None, order: str = "paper") -> Any:
-    """What the dense path asks of a plan."""
+    """Return a plan with the attributes that the dense path reads."""
     return SimpleNamespace(method=method or ToMe(), order=order)
 
 
@@ -38,8 +38,8 @@ OPERATORS = [
 ]
 
 
-def test_operators_keep_their_word_to_pytorch(interpreted: Interpreted) -> None:
-    """Schema, shapes and dtypes without values, gradients, and all of them with lengths that are unknown."""
+def test_operators_pass_opcheck(interpreted: Interpreted) -> None:
+    """Check schema, fake tensors, gradients, and all of them with dynamic shapes."""
     found = interpreted("ops")
     assert sorted(outcome.case for outcome in found) == sorted(OPERATORS)
     assert [outcome for outcome in found if not outcome.passed] == []

@@ -1,4 +1,4 @@
-"""The checks themselves: what a wrong kernel would leave behind is found."""
+"""The checks themselves detect wrong kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.guards import BESIDE, guarded, surrounded
+from tests.kernels.guards import GUARD, guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, partners, shortfall
 from vitrail.merging import match
 
@@ -87,17 +87,17 @@ def test_wrong_lists_are_found(metric: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("place", "words"), [(-1, "before the beginning"), (6, "behind the end")])
-def test_writing_beside_a_result_is_found(place: int, words: str) -> None:
+def test_writing_outside_a_result_is_detected(place: int, words: str) -> None:
     def launch() -> None:
         result = torch.empty(2, 3, dtype=torch.float16, device="cpu")
-        whole = result.as_strided((6 + 2 * BESIDE,), (1,), 0)
-        whole[BESIDE + place] = 1.0
+        whole = result.as_strided((6 + 2 * GUARD,), (1,), 0)
+        whole[GUARD + place] = 1.0
 
     with pytest.raises(AssertionError, match=words), guarded():
         launch()
 
 
-def test_what_is_not_written_is_poisoned() -> None:
+def test_unwritten_memory_is_poisoned() -> None:
     with guarded():
         floats = torch.empty(2, 3, dtype=torch.float32, device="cpu")
         like = torch.empty_like(torch.zeros(4, dtype=torch.int32))
@@ -106,7 +106,7 @@ def test_what_is_not_written_is_poisoned() -> None:
     assert torch.empty(1, dtype=torch.int32).shape == (1,)
 
 
-def test_what_is_read_is_surrounded_by_nan() -> None:
+def test_inputs_are_surrounded_by_nan() -> None:
     values = torch.randn(2, 3, 4)
     inside = surrounded(values, 1)
     assert torch.equal(inside, values)

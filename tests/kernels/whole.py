@@ -1,4 +1,4 @@
-"""Whole merged models: fast path, reference functions, and reference functions in a longer dtype.
+"""Whole merged models: fast path, reference functions, and reference functions in higher precision.
 
 A short dtype alone takes a model some way from its exact output, and flips merges of tokens that are nearly equally
 alike. The fast path is right where it is about as near to the exact model as the reference in the same dtype.
@@ -24,18 +24,18 @@ from vitrail.bench._agreement import compare, relative_error
 from vitrail.bench._modes import CapturedGraph, output_tensor
 from vitrail.bench._variants import build
 
-PICTURES = 64
-"""How many pictures a GPU compares in half precision, whatever a model's batch."""
+IMAGES = 64
+"""How many images a GPU compares in half precision, whatever a model's batch."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with random weights, how many tokens merge in each layer, and how many pictures to try at once."""
+    """A model with random weights, the merges per layer, and the batch size."""
 
     name: str
     make: Callable[[], nn.Module]
     r: int
-    pictures: int = 2
+    images: int = 2
 
 
 def timm_model(name: str, **options: Any) -> nn.Module:
@@ -83,19 +83,19 @@ def outcomes(subject: Subject, dtype: str, device: str, train: bool = False) -> 
     """Compare a model's three paths, in inference or for the gradients of all weights.
 
     In half precision one merge that rounding turns changes all that follows: the reference alone is off by 2 to 9·10⁻³
-    from one pair of pictures to the next. Means over eight pictures fail by chance in a draw out of twenty; over 64,
+    from one pair of images to the next. Means over eight images fail by chance in a draw out of twenty; over 64,
     as that spread says, they are more than four standard deviations inside the limit, so every model sees that many.
     """
-    config = BenchConfig(subject.name, r=subject.r, batch=subject.pictures, dtype=dtype, device=device)
+    config = BenchConfig(subject.name, r=subject.r, batch=subject.images, dtype=dtype, device=device)
     base = build(config, lively(subject.make()))
-    seeds = range(1 if dtype == "fp32" or device == "cpu" else PICTURES // subject.pictures)
-    batches = [pictures(subject.pictures, base.size, device, seed).to(config.weight_dtype) for seed in seeds]
+    seeds = range(1 if dtype == "fp32" or device == "cpu" else IMAGES // subject.images)
+    batches = [random_images(subject.images, base.size, device, seed).to(config.weight_dtype) for seed in seeds]
     checks = [compare(base, batch, gradients=train) for batch in batches]
 
     def mean(name: str) -> float:
         return sum(getattr(check, name) for check in checks) / len(checks)
 
-    told = f"{subject.name} {dtype}{' training' if train else ''}"
+    label = f"{subject.name} {dtype}{' training' if train else ''}"
     if dtype == "fp32":
         found = [("output", mean("error"), 1e-4), ("groups", 1 - mean("equal_groups"), 1e-3)]
     else:
@@ -107,15 +107,15 @@ def outcomes(subject: Subject, dtype: str, device: str, train: bool = False) -> 
     if train:
         limit = 1e-3 if dtype == "fp32" else 2.5 * mean("gradient_error_of_dtype")
         found.append(("gradients", mean("gradient_error"), limit))
-    return [Outcome("model", f"{told} {what}", error, limit) for what, error, limit in found]
+    return [Outcome("model", f"{label} {what}", error, limit) for what, error, limit in found]
 
 
 def graph_outcome(subject: Subject, dtype: torch.dtype) -> Outcome:
-    """Compare a CUDA graph of a merged model with the model, on pictures that the graph was not recorded with."""
+    """Compare a CUDA graph of a merged model with the model, on images that the graph was not recorded with."""
     model = lively(subject.make()).to("cuda", dtype).eval()
     size = vitrail.adapters.preprocessing(model).size
     vitrail.merge(model, r=subject.r)
-    one, two = (pictures(subject.pictures, size, "cuda", seed).to(dtype) for seed in (0, 1))
+    one, two = (random_images(subject.images, size, "cuda", seed).to(dtype) for seed in (0, 1))
     with torch.inference_mode():
         graph = CapturedGraph(lambda batch: output_tensor(model(batch)))
         graph(one)
@@ -127,26 +127,26 @@ def graph_outcome(subject: Subject, dtype: torch.dtype) -> Outcome:
 
 
 def streams_outcome(subject: Subject, dtype: torch.dtype, rounds: int = 20) -> Outcome:
-    """Count the batches for which matching on a stream beside attention gives other bits than in front of it."""
+    """Count the batches for which matching on a side stream gives other bits than matching before attention."""
     model = lively(subject.make()).to("cuda", dtype).eval()
     size = vitrail.adapters.preprocessing(model).size
-    batch = pictures(subject.pictures, size, "cuda").to(dtype)
+    batch = random_images(subject.images, size, "cuda").to(dtype)
     vitrail.merge(model, r=subject.r)
     others = 0
     with torch.inference_mode():
         for turn in range(rounds):
             given = batch.roll(7 * turn, -1)
-            beside = output_tensor(model(given))
-            with mock.patch.object(kernels, "BESIDE", 0):
-                others += not torch.equal(beside, output_tensor(model(given)))
+            concurrent = output_tensor(model(given))
+            with mock.patch.object(kernels, "SIDE_STREAM_BATCH", 0):
+                others += not torch.equal(concurrent, output_tensor(model(given)))
     return Outcome("model", f"{subject.name} {_name(dtype)} streams", others, 0)
 
 
 def compiled_outcome(subject: Subject, dtype: torch.dtype, device: str) -> Outcome:
-    """Compare a merged model compiled as one graph with the same model as it is, and that with the exact one."""
+    """Compare a merged model compiled as one graph with the eager model, and that with the exact one."""
     model = lively(subject.make()).to(device, dtype).eval()
     size = vitrail.adapters.preprocessing(model).size
-    batch = pictures(subject.pictures, size, device).to(dtype)
+    batch = random_images(subject.images, size, device).to(dtype)
     vitrail.merge(model, r=subject.r)
     with torch.inference_mode():
         eager = output_tensor(model(batch))
@@ -157,8 +157,8 @@ def compiled_outcome(subject: Subject, dtype: torch.dtype, device: str) -> Outco
     return Outcome("model", f"{subject.name} {_name(dtype)} compiled", relative_error(compiled, exact), limit)
 
 
-def pictures(count: int, size: tuple[int, int], device: str, seed: int = 0) -> Tensor:
-    """Random pictures (B, 3, H, W) of large shapes and fine grain: some patches are more alike than others."""
+def random_images(count: int, size: tuple[int, int], device: str, seed: int = 0) -> Tensor:
+    """Return random images (B, 3, H, W) of large shapes and fine grain: some patches are more similar than others."""
     source = torch.Generator().manual_seed(seed)
     coarse = torch.randn(count, 3, 5, 5, generator=source)
     shapes = nn.functional.interpolate(coarse, size, mode="bicubic", align_corners=False)
@@ -171,7 +171,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def lively(model: nn.Module) -> nn.Module:
-    """Draw all weights so that each of them matters: as libraries set them, new models hardly look at the picture."""
+    """Draw all weights so that each of them matters: with default weights, outputs hardly depend on the image."""
     source = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         part = name.rpartition(".")[2]
@@ -193,5 +193,5 @@ def kernels_everywhere() -> Iterator[None]:
         return x.dtype in (torch.float32, torch.float16) and not kernels._switch.forced
 
     # streams are a GPU's
-    with mock.patch.object(kernels, "usable", usable), mock.patch.object(kernels, "BESIDE", 0):
+    with mock.patch.object(kernels, "usable", usable), mock.patch.object(kernels, "SIDE_STREAM_BATCH", 0):
         yield

@@ -1,4 +1,4 @@
-"""Plain attention by PyTorch's kernels: the same numbers, and gradients that can be relied on."""
+"""Plain attention by PyTorch's kernels: the same values, and reliable gradients."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.merging import attention
-from vitrail.merging.attention import beside_cudnn, fused_attention, overflows_in_cudnn
+from vitrail.merging.attention import backends_without_cudnn, fused_attention, overflows_in_cudnn
 
 FAR = -150.0
-"""Far enough below zero that exp(0 − log-sum-exp), which stands in cuDNN's gradients, overflows."""
+"""Far enough below zero that exp(0 − log-sum-exp), a factor in cuDNN's gradients, overflows."""
 
 
 def drawn(tokens: int, shift: float = 0.0, device: str = "cpu", dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Queries, keys and values (2, 3, N, 64) whose scores are all moved by as much."""
+    """Return queries, keys and values (2, 3, N, 64) whose scores are all shifted by the same amount."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, tokens, 64, device=device, dtype=dtype) for _ in range(3))
     q[..., 0], k[..., 0] = 1.0, shift * 64**0.5
@@ -67,7 +67,7 @@ def test_cudnn_is_left_out_where_gradients_on_a_gpu_may_overflow_and_nowhere_els
     assert kernels_allowed(monkeypatch, 64, "cpu") == every
 
 
-def test_what_the_caller_does_not_allow_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_backends_stay_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen, left in (
         ([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], {"math"}),
         ([SDPBackend.MATH], {"math"}),
@@ -79,12 +79,12 @@ def test_what_the_caller_does_not_allow_stays_away(monkeypatch: pytest.MonkeyPat
             assert allowed() == before
 
 
-def test_leaving_it_out_can_be_compiled_as_one_piece() -> None:
-    """What stands in `fused_attention` for a GPU, on a CPU."""
+def test_leaving_out_cudnn_compiles_as_one_graph() -> None:
+    """Run the GPU branch of `fused_attention` on a CPU."""
     given = drawn(64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(beside_cudnn()):
+        with sdpa_kernel(backends_without_cudnn()):
             return F.scaled_dot_product_attention(q, k, v)
 
     before = allowed()

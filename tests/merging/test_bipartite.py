@@ -9,7 +9,7 @@ from vitrail.merging.bipartite import front_edges, mask_edges, match, protected_
 
 
 def matched_by_loops(metric, r, mask, order):
-    """Token Merging's matching for one picture in plain Python: the target of every position."""
+    """Token Merging's matching for one image in plain Python: the target of every position."""
     n = len(metric)
     unit = [v / v.norm() for v in metric]
     edges = []
@@ -78,7 +78,7 @@ def test_whole_rows_of_ties_go_to_the_lower_index():
     assert found.target.tolist() == [[2, 2, 2, 3, 0, 4, 1, 5]]
 
 
-def test_a_broken_picture_keeps_its_length():
+def test_a_broken_image_keeps_its_length():
     metric = torch.randn(2, 9, 4)
     metric[0] = torch.nan
     found = match(metric, 3, 1)

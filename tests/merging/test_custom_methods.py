@@ -1,4 +1,4 @@
-"""Methods from outside the package: the interface is enough for clustering, counts per image, and other ways back."""
+"""Custom methods: the interface supports clustering, counts per image, and custom restoring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitrail
-from tests.models.mixes import SMALL, built, pictures
+from tests.models.mixes import SMALL, built, random_images
 from vitrail import Assignment, Context, Method, Reduction, Role, TokenSpec, register_method
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.merging import METHODS, ModelShape, ToMe
@@ -74,7 +74,7 @@ MIXES = [
 
 def model_of(**options: Any) -> tuple[Any, Tensor]:
     config = ViTConfig(**{**SMALL, "image_size": 24, "depth": 4, **options})
-    return built(config), pictures(config, batch=5)
+    return built(config), random_images(config, batch=5)
 
 
 @pytest.mark.parametrize("options", MIXES, ids=["class", "registers", "rotary"])
@@ -137,7 +137,7 @@ def test_merged_tokens_come_out_padded() -> None:
         assert tokens.isfinite().all()
 
 
-def test_a_method_that_varies_has_no_costs_before_it_runs() -> None:
+def test_a_dynamic_method_has_no_costs_before_it_runs() -> None:
     model, _ = model_of()
     with vitrail.merge(model, method=Threshold()) as merging:
         for ask in (merging.flops, merging.tokens_per_layer, lambda: merging.r):
@@ -145,7 +145,7 @@ def test_a_method_that_varies_has_no_costs_before_it_runs() -> None:
                 ask()
 
 
-def test_a_method_that_varies_cannot_be_compiled() -> None:
+def test_a_dynamic_method_cannot_be_compiled() -> None:
     model, x = model_of()
     with vitrail.merge(model, method=Threshold()), pytest.raises(Exception, match="cannot be compiled"):
         torch.compile(model, fullgraph=True, backend="eager")(x)
@@ -183,7 +183,7 @@ def test_nothing_changes_with_r_0_and_after_removal() -> None:
 
 
 class Learned(Method):
-    """Merge neighbors by a learned score; restores what was lost from a residual kept beside the tokens."""
+    """Merge neighbors by a learned score; restore tokens from a residual stored in the archive."""
 
     def __init__(self, scope: str = "pass", place: str = "between") -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def test_a_method_restores_after_each_block(place: str) -> None:
 
 
 class Watching(ToMe):
-    """ToMe that looks at attention and at guidance from outside."""
+    """ToMe that reads attention and external guidance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def test_guidance_reaches_the_method_and_merges_along() -> None:
             model(x)
 
 
-def test_a_static_method_that_varies_is_refused() -> None:
+def test_a_static_method_with_varying_counts_is_refused() -> None:
     class Wrong(ToMe):
         @property
         def twin(self) -> str | None:

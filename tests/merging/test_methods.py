@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vitrail
-from tests.models.mixes import SMALL, built, pictures
+from tests.models.mixes import SMALL, built, random_images
 from vitrail.errors import InvalidOption
 from vitrail.merging import Context, MergeState, Prune, Random, ToMe, as_method, match
 from vitrail.models import ViT, ViTConfig
 
 
 def context(x: Tensor, **options: Any) -> Context:
-    """A block that shows the same values as tokens, queries, keys and values of one head."""
+    """Return the context of a block with the same values as tokens, queries, keys and values of one head."""
     heads = x.unsqueeze(1)
     return Context(0, (1, 1, x.shape[1]), x, project=lambda: (heads, heads, heads), **options)
 
@@ -43,10 +43,10 @@ def test_pruning_keeps_the_size_of_the_token_that_stays() -> None:
     x, size = torch.randn(1, 4, 3), torch.tensor([[4.0, 1.0, 2.0, 3.0]])
     reduction = Prune().reduce(context(x, size=size), 1)
     assert reduction.weight is not None
-    gone = int((reduction.weight == 0).nonzero()[0, 1])
+    dropped = int((reduction.weight == 0).nonzero()[0, 1])
     _, state = MergeState((1,), size=size).apply(x, reduction)
     assert state.size is not None
-    assert sorted(state.size[0].tolist()) == sorted(size[0].tolist()[:gone] + size[0].tolist()[gone + 1 :])
+    assert sorted(state.size[0].tolist()) == sorted(size[0].tolist()[:dropped] + size[0].tolist()[dropped + 1 :])
 
 
 def test_random_merges_choose_all_pairs_alike() -> None:
@@ -81,9 +81,9 @@ def merged_by_hand(model: ViT, x: Tensor, r: int, features: Any, prune: bool = F
         best, partner = scores.max(2)
         merged_y, merged_size = [], []
         for image in range(len(y)):
-            gone = {2 * int(i): 2 * int(partner[image, i]) + 1 for i in best[image].topk(r).indices}
-            left = sorted((i for i in range(y.shape[1]) if i not in gone), key=lambda i: (i % 2, i))
-            groups = [[i, *(s for s, d in gone.items() if d == i and not prune)] for i in left]
+            dropped = {2 * int(i): 2 * int(partner[image, i]) + 1 for i in best[image].topk(r).indices}
+            left = sorted((i for i in range(y.shape[1]) if i not in dropped), key=lambda i: (i % 2, i))
+            groups = [[i, *(s for s, d in dropped.items() if d == i and not prune)] for i in left]
             merged_size.append(torch.stack([size[image, members].sum() for members in groups]))
             merged_y.append(
                 torch.stack([(size[image, m, None] * y[image, m]).sum(0) / size[image, m].sum() for m in groups])
@@ -98,7 +98,7 @@ def merged_by_hand(model: ViT, x: Tensor, r: int, features: Any, prune: bool = F
 )
 def test_every_feature_against_a_loop(features: Any) -> None:
     config = ViTConfig(**SMALL)
-    model, x = built(config), pictures(config)
+    model, x = built(config), random_images(config)
     weights = {features: 1} if isinstance(features, str) else features
     with torch.no_grad():
         expected = merged_by_hand(model, x, 3, weights)
@@ -113,7 +113,7 @@ def test_every_feature_against_a_loop(features: Any) -> None:
 
 def test_features_differ() -> None:
     config = ViTConfig(**SMALL)
-    model, x = built(config), pictures(config)
+    model, x = built(config), random_images(config)
     answers = []
     for features in ("keys", "queries", "values", "tokens"):
         with torch.no_grad(), vitrail.merge(model, r=3, method=ToMe(features=features)):
@@ -121,9 +121,9 @@ def test_features_differ() -> None:
     assert len({tuple(answer.flatten().tolist()) for answer in answers}) == 4
 
 
-def test_a_pruned_model_is_one_that_loses_tokens() -> None:
+def test_a_pruned_model_loses_tokens() -> None:
     config = ViTConfig(**SMALL)
-    model, x = built(config), pictures(config)
+    model, x = built(config), random_images(config)
     with torch.no_grad():
         expected = merged_by_hand(model, x, 3, {"keys": 1}, prune=True)
         with vitrail.merge(model, r=3, method="prune") as merging:
@@ -137,7 +137,7 @@ def test_a_pruned_model_is_one_that_loses_tokens() -> None:
 
 def test_random_merging_depends_on_the_seed_alone() -> None:
     config = ViTConfig(**SMALL)
-    model, x = built(config), pictures(config)
+    model, x = built(config), random_images(config)
     answers = []
     with torch.no_grad(), vitrail.merge(model, r=3, method="random"):
         for seed in (1, 1, 2):

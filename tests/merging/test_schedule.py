@@ -1,4 +1,4 @@
-"""Schedules: what was asked for becomes merges per layer that exist."""
+"""Schedules: requests become possible merges per layer."""
 
 import itertools
 import math
@@ -49,8 +49,8 @@ def test_ramps_are_straight_and_keep_the_mean(r, inflection, depth):
 def test_caps_leave_half_of_the_unprotected_tokens(wanted, special, patches):
     per_layer = Room(special + patches, special).cap(wanted)
     left = patches
-    for r, asked in zip(per_layer, wanted, strict=True):
-        assert r == min(asked, left // 2)
+    for r, requested in zip(per_layer, wanted, strict=True):
+        assert r == min(requested, left // 2)
         left -= r
     assert left >= 1
 

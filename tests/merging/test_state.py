@@ -1,4 +1,4 @@
-"""MergeState: many layers become one map, and every position gets its token back."""
+"""MergeState: many layers compose to one map, and unmerging restores every position."""
 
 import pytest
 import torch

@@ -82,7 +82,7 @@ def built(config: ViTConfig, dtype: torch.dtype = torch.float64, seed: int = 1) 
     return model.to(dtype).eval()
 
 
-def pictures(config: ViTConfig, batch: int = 2, dtype: torch.dtype = torch.float64, size: Any = None) -> Tensor:
+def random_images(config: ViTConfig, batch: int = 2, dtype: torch.dtype = torch.float64, size: Any = None) -> Tensor:
     """Return random inputs, the same at every call."""
     generator = torch.Generator().manual_seed(7)
     shape = (batch, config.in_chans, *(config.image if size is None else size))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.extras import always
-from tests.models.mixes import FULLEST, MIXES, SINGLE, built, pictures
+from tests.models.mixes import FULLEST, MIXES, SINGLE, built, random_images
 from tests.models.oracle import features_of
 from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig
@@ -25,7 +25,7 @@ def test_output_follows_the_layout(name: str) -> None:
     config = MIXES[name]
     model = built(config)
     with torch.no_grad():
-        output = model.forward_output(pictures(config))
+        output = model.forward_output(random_images(config))
     layout = model.layout()
     assert output.features.shape == (2, layout.num_tokens, config.width)
     assert model.num_prefix_tokens == layout.num_special == sum(spec.count for spec in config.tokens)
@@ -34,7 +34,7 @@ def test_output_follows_the_layout(name: str) -> None:
     assert {key: value.shape[1] for key, value in output.by_role.items() if key != "patch"} == {
         key: number for key, number in outputs.items() if number
     }
-    plain = model(pictures(config))
+    plain = model(random_images(config))
     tasks = any(spec.role is Role.TASK for spec in config.tokens)
     assert isinstance(plain, Output) if tasks else plain.shape == (2, config.num_classes)
 
@@ -42,7 +42,7 @@ def test_output_follows_the_layout(name: str) -> None:
 @pytest.mark.parametrize("name", MIXES)
 def test_features_equal_the_reference(name: str) -> None:
     model = built(MIXES[name])
-    x = pictures(model.config)
+    x = random_images(model.config)
     with torch.no_grad():
         torch.testing.assert_close(model.forward_features(x), features_of(model, x), rtol=1e-10, atol=1e-10)
 
@@ -51,7 +51,7 @@ def test_features_equal_the_reference(name: str) -> None:
 def test_gradients_reach_the_trainable_parameters(name: str) -> None:
     config = MIXES[name]
     model = built(config)
-    output = model.forward_output(pictures(config))
+    output = model.forward_output(random_images(config))
     torch.stack([part.square().sum() for part in answers(output)]).sum().backward()
     idle = {key for key, value in model.named_parameters() if value.grad is None or value.grad.abs().max() < 1e-12}
     # A key's bias moves all scores of a query alike, which softmax does not see.
@@ -76,7 +76,7 @@ def test_saves_and_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = ViT.from_pretrained(tmp_path)
     assert again.config == model.config
-    x = pictures(model.config, dtype=torch.float32)
+    x = random_images(model.config, dtype=torch.float32)
     with torch.no_grad():
         for ours, theirs in zip(answers(model.forward_output(x)), answers(again.forward_output(x)), strict=True):
             assert torch.equal(ours, theirs)
@@ -86,7 +86,7 @@ def test_saves_and_loads_bit_for_bit(name: str, tmp_path: Path) -> None:
 def test_compiles_as_one_graph(name: str) -> None:
     torch._dynamo.reset()
     model = built(MIXES[name])
-    x = pictures(model.config)
+    x = random_images(model.config)
     compiled = torch.compile(model.forward_output, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for ours, theirs in zip(answers(compiled(x)), answers(model.forward_output(x)), strict=True):
@@ -120,7 +120,7 @@ def test_an_invisible_token_changes_nothing_else(reader: str, talking: bool) -> 
     if position.shape != shared["pos_embed"].shape:
         shared["pos_embed"] = torch.cat([shared["pos_embed"][:, :1], position[:, 1:2], shared["pos_embed"][:, 1:]], 1)
     model.load_state_dict({**own, **shared})
-    x = pictures(model.config)
+    x = random_images(model.config)
     where = [index for span, at in model.layout().spans() if span.name != "reader" for index in at]
     with torch.no_grad():
         features = model.forward_features(x)
@@ -137,12 +137,12 @@ def test_equal_tokens_stay_equal_and_others_diverge(std: float, apart: bool) -> 
     tokens = (TokenSpec("cls", Role.CLASS, count=2, std=std, position=False),)
     config = ViTConfig(image_size=16, patch_size=4, width=24, depth=2, heads=2, num_classes=5, tokens=tokens)
     model = ViT(config).double()
-    x, labels = pictures(config, batch=8), torch.arange(8) % 5
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+    x, labels = random_images(config, batch=8), torch.arange(8) % 5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(20):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), labels).backward()
-        optimiser.step()
+        optimizer.step()
     one, other = model.tokens["cls"][0].detach()
     assert one.norm() > 1e-2  # it has learned
     if apart:

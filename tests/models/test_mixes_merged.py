@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vitrail
-from tests.models.mixes import COMPILED, MIXES, SINGLE, built, pictures
+from tests.models.mixes import COMPILED, MIXES, SINGLE, built, random_images
 from tests.models.test_mixes import answers
 from vitrail.models import ViT, ViTConfig
 from vitrail.tokens import Role
@@ -19,7 +19,7 @@ every = pytest.mark.parametrize("name", MIXES)
 single = pytest.mark.parametrize("name", SINGLE)
 
 
-def said(model: ViT, x: Tensor) -> list[Tensor]:
+def outputs(model: ViT, x: Tensor) -> list[Tensor]:
     with torch.no_grad():
         output = model.forward_output(x)
     return [output.features, *answers(output)]
@@ -32,18 +32,18 @@ def close(some: list[Tensor], others: list[Tensor], within: float = 1e-10) -> bo
 @every
 def test_r_of_zero_changes_nothing_and_removal_restores(name: str) -> None:
     model = built(MIXES[name])
-    x = pictures(model.config)
-    before = said(model, x)
+    x = random_images(model.config)
+    before = outputs(model, x)
     with vitrail.merge(model, r=0):
-        assert close(said(model, x), before, 1e-12)
+        assert close(outputs(model, x), before, 1e-12)
     with vitrail.merge(model, r=3) as merging:
-        after = said(model, x)
-        one_by_one = [torch.cat(parts) for parts in zip(said(model, x[:1]), said(model, x[1:]), strict=True)]
+        after = outputs(model, x)
+        one_by_one = [torch.cat(parts) for parts in zip(outputs(model, x[:1]), outputs(model, x[1:]), strict=True)]
         assert merging.tokens_per_layer()[-1] == model.layout(layer=model.config.depth - 1).num_tokens - 6
     assert close(one_by_one, after)
     assert not close(after, before, 1e-3)
     assert [part.shape for part in after] == [part.shape for part in before]
-    assert all(torch.equal(a, b) for a, b in zip(said(model, x), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model, x), before, strict=True))
 
 
 @every
@@ -53,9 +53,9 @@ def test_merging_equal_patches_changes_nothing(name: str) -> None:
     model = built(config)
     cells = torch.randn(2, 3, 4, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     x = cells.repeat_interleave(4, 2).repeat_interleave(8, 3)
-    before = said(model, x)
+    before = outputs(model, x)
     with vitrail.merge(model, r=[5, 0]) as merging, merging.track() as trace:
-        assert close(said(model, x), before)
+        assert close(outputs(model, x), before)
     assert trace.sizes.amax(1).tolist() == [2, 2]
 
 
@@ -63,7 +63,7 @@ def test_merging_equal_patches_changes_nothing(name: str) -> None:
 def test_recording_follows_the_layout(name: str) -> None:
     config = MIXES[name]
     model = built(config)
-    x = pictures(config)
+    x = random_images(config)
     inside = [spec for spec in config.tokens if not config.gathers(spec)]
     for merges in (0, 3):
         with vitrail.merge(model, r=merges):
@@ -96,7 +96,7 @@ def test_gradients_of_a_merged_mix_are_finite_and_reach_the_tokens(name: str) ->
     model = built(MIXES[name])
     config = model.config
     with vitrail.merge(model, r=3):
-        output = model.forward_output(pictures(config))
+        output = model.forward_output(random_images(config))
         torch.stack([part.square().sum() for part in answers(output)]).sum().backward()
     assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
     for spec in config.tokens:
@@ -107,21 +107,21 @@ def test_gradients_of_a_merged_mix_are_finite_and_reach_the_tokens(name: str) ->
 @single
 def test_a_merged_mix_saves_and_loads(name: str, tmp_path: Path) -> None:
     model = built(MIXES[name])
-    x = pictures(model.config)
+    x = random_images(model.config)
     with vitrail.merge(model, r=3) as merging:
-        expected, settings = said(model, x), merging.config
+        expected, settings = outputs(model, x), merging.config
         model.save_pretrained(tmp_path)
     again = ViT.from_pretrained(tmp_path)
     with vitrail.merge(again, **settings):
-        assert all(torch.equal(a, b) for a, b in zip(said(again, x), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outputs(again, x), expected, strict=True))
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_merged_mix_compiles(name: str) -> None:
     model = built(MIXES[name])
-    x = pictures(model.config)
+    x = random_images(model.config)
     with vitrail.merge(model, r=3), torch.no_grad():
-        expected = said(model, x)
+        expected = outputs(model, x)
         compiled = torch.compile(model.forward_output, fullgraph=True, backend="aot_eager")(x)
     torch.compiler.reset()
     assert close([compiled.features, *answers(compiled)], expected)

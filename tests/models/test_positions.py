@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.models.mixes import built, pictures
+from tests.models.mixes import built, random_images
 from vitrail.models import ViTConfig
 from vitrail.models.position import coordinates, resample, rotary_table, rotate, sincos_table
 
@@ -49,17 +49,17 @@ def test_rotary_positions_reach_the_model_and_any_size() -> None:
     config = ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, num_classes=3, position="rotary")
     model = built(config)
     assert model.pos_embed is None
-    x = pictures(config)
+    x = random_images(config)
     with torch.no_grad():
         moved = torch.roll(x, (4, 8), (2, 3))  # whole patches move
         assert not torch.allclose(model(x), model(moved))
-        assert model(pictures(config, size=(8, 24))).shape == (2, 3)
+        assert model(random_images(config, size=(8, 24))).shape == (2, 3)
 
 
 def test_without_position_the_order_of_patches_does_not_matter() -> None:
     config = ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, num_classes=3, position="none")
     model = built(config)
-    x = pictures(config)
+    x = random_images(config)
     with torch.no_grad():
         torch.testing.assert_close(model(x), model(torch.roll(x, (4, 8), (2, 3))))
 
@@ -82,7 +82,7 @@ def test_sincos_models_have_no_position_parameters() -> None:
     assert model.pos_embed is None
     assert model.no_weight_decay() == {"tokens.cls"}
     with torch.no_grad():
-        x = pictures(config)
+        x = random_images(config)
         assert not torch.allclose(model(x), model(torch.roll(x, (4, 8), (2, 3))))
 
 

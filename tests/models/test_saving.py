@@ -93,16 +93,16 @@ def test_create_model_loads_directories(model: ViT, tmp_path: Path) -> None:
 
 def test_the_hub_is_used_if_there_is_no_directory(model: ViT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.save_pretrained(tmp_path / "stored")
-    asked = []
+    calls = []
 
     def download(repository: str, file: str, **options: Any) -> str:
-        asked.append((repository, file, options))
+        calls.append((repository, file, options))
         return str(shutil.copy(tmp_path / "stored" / file, tmp_path / file))
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     again = ViT.from_pretrained("hf-hub:owner/name", revision="v1")
     assert torch.equal(again.norm.weight, model.norm.weight)
-    assert asked == [("owner/name", file, {"revision": "v1"}) for file in ("config.json", "model.safetensors")]
+    assert calls == [("owner/name", file, {"revision": "v1"}) for file in ("config.json", "model.safetensors")]
 
 
 def test_weights_that_do_not_fit_are_listed() -> None:
@@ -159,6 +159,6 @@ def test_a_misspelled_directory_is_not_looked_up_on_the_hub(
 ) -> None:
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("the Hub was contacted"))
     with pytest.raises(ModelLoadError, match="is not a directory"):
         ViT.from_pretrained(name)

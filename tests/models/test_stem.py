@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
-from tests.models.mixes import SMALL, built, pictures
+from tests.models.mixes import SMALL, built, random_images
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.models import ViT, ViTConfig
 
@@ -23,7 +23,7 @@ def test_a_stem_halves_until_a_pixel_is_a_patch() -> None:
     model = built(config)
     first, norm, _, second, other, _ = model.patch_embed.stem
     assert [tuple(conv.weight.shape[:2]) for conv in (first, second)] == [(12, 3), (24, 12)]
-    x = pictures(config)
+    x = random_images(config)
     with torch.no_grad():
         y = torch.relu(norm(nn.functional.conv2d(x, first.weight, stride=2, padding=1)))
         y = torch.relu(other(nn.functional.conv2d(y, second.weight, stride=2, padding=1)))
@@ -39,7 +39,7 @@ def test_a_stem_halves_until_a_pixel_is_a_patch() -> None:
 
 def test_a_model_with_a_stem_saves_merges_and_counts(tmp_path: Any) -> None:
     config = ViTConfig(**CONVOLVED)
-    model, x = built(config), pictures(config)
+    model, x = built(config), random_images(config)
     with torch.no_grad():
         plain = model(x)
         model.save_pretrained(tmp_path / "model")
@@ -69,7 +69,7 @@ def test_patch_sizes_that_a_stem_cannot_have(patch: Any) -> None:
 def test_dropped_patches_are_absent(position: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their order restored, blocks must see a subset of the patches, each at its own position."""
     config = ViTConfig(**SMALL, position=position, patch_drop=0.5)
-    model, x = built(config).train(), pictures(config)
+    model, x = built(config).train(), random_images(config)
     places = torch.tensor([[3, 15, 0, 8, 7, 2, 11, 4], [9, 1, 14, 5, 6, 13, 10, 12]])
     drawn = torch.full((2, 16), 9.0, dtype=torch.float64)
     drawn.scatter_(1, places, torch.arange(8.0, dtype=torch.float64).expand(2, -1))
@@ -111,7 +111,7 @@ def test_each_patch_is_dropped_at_the_configured_rate() -> None:
 
 def test_merging_with_dropped_patches() -> None:
     config = ViTConfig(**SMALL, patch_drop=0.25)
-    model, x = built(config).train(), pictures(config)
+    model, x = built(config).train(), random_images(config)
     with vitrail.merge(model, r=2) as merging, merging.track() as trace:
         model(x).sum().backward()
     assert trace.layout.num_patches == 12

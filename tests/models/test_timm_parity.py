@@ -60,7 +60,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "base": partial(named, "vit_base_patch16_224"),
     "rectangle": partial(vit, img_size=(24, 40), patch_size=(8, 4), in_chans=1),
     "class-free": partial(vit, class_token=False, global_pool="avg"),
-    "mean-of-patches-beside-class": partial(vit, global_pool="avg"),
+    "mean-of-patches-with-class": partial(vit, global_pool="avg"),
     "mean-normed-before": partial(vit, global_pool="avg", fc_norm=False, class_token=False),
     "reg4-gap": partial(named, "vit_medium_patch16_reg4_gap_256"),
     "registers-and-class": partial(vit, reg_tokens=4),
@@ -227,10 +227,10 @@ def test_weights_that_do_not_fit_are_all_named_and_nothing_is_loaded() -> None:
 def test_known_weights_start_a_model_with_further_tokens() -> None:
     theirs = drawn("class")
     config = from_timm(theirs).config
-    colour = TokenSpec("colour", Role.TASK, classes=3, visible=False, position=False)
+    color = TokenSpec("colour", Role.TASK, classes=3, visible=False, position=False)
     model = create_model(
         "vit_tiny_patch16", image_size=32, patch_size=8, width=32, depth=3, heads=2, num_classes=5,
-        tokens=(*config.tokens, colour),
+        tokens=(*config.tokens, color),
     ).double().eval()  # fmt: skip
     with pytest.raises(ModelLoadError, match=r"tokens\.colour, heads\.colour\.weight, heads\.colour\.bias"):
         load_timm_state_dict(model, theirs.state_dict())
@@ -247,8 +247,8 @@ def further(theirs: nn.Module, *tokens: TokenSpec, **options: Any) -> ViT:
 
 def test_positions_are_matched_by_token() -> None:
     theirs = drawn("registers-and-class")  # each of the four registers has a position
-    colour = TokenSpec("colour", Role.TASK, classes=3, visible=False)
-    tokens = (colour, TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER, 4))  # which have no position here
+    color = TokenSpec("colour", Role.TASK, classes=3, visible=False)
+    tokens = (color, TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER, 4))  # which have no position here
     model = further(theirs, *tokens)
     before = model.pos_embed[:, :1].clone()
     fit = load_timm_state_dict(model, {**theirs.state_dict(), "stray": torch.zeros(1)}, strict=False)
@@ -262,8 +262,8 @@ def test_positions_are_matched_by_token() -> None:
 
 def test_a_token_without_position_in_the_file_has_none_afterwards() -> None:
     theirs = drawn("deit3")
-    colour = TokenSpec("colour", Role.TASK, classes=3, visible=False)
-    model = further(theirs, TokenSpec("cls", Role.CLASS), colour, layer_scale=0.1)
+    color = TokenSpec("colour", Role.TASK, classes=3, visible=False)
+    model = further(theirs, TokenSpec("cls", Role.CLASS), color, layer_scale=0.1)
     load_timm_state_dict(model, theirs.state_dict(), strict=False)
     with torch.no_grad():
         assert off(model.forward_output(images(theirs)).logits, theirs(images(theirs))) < 1e-12
@@ -433,7 +433,7 @@ def test_merged_models_and_other_objects_are_refused() -> None:
         ({"image_size": (4, 32, 32), "patch_size": (2, 8, 8)}, "three dimensions"),
     ],
 )
-def test_models_without_an_equal_in_timm_are_refused(options: dict[str, Any], reason: str) -> None:
+def test_models_without_an_equivalent_in_timm_are_refused(options: dict[str, Any], reason: str) -> None:
     small = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, **options}
     with pytest.raises(UnsupportedModel, match=reason):
         to_timm(ViT(model_config("vit_tiny_patch16", **small)))

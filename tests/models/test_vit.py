@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.mixes import MIXES, SMALL, built, pictures
+from tests.models.mixes import MIXES, SMALL, built, random_images
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads import Output
 from vitrail.models import ViT, ViTConfig, create_model
@@ -17,7 +17,7 @@ from vitrail.models.layers import DropPath
 from vitrail.tokens import Role, TokenSpec
 
 CLASS = TokenSpec("cls", Role.CLASS)
-COLOUR = TokenSpec("colour", Role.TASK, classes=3)
+COLOR = TokenSpec("colour", Role.TASK, classes=3)
 
 
 def test_video_has_a_grid_of_three_and_any_length() -> None:
@@ -25,8 +25,8 @@ def test_video_has_a_grid_of_three_and_any_length() -> None:
     model = built(config)
     assert model.layout().grid == (2, 4, 4)
     with torch.no_grad():
-        assert model(pictures(config)).shape == (2, 5)
-        longer = pictures(config, size=(6, 8, 16))
+        assert model(random_images(config)).shape == (2, 5)
+        longer = random_images(config, size=(6, 8, 16))
         assert model.forward_features(longer).shape == (2, model.layout((6, 8, 16)).num_tokens, 24)
     assert model.layout((6, 8, 16)).grid == (3, 2, 4)
 
@@ -34,7 +34,7 @@ def test_video_has_a_grid_of_three_and_any_length() -> None:
 def test_video_patches_are_cubes() -> None:
     config = ViTConfig(**{**SMALL, "image_size": (4, 16, 16), "patch_size": (2, 4, 4)})
     model = built(config)
-    x = pictures(config)
+    x = random_images(config)
     cubes = x.unfold(2, 2, 2).unfold(3, 4, 4).unfold(4, 4, 4)  # (B, C, t, h, w, 2, 4, 4)
     cubes = cubes.permute(0, 2, 3, 4, 1, 5, 6, 7).flatten(4).flatten(1, 3)
     proj = model.patch_embed.proj
@@ -46,13 +46,13 @@ def test_video_patches_are_cubes() -> None:
 def test_a_video_of_one_frame_is_an_image(position: Any) -> None:
     config = ViTConfig(**SMALL, position=position)
     video = ViTConfig(**{**SMALL, "image_size": (1, 16, 16), "patch_size": (1, 4, 4)}, position=position)
-    picture, film = built(config), built(video)
-    states = dict(picture.state_dict())
+    image, film = built(config), built(video)
+    states = dict(image.state_dict())
     states["patch_embed.proj.weight"] = states["patch_embed.proj.weight"].unsqueeze(2)
     film.load_state_dict(states)
-    x = pictures(config)
+    x = random_images(config)
     with torch.no_grad():
-        same = torch.allclose(film(x.unsqueeze(2)), picture(x), rtol=1e-10)
+        same = torch.allclose(film(x.unsqueeze(2)), image(x), rtol=1e-10)
     # Fixed waves are shared out among three axes instead of two.
     assert same is (position in ("learned", "none"))
 
@@ -62,8 +62,8 @@ def test_spectrograms_are_images_of_one_channel() -> None:
     model = built(config)
     assert model.layout().grid == (1, 4, 16)
     with torch.no_grad():
-        assert model(pictures(config)).shape == (2, 5)
-        assert model(pictures(config, size=(16, 100))).shape == (2, 5)
+        assert model(random_images(config)).shape == (2, 5)
+        assert model(random_images(config, size=(16, 100))).shape == (2, 5)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 15, 16), (2, 3, 16, 3), (2, 1, 16, 16), (2, 3, 16), (2, 3, 1, 16, 16)])
@@ -73,8 +73,8 @@ def test_wrong_inputs_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_forward_returns_a_tensor_or_an_output_with_tasks() -> None:
-    plain, tasked = ViT(ViTConfig(**SMALL)), ViT(ViTConfig(**SMALL, tokens=(CLASS, COLOUR)))
-    x = pictures(plain.config, dtype=torch.float32)
+    plain, tasked = ViT(ViTConfig(**SMALL)), ViT(ViTConfig(**SMALL, tokens=(CLASS, COLOR)))
+    x = random_images(plain.config, dtype=torch.float32)
     assert plain(x).shape == (2, 5)
     output = tasked(x)
     assert isinstance(output, Output)
@@ -83,7 +83,7 @@ def test_forward_returns_a_tensor_or_an_output_with_tasks() -> None:
     again = tasked.forward_head(tasked.forward_features(x))
     assert isinstance(again, Output)
     torch.testing.assert_close(again.by_role, output.by_role)
-    alone = ViT(ViTConfig(**{**SMALL, "num_classes": 0}, tokens=(COLOUR,)))(x)
+    alone = ViT(ViTConfig(**{**SMALL, "num_classes": 0}, tokens=(COLOR,)))(x)
     assert isinstance(alone, Output)
     assert alone.logits is None
     with pytest.raises(UnsupportedInput, match="have no patches"):
@@ -98,14 +98,14 @@ def test_layout_of_a_layer_has_the_tokens_that_entered() -> None:
     seen: list[int] = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    model(pictures(model.config, dtype=torch.float32))
+    model(random_images(model.config, dtype=torch.float32))
     assert seen == [model.layout(layer=layer).num_tokens for layer in range(2)]
 
 
 def test_class_attention_keeps_patches_and_passes_gradients() -> None:
     config = MIXES["class+registers+gathering"]
     model = built(config)
-    x = pictures(config)
+    x = random_images(config)
     caught: list[torch.Tensor] = []
     model.blocks[-1].register_forward_hook(lambda module, args, output: caught.append(output))
     features = model.forward_features(x)
@@ -124,10 +124,10 @@ def test_any_vit_can_end_in_class_attention() -> None:
 
 
 def test_reset_classifier_keeps_tasks() -> None:
-    model = ViT(ViTConfig(**SMALL, tokens=(CLASS, TokenSpec("teacher", Role.DISTILLATION), COLOUR))).double()
+    model = ViT(ViTConfig(**SMALL, tokens=(CLASS, TokenSpec("teacher", Role.DISTILLATION), COLOR))).double()
     task = model.heads.colour.weight.clone()
     model.reset_classifier(7)
-    output = model.forward_output(pictures(model.config))
+    output = model.forward_output(random_images(model.config))
     assert {name: value.shape[1] for name, value in output.by_role.items()} == {"cls": 7, "teacher": 7, "colour": 3}
     assert output.logits is not None
     assert output.logits.dtype == torch.float64
@@ -138,7 +138,7 @@ def test_reset_classifier_keeps_tasks() -> None:
     assert model.config.num_classes == 7
     model.reset_classifier(0)
     model.reset_classifier(4)
-    assert model.forward_output(pictures(model.config)).logits.shape == (2, 4)  # type: ignore[union-attr]
+    assert model.forward_output(random_images(model.config)).logits.shape == (2, 4)  # type: ignore[union-attr]
 
 
 def test_no_weight_decay_for_tokens_and_positions() -> None:
@@ -166,7 +166,7 @@ def test_checkpointing_changes_no_gradient() -> None:
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()
     for model in (plain, saving):
-        sum(value.sum() for value in model.forward_output(pictures(config)).by_role.values()).backward()
+        sum(value.sum() for value in model.forward_output(random_images(config)).by_role.values()).backward()
     for ours, theirs in zip(plain.parameters(), saving.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         if ours.grad is not None:
@@ -179,7 +179,7 @@ def test_drop_path_acts_in_training_only_and_never_in_class_attention() -> None:
         drop_path_uniform=True, dropout=0.3, attention_dropout=0.2,
     )  # fmt: skip
     model = built(config)
-    x = pictures(config)
+    x = random_images(config)
     assert torch.equal(model(x), model(x))
     model.train()
     assert not torch.equal(model(x), model(x))
@@ -193,7 +193,7 @@ def test_drop_path_acts_in_training_only_and_never_in_class_attention() -> None:
 @pytest.mark.parametrize("name", ["class+registers+tasks+reading", "class+distillation+gathering"])
 def test_half_precision(name: str) -> None:
     model = built(MIXES[name], torch.float32)
-    x = pictures(model.config, dtype=torch.float32)
+    x = random_images(model.config, dtype=torch.float32)
     with torch.no_grad():
         exact = model.forward_output(x)
         with torch.autocast("cpu", torch.bfloat16):
@@ -237,11 +237,11 @@ def test_vit_takes_a_config() -> None:
     ("pool", "meant"), [("avg", "mean"), ("map", "attention"), ("mean", "mean"), ("token", "token")]
 )
 def test_reset_classifier_takes_timms_pool_names(pool: str, meant: str) -> None:
-    model = ViT(ViTConfig(**SMALL, tokens=(CLASS, COLOUR))).double().eval()
+    model = ViT(ViTConfig(**SMALL, tokens=(CLASS, COLOR))).double().eval()
     task = model.heads.colour.weight
     model.reset_classifier(7, pool)
     assert (model.config.pool, model.config.num_classes) == (meant, 7)
-    output = model.forward_output(pictures(model.config))
+    output = model.forward_output(random_images(model.config))
     assert output.logits is not None
     assert output.logits.shape == (2, 7)
     assert model.heads.colour.weight is task
@@ -252,8 +252,8 @@ def test_reset_classifier_takes_timms_pool_names(pool: str, meant: str) -> None:
 
 
 def test_features_before_the_logits() -> None:
-    model = built(ViTConfig(**SMALL, tokens=(CLASS, COLOUR)))
-    features = model.forward_features(pictures(model.config))
+    model = built(ViTConfig(**SMALL, tokens=(CLASS, COLOR)))
+    features = model.forward_features(random_images(model.config))
     assert torch.equal(model.forward_head(features, pre_logits=True), features[:, 0])
     with pytest.raises(UnsupportedInput, match="expected features"):
         model.forward_head(features[0])
@@ -262,7 +262,7 @@ def test_features_before_the_logits() -> None:
 def test_compiles_as_one_graph() -> None:
     config = MIXES["class+distillation+registers+tasks+mixed"]
     model = built(config)
-    x = pictures(config)
+    x = random_images(config)
     with torch.no_grad():
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
         torch.testing.assert_close(found.by_role, model(x).by_role)

@@ -12,7 +12,7 @@ __all__ = ["Recipe", "Result", "describe", "run"]
 
 
 def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
-    """Take a model apart and embed the pictures; `call` is what else its forward takes."""
+    """Take a model apart and embed the images; `call` is what else its forward takes."""
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
     from torchvision.models import VisionTransformer as TorchvisionTransformer

@@ -1,8 +1,8 @@
-"""A slow, literal reading of token merging, to hold the library against.
+"""A slow, literal implementation of token merging, as a reference for the library.
 
-Everything here is written from the description of the method with explicit loops: one picture at a time, one
+Everything here is written from the description of the method with explicit loops: one image at a time, one
 head at a time, one query at a time, one pair of tokens at a time.  Nothing is shared with the library.  A
-token is its vector together with the list of original positions that it stands for; its size, its rotary
+token is its vector together with the list of original positions that it represents; its size, its rotary
 position and the way back to full length all follow from that list.
 
 Only the vectors are tensors, so gradients flow through everything but the (discrete) choice of pairs.
@@ -26,7 +26,7 @@ Rotate = Callable[[Tensor, Position], Tensor]
 
 
 def identity(x: Tensor) -> Tensor:
-    """Leave a vector as it is: stands for a part that a model does not have."""
+    """Return a vector unchanged: replaces a part that a model does not have."""
     return x
 
 
@@ -55,7 +55,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model with its pictures: the tokens entering the first block, the blocks, and what follows."""
+    """A model with its images: the tokens entering the first block, the blocks, and what follows."""
 
     tokens: Tensor  # (B, N, D)
     prefix: int
@@ -67,7 +67,7 @@ class Recipe:
 
 @dataclass
 class Token:
-    """A vector and the original positions that it stands for."""
+    """A vector and the original positions that it represents."""
 
     vector: Tensor
     members: list[int]
@@ -79,12 +79,12 @@ class Token:
 
 @dataclass
 class Result:
-    """What came out: the model's outputs, and the tokens after every block at full length."""
+    """The model's outputs, and the tokens after every block at full length."""
 
     outputs: dict[str, Tensor]
     features: Tensor  # (B, N, D): the last norm of the full-length tokens
     merged: Tensor  # (B, M, D): tokens leaving the last block, not unmerged, before the last norm
-    groups: list[list[int]]  # per picture, per patch: index of the token that it went into
+    groups: list[list[int]]  # per image, per patch: index of the token that it went into
     sizes: list[list[int]]
     hidden: list[Tensor] = field(default_factory=list)  # (B, N, D) after each block
     lengths: list[int] = field(default_factory=list)  # tokens leaving each block
@@ -102,47 +102,47 @@ def run(
     order: str = "paper",
     protect: Tensor | None = None,
 ) -> Result:
-    """Run the model on its pictures and merge `r` pairs in each block."""
+    """Run the model on its images and merge `r` pairs in each block."""
     batch, length, _ = recipe.tokens.shape
     depth = len(recipe.blocks)
     counts = [r] * depth if isinstance(r, int) else list(r)
     assert len(counts) == depth
-    pictures = [[Token(recipe.tokens[b, i], [i]) for i in range(length)] for b in range(batch)]
+    images = [[Token(recipe.tokens[b, i], [i]) for i in range(length)] for b in range(batch)]
     shields = [shielded(recipe, protect, b) for b in range(batch)]
     hidden, lengths = [], []
     for parts, count in zip(recipe.blocks, counts, strict=True):
         metrics: list[list[list[float]]] = []
         for step in STEPS:
             if step == "attend":
-                metrics = [attend(parts, recipe, tokens, proportional) for tokens in pictures]
+                metrics = [attend(parts, recipe, tokens, proportional) for tokens in images]
             elif step == "feed":
-                for tokens in pictures:
+                for tokens in images:
                     feed(parts, tokens)
             else:
-                # A batch is one tensor: all its pictures merge as many pairs as the least mergeable one can.
-                least = min(possible(t, s, count) for t, s in zip(pictures, shields, strict=True))
-                pictures = [
+                # A batch is one tensor: all its images merge as many pairs as the least mergeable one can.
+                least = min(possible(t, s, count) for t, s in zip(images, shields, strict=True))
+                images = [
                     merge(tokens, metric, shield, least, order)
-                    for tokens, metric, shield in zip(pictures, metrics, shields, strict=True)
+                    for tokens, metric, shield in zip(images, metrics, shields, strict=True)
                 ]
-        hidden.append(torch.stack([full_length(tokens, length) for tokens in pictures]))
-        lengths.append(len(pictures[0]))
+        hidden.append(torch.stack([full_length(tokens, length) for tokens in images]))
+        lengths.append(len(images[0]))
     return Result(
         outputs=recipe.finish(hidden[-1]),
         features=recipe.features(hidden[-1]),
-        merged=torch.stack([torch.stack([t.vector for t in tokens]) for tokens in pictures]),
-        groups=[group_of_patches(tokens, recipe.prefix, length) for tokens in pictures],
-        sizes=[[t.size for t in tokens] for tokens in pictures],
+        merged=torch.stack([torch.stack([t.vector for t in tokens]) for tokens in images]),
+        groups=[group_of_patches(tokens, recipe.prefix, length) for tokens in images],
+        sizes=[[t.size for t in tokens] for tokens in images],
         hidden=hidden,
         lengths=lengths,
     )
 
 
-def shielded(recipe: Recipe, protect: Tensor | None, picture: int) -> set[int]:
+def shielded(recipe: Recipe, protect: Tensor | None, image: int) -> set[int]:
     """Original positions that never merge: the prefix, and the patches that the caller's mask names."""
     shield = set(range(recipe.prefix))
     if protect is not None:
-        mask = protect if protect.ndim == 1 else protect[picture]
+        mask = protect if protect.ndim == 1 else protect[image]
         for patch, keep in enumerate(mask.tolist()):
             if keep:
                 shield.add(recipe.prefix + patch)
@@ -150,12 +150,12 @@ def shielded(recipe: Recipe, protect: Tensor | None, picture: int) -> set[int]:
 
 
 def is_shielded(token: Token, shield: set[int]) -> bool:
-    """Whether a token stands for a protected position (protected tokens are always alone)."""
+    """Whether a token represents a protected position (protected tokens are always alone)."""
     return any(member in shield for member in token.members)
 
 
 def position(token: Token, recipe: Recipe) -> Position | None:
-    """Rotary position: the mean over all patches that the token stands for; the prefix has none."""
+    """Rotary position: the mean over all patches that the token represents; the prefix has none."""
     if recipe.positions is None or token.members[0] < recipe.prefix:
         return None
     rows = [recipe.positions[m - recipe.prefix][0] for m in token.members]
@@ -164,7 +164,7 @@ def position(token: Token, recipe: Recipe) -> Position | None:
 
 
 def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool) -> list[list[float]]:
-    """Add the attention's output to every token; give back the unit vectors that the matching compares."""
+    """Add the attention's output to every token; return the unit vectors that the matching compares."""
     x = torch.stack([t.vector for t in tokens])
     y = parts.before_attend(x)
     q, k, v = parts.q_norm(parts.q(y)), parts.k_norm(parts.k(y)), parts.v(y)
@@ -192,7 +192,7 @@ def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool
 
 
 def matching_metric(keys: Tensor) -> list[list[float]]:
-    """Mean of the keys (N, H, d) over the heads, each at length one."""
+    """Return the mean of the keys (N, H, d) over the heads, normalized to unit vectors."""
     metric = []
     for token in keys.detach().tolist():
         mean = [sum(column) / len(token) for column in zip(*token, strict=True)]
@@ -259,12 +259,12 @@ def paper_order(left: list[tuple[int, Token]], shield: set[int]) -> list[Token]:
 
 
 def original_order(left: list[tuple[int, Token]], shield: set[int]) -> list[Token]:
-    """By the first original position that each token stands for."""
+    """Sort by the first original position that each token represents."""
     return sorted((t for _, t in left), key=lambda t: min(t.members))
 
 
 def full_length(tokens: list[Token], length: int) -> Tensor:
-    """Give every original position the vector of the token that stands for it: (N, D)."""
+    """Return for every original position the vector of the token that represents it: (N, D)."""
     rows: list[Tensor | None] = [None] * length
     for token in tokens:
         for member in token.members:
@@ -274,6 +274,6 @@ def full_length(tokens: list[Token], length: int) -> Tensor:
 
 
 def group_of_patches(tokens: list[Token], prefix: int, length: int) -> list[int]:
-    """For every patch: the place, in the merged sequence, of the token that stands for it."""
+    """For every patch: the place, in the merged sequence, of the token that represents it."""
     place = {member: i for i, token in enumerate(tokens) for member in token.members}
     return [place[prefix + patch] for patch in range(length - prefix)]

@@ -1,4 +1,4 @@
-"""The oracle itself: without merging it is the model, and a step done by hand comes out as written."""
+"""The oracle itself: it equals the model without merging, and a step computed by hand."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Angles = Callable[[Position], Tensor]
 
 
 def describe_vit(model: VisionTransformer, images: Tensor) -> Recipe:
-    """A VisionTransformer, or a class derived from it, on these pictures."""
+    """A VisionTransformer, or a class derived from it, on these images."""
     tokens = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     return Recipe(
         tokens=tokens,
@@ -34,7 +34,7 @@ def describe_vit(model: VisionTransformer, images: Tensor) -> Recipe:
 
 
 def describe_eva(model: Eva, images: Tensor) -> Recipe:
-    """An Eva on these pictures, with the positions that its rotary embedding gives to the patches."""
+    """An Eva on these images, with the positions that its rotary embedding gives to the patches."""
     tokens = model.norm_pre(model._pos_embed(model.patch_embed(images))[0])
     height, width = model.patch_embed.dynamic_feat_size((images.shape[-2], images.shape[-1]))
     turns: list[Angles | None] = [None] * len(model.blocks)

@@ -1,4 +1,4 @@
-"""What every model must pass, written once; the test files say on which models."""
+"""Checks that every model must pass; the test files list the models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitrail.errors import SaturatedWarning
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to merge.  `protect` says which kind of mask over the patches to make up, if any."""
+    """One way to merge.  `protect` names the kind of mask over the patches to draw, if any."""
 
     r: int | tuple[int, ...]
     order: str = "paper"
@@ -27,7 +27,7 @@ class Setting:
     protect: str = "none"
 
     def counts(self, depth: int) -> list[int]:
-        """How many pairs each layer is asked to merge."""
+        """Number of merges requested in each layer."""
         return [self.r] * depth if isinstance(self.r, int) else [self.r[i % len(self.r)] for i in range(depth)]
 
     def options(self, depth: int, batch: int, patches: int) -> dict[str, Any]:
@@ -49,15 +49,15 @@ SETTINGS = {
     "beyond": Setting(1000),
     "beyond-original": Setting(1000, order="original"),
     "shared-mask": Setting(2, protect="shared"),
-    "mask-per-picture": Setting((3, 2), protect="each"),
-    "mask-per-picture-original": Setting((2, 1), order="original", protect="each"),
-    "mask-per-picture-beyond": Setting(1000, protect="each"),
+    "mask-per-image": Setting((3, 2), protect="each"),
+    "mask-per-image-original": Setting((2, 1), order="original", protect="each"),
+    "mask-per-image-beyond": Setting(1000, protect="each"),
     "mask-before-any-merge": Setting((0, 4, 1), protect="each"),
 }
 
 
 def mask(kind: str, batch: int, patches: int) -> Tensor | None:
-    """Patches that must not merge: about a third of them, drawn once for all pictures or for each."""
+    """Patches that must not merge: about a third of them, drawn once for all images or for each."""
     if kind == "none":
         return None
     generator = torch.Generator().manual_seed(11)
@@ -67,7 +67,7 @@ def mask(kind: str, batch: int, patches: int) -> Tensor | None:
 
 @contextmanager
 def saturation(expected: bool) -> Iterator[None]:
-    """Being asked for more than there is must be said once; nothing else may be said."""
+    """Expect one warning if more merges are requested than possible, and no other warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -76,7 +76,7 @@ def saturation(expected: bool) -> Iterator[None]:
 
 
 def ask_oracle(model: nn.Module, case: Case, images: Tensor, setting: Setting) -> tuple[Result, dict[str, Any]]:
-    """The oracle's answer, and the arguments that must make the library give the same."""
+    """Return the oracle's result, and the arguments with which the library must compute the same."""
     with torch.no_grad():
         recipe = describe(model, images, **case.call)
         options = setting.options(len(recipe.blocks), len(images), recipe.tokens.shape[1] - recipe.prefix)
@@ -84,7 +84,7 @@ def ask_oracle(model: nn.Module, case: Case, images: Tensor, setting: Setting) -
 
 
 def saturates(result: Result, tokens: int, counts: Sequence[int]) -> bool:
-    """Whether some layer merged fewer pairs than it was asked to."""
+    """Whether some layer merged fewer pairs than requested."""
     before = [tokens, *result.lengths[:-1]]
     return any(b - a != n for b, a, n in zip(before, result.lengths, counts, strict=True))
 
@@ -135,7 +135,7 @@ def check_nothing_merged(case: Case) -> None:
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Everything about a model's make-up that patching could leave behind."""
+    """Return everything about a model's structure that patching could leave behind."""
     return {
         name: (type(module), sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks))
         for name, module in model.named_modules()
@@ -143,7 +143,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def check_removal(case: Case) -> None:
-    """Merging keeps the state; removing gives back classes, attributes and outputs exactly."""
+    """Merging keeps the state dict; removing restores classes, attributes and outputs exactly."""
     model, images = case.model(torch.float32), case.images(torch.float32)
     with torch.no_grad():
         output = outputs_of(model(images, **case.call))
@@ -161,7 +161,7 @@ def check_removal(case: Case) -> None:
 
 
 def assert_restored(model: nn.Module, make_up: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """The model is made up as before and holds the same numbers."""
+    """Assert that the model has its former structure and values."""
     assert fingerprint(model) == make_up
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Case:
-    """One model and the shape of the pictures that it is shown."""
+    """One model and the shape of its input images."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -35,7 +35,7 @@ class Case:
         return model
 
     def images(self, dtype: torch.dtype = torch.float64, batch: int = 2) -> Tensor:
-        """Random pictures, the same at every call."""
+        """Random images, the same at every call."""
         generator = torch.Generator().manual_seed(7)
         return torch.randn(batch, 3, *self.size, generator=generator, dtype=torch.float64).to(dtype)
 

@@ -23,7 +23,7 @@ MIXED = {**ROTARY, "rope_type": "mixed"}
 
 
 def eva(**options: Any) -> nn.Module:
-    """A small Eva: 16 patches and a class token unless told otherwise."""
+    """Return a small Eva: 16 patches and a class token by default."""
     return Eva(**{**SMALL, **options})
 
 

@@ -17,7 +17,7 @@ SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_head
 
 
 def vit(kind: type[nn.Module] = VisionTransformer, **options: Any) -> nn.Module:
-    """A small VisionTransformer: 16 patches unless told otherwise."""
+    """Return a small VisionTransformer: 16 patches by default."""
     return kind(**{**SMALL, **options})
 
 

@@ -1,4 +1,4 @@
-"""What holds for the models of every library, held against the oracle."""
+"""Models of every library, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ THOROUGH = (
 )
 """Models that always meet every setting."""
 
-DIFFERENT = ("steady", "per-layer", "unweighted-original", "beyond", "mask-per-picture-original")
+DIFFERENT = ("steady", "per-layer", "unweighted-original", "beyond", "mask-per-image-original")
 """Settings that every model always meets; the others vary them."""
 
 
@@ -54,7 +54,7 @@ def test_outputs_and_groups_are_the_oracles(name: str, setting: str) -> None:
 
 
 @every_case
-def test_removal_gives_the_model_back(name: str) -> None:
+def test_removal_restores_the_model(name: str) -> None:
     check_removal(ALL[name])
 
 

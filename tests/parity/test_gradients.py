@@ -25,7 +25,7 @@ CASES: list[tuple[str, Case]] = [
 
 
 def loss_of(outputs: dict[str, Tensor]) -> Tensor:
-    """A number that every output's every entry moves, each by another amount."""
+    """Return a scalar that depends on every entry of every output, with different weights."""
     total = torch.zeros((), dtype=torch.float64)
     for output in outputs.values():
         weights = torch.linspace(-1, 2, output.numel(), dtype=output.dtype).reshape(output.shape)
@@ -34,7 +34,7 @@ def loss_of(outputs: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(model: nn.Module, outputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """The gradient of every parameter, None where it plays no part."""
+    """Return the gradient of every parameter; None where it is unused."""
     model.zero_grad(set_to_none=True)
     loss_of(outputs).backward()
     return {name: p.grad for name, p in model.named_parameters()}

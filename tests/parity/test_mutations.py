@@ -1,6 +1,6 @@
-"""The comparison with the oracle notices every mistake that is known to have been made in practice.
+"""The comparison with the oracle detects every mistake known from practice.
 
-The oracle is broken on purpose, one thing at a time, in a model that has the thing.  If the library's output
+The oracle is broken on purpose, one part at a time, in a model that has the part.  If the library's output
 stayed close to the broken oracle's, the parity tests would not notice the same mistake in the library.
 """
 
@@ -43,7 +43,7 @@ def swapped(name: str, broken: Any) -> Breakage:
 
 def only_patches_protected_from(first: int) -> Breakage:
     """Protect only the first few tokens of the prefix."""
-    return swapped("shielded", lambda recipe, protect, picture: set(range(first)))
+    return swapped("shielded", lambda recipe, protect, image: set(range(first)))
 
 
 def position_of_lone_tokens(token: Token, recipe: Recipe) -> Position | None:
@@ -61,7 +61,7 @@ def prefix_not_in_front(left: list[tuple[int, Token]], shield: set[int]) -> list
 def equal_weights(
     tokens: list[Token], metric: list[list[float]], shield: set[int], count: int, order: str
 ) -> list[Token]:
-    """A merged token as the plain mean of what joins, whatever the sizes."""
+    """Compute a merged token as the plain mean of its members, ignoring sizes."""
     vectors = {id(t): t.vector for t in tokens}
     merged = ORIGINAL_MERGE(tokens, metric, shield, count, order)
     by_members = {tuple(t.members): vectors[id(t)] for t in tokens}
@@ -72,7 +72,7 @@ def equal_weights(
 
 
 def turned_keys(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool) -> list[list[float]]:
-    """Compare keys that have been turned to their positions."""
+    """Compare keys after rotary position is applied."""
     keys = parts.k_norm(parts.k(parts.before_attend(torch.stack([t.vector for t in tokens]))))
     places = [ORIGINAL_POSITION(t, recipe) for t in tokens]
     assert parts.rotate is not None

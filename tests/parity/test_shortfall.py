@@ -1,4 +1,4 @@
-"""Fewer merges than asked, where only the pictures decide how many there can be.
+"""Fewer merges than requested, where the possible number depends on the images.
 
 In the original order protected patches stay where they are, so the places of the tokens between them, and
 with them the number of pairs, depend on what merged before.
@@ -20,7 +20,7 @@ from vitrail.errors import SaturatedWarning
 
 
 def merge_and_run(model: nn.Module, images: Tensor, **options: Any) -> Tensor:
-    """Patch a model and use it, which is when too few pairs may come to light."""
+    """Merge a model and run it: too few pairs are only detected in the forward pass."""
     vitrail.merge(model, **options)
     with torch.no_grad():
         return model(images)
@@ -42,7 +42,7 @@ def test_later_layers_merge_what_earlier_ones_could_not(name: str) -> None:
     check_against_oracle(CASES[name], Setting(1000, order="original", protect="each"))
 
 
-@pytest.mark.parametrize("setting", ["beyond", "beyond-original", "mask-per-picture-beyond"])
+@pytest.mark.parametrize("setting", ["beyond", "beyond-original", "mask-per-image-beyond"])
 @pytest.mark.parametrize("class_token", [True, False])
 def test_down_to_the_last_pair(setting: str, class_token: bool) -> None:
     """More layers than there is anything to merge in."""

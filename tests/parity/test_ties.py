@@ -22,7 +22,7 @@ WIDTH, PATCHES, PIXELS = 32, 16, 8
 
 @torch.no_grad()
 def every_key_alike(model: nn.Module) -> None:
-    """All keys of all layers are the same unit vector: nothing but ties."""
+    """Make all keys of all layers the same unit vector, so that there are only ties."""
     for name, parameter in model.named_parameters():
         if "qkv" in name:
             keys = parameter[WIDTH : 2 * WIDTH]
@@ -37,7 +37,7 @@ def every_key_alike(model: nn.Module) -> None:
 
 @torch.no_grad()
 def keys_by_kind(model: nn.Module) -> None:
-    """The first layer's keys tell the kind of a patch and nothing else (see `pictures_of`)."""
+    """Make the first layer's keys encode only the kind of a patch (see `pictures_of`)."""
     convolution = model.patch_embed.proj
     convolution.weight.zero_()
     convolution.bias.zero_()
@@ -54,12 +54,12 @@ def keys_by_kind(model: nn.Module) -> None:
 
 
 def pictures_of(kinds: Tensor) -> Tensor:
-    """Pictures (B, 3, 32, 32) whose patches have these kinds (B, 16).
+    """Images (B, 3, 32, 32) whose patches have these kinds (B, 16).
 
     A patch's token is its first 32 pixels, +1 or -1, as many of each.  The pair of channels `kind` differs,
     the other pairs below 4 agree, so the key of a patch is a multiple of one unit vector.
     """
-    pictures = torch.zeros(len(kinds), 3, 32, 32, dtype=torch.float64)
+    images = torch.zeros(len(kinds), 3, 32, 32, dtype=torch.float64)
     for b, row in enumerate(kinds.tolist()):
         for patch, kind in enumerate(row):
             pairs = [(1.0, -1.0) if p == kind else ((1.0, 1.0) if p % 2 else (-1.0, -1.0)) for p in range(4)]
@@ -67,8 +67,8 @@ def pictures_of(kinds: Tensor) -> Tensor:
             plus = WIDTH // 2 - head.count(1.0)
             token = torch.tensor(head + [1.0] * plus + [-1.0] * (WIDTH - len(head) - plus))
             top, left = 8 * (patch // 4), 8 * (patch % 4)
-            pictures[b, 0, top : top + 4, left : left + 8] = token.reshape(4, 8)
-    return pictures
+            images[b, 0, top : top + 4, left : left + 8] = token.reshape(4, 8)
+    return images
 
 
 def merged_groups(model: nn.Module, images: Tensor, **options: object) -> list[list[int]]:
@@ -133,8 +133,8 @@ def test_a_few_kinds_of_patches(name: str, r: int, order: str) -> None:
 
 
 @pytest.mark.parametrize("r", [1, 4, 8])
-def test_tiles_of_one_picture_may_merge_either_way(r: int) -> None:
-    """A picture of identical tiles without positions: whichever tokens merge, the output is the same."""
+def test_tiles_of_one_image_may_merge_either_way(r: int) -> None:
+    """An image of identical tiles without positions: whichever tokens merge, the output is the same."""
     case = models_timm_vit.CASES["no-positions"]
     model = case.model()
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64).repeat(1, 1, 4, 4)

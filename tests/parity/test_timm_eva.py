@@ -1,4 +1,4 @@
-"""timm's Eva, held against the oracle: rotary positions of merged tokens above all."""
+"""timm's Eva, compared with the oracle, in particular rotary positions of merged tokens."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_coordinates_jittered_in_training_are_the_ones_that_merge() -> None:
 
 @pytest.mark.parametrize("kind", [ROTARY, DINOV3], ids=["cat", "dinov3"])
 def test_patches_dropped_in_training_keep_their_positions(kind: dict[str, Any]) -> None:
-    """In training each picture may lose patches of its own; those left are still where they were."""
+    """In training each image may lose different patches; the remaining ones keep their positions."""
     case = Case("drop", partial(eva, **kind, patch_drop_rate=0.25), (32, 32))
     model, images = case.model(), case.images()
     with torch.no_grad():
@@ -126,8 +126,8 @@ def test_patches_dropped_in_training_keep_their_positions(kind: dict[str, Any]) 
 def test_resolution_may_change_between_calls() -> None:
     case = CASES["dinov3-dynamic"]
     model = case.model()
-    pictures = [torch.randn(2, 3, *shape, dtype=torch.float64) for shape in [(32, 64), (64, 16), (32, 32)]]
-    expected = [ask_oracle(model, case, images, SETTINGS["steady"])[0] for images in pictures]
+    batches = [torch.randn(2, 3, *shape, dtype=torch.float64) for shape in [(32, 64), (64, 16), (32, 32)]]
+    expected = [ask_oracle(model, case, images, SETTINGS["steady"])[0] for images in batches]
     with torch.no_grad(), vitrail.merge(model, r=3):
-        for images, wanted in zip(pictures, expected, strict=True):
+        for images, wanted in zip(batches, expected, strict=True):
             assert torch.allclose(model(images), wanted.outputs["output"], rtol=0, atol=case.tolerance)

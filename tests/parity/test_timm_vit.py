@@ -1,4 +1,4 @@
-"""timm's VisionTransformer, held against the oracle."""
+"""timm's VisionTransformer, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_intermediates_come_out_at_full_length(name: str, norm: bool) -> None:
             assert torch.allclose(with_prefix[i][1], wanted[:, :prefix], rtol=0, atol=case.tolerance)
 
 
-def test_a_stopped_pass_leaves_nothing_behind() -> None:
-    """After `stop_early` the last block was never reached; the next pass starts from nothing all the same."""
+def test_a_stopped_pass_leaves_no_state() -> None:
+    """After `stop_early` the last block was never reached; the next pass still starts afresh."""
     case = CASES["registers"]
     model, images = case.model(), case.images()
     expected, options = ask_oracle(model, case, images, SETTINGS["steady"])
@@ -91,12 +91,12 @@ def test_r_may_change_between_calls() -> None:
 
 
 def test_resolution_may_change_between_calls() -> None:
-    """One patched dynamic model, pictures of several shapes."""
+    """One patched dynamic model, images of several shapes."""
     case = CASES["dynamic"]
     model = case.model()
     shapes = [(24, 56), (32, 32), (40, 24)]
-    pictures = [torch.randn(2, 3, *shape, dtype=torch.float64) for shape in shapes]
-    expected = [ask_oracle(model, case, images, SETTINGS["steady"])[0] for images in pictures]
+    batches = [torch.randn(2, 3, *shape, dtype=torch.float64) for shape in shapes]
+    expected = [ask_oracle(model, case, images, SETTINGS["steady"])[0] for images in batches]
     with torch.no_grad(), vitrail.merge(model, r=3):
-        for images, wanted in zip(pictures, expected, strict=True):
+        for images, wanted in zip(batches, expected, strict=True):
             assert torch.allclose(model(images), wanted.outputs["output"], rtol=0, atol=case.tolerance)

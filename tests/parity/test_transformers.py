@@ -1,4 +1,4 @@
-"""The transformers library's models, held against the oracle."""
+"""Models of transformers, compared with the oracle."""
 
 from __future__ import annotations
 

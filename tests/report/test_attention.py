@@ -63,7 +63,7 @@ def test_every_role_has_its_maps() -> None:
         assert f"Attention of {name}, head 0, {image}" in page
 
 
-def test_without_whole_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_full_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.report.sections.attention.ROLLOUT_BYTES", 4 * 2 * 65**2 - 1)
     report = inspect_quickly(small(), random_images(3))
     assert report.attention["closer"]["rollout"] is False

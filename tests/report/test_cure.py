@@ -38,7 +38,7 @@ def found() -> tuple[nn.Module, Tensor, Report]:
     return model, images, report
 
 
-def test_artifacts_that_neurons_make_are_gone(found: tuple[nn.Module, Tensor, Report]) -> None:
+def test_artifacts_of_neurons_disappear(found: tuple[nn.Module, Tensor, Report]) -> None:
     cure = found[2].cure
     assert cure["effect"] == "gone"
     assert set(NEURONS) <= set(cure["neurons"][str(LAYER)])
@@ -76,7 +76,7 @@ def test_values_equal_those_of_a_recording(found: tuple[nn.Module, Tensor, Repor
         assert torch.allclose(one.maps["cured_attention"]["class"].double(), expected, atol=1e-5)
 
 
-def test_the_page_shows_it(found: tuple[nn.Module, Tensor, Report]) -> None:
+def test_the_page_has_the_section(found: tuple[nn.Module, Tensor, Report]) -> None:
     report = found[2]
     page = report.to_html()
     assert "Test-time registers work here" in page
@@ -98,7 +98,7 @@ def test_artifacts_from_elsewhere_stay_and_more_neurons_are_tried() -> None:
     assert "did not help" in report.to_html()
 
 
-def test_nothing_is_tried_where_there_is_nothing_to_cure() -> None:
+def test_no_registers_are_tried_without_artifacts() -> None:
     clean = inspect_quickly(small(), random_images())
     assert "no artifacts" in clean.cure["note"]
     assert all(one.cured is None for one in clean.pictures)
@@ -108,7 +108,7 @@ def test_nothing_is_tried_where_there_is_nothing_to_cure() -> None:
     assert "It was not tried here" in turned_off.to_html()
 
 
-def test_models_that_carry_something_already() -> None:
+def test_models_that_are_already_changed() -> None:
     model, images = curable()
     with vitrail.test_time_registers(model, neurons={0: [3]}) as handle:
         report = inspect_quickly(model, images)
@@ -143,5 +143,5 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch: pytest.
     [(0, 4, "gone"), (0.4, 4, "gone"), (1, 4, "fewer"), (3, 4, "none"), (0, 1.9, "unspecific"), (0, None, "gone")],
 )
 def test_effect(after: float, control: float | None, expected: str) -> None:
-    beside = {"note": "too few"} if control is None else {"outlier_share": control}
-    assert effect({"outlier_share": 4}, {"outlier_share": after}, beside) == expected
+    control_values = {"note": "too few"} if control is None else {"outlier_share": control}
+    assert effect({"outlier_share": 4}, {"outlier_share": after}, control_values) == expected

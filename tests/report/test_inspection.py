@@ -100,14 +100,14 @@ def test_numbers_that_are_not_finite_are_counted_and_named() -> None:
     assert "not finite" in report.to_html()
 
 
-def test_nothing_finite_is_a_report_as_well() -> None:
+def test_no_finite_values_still_make_a_report() -> None:
     report = inspect(small(), torch.full((2, 3, 128, 128), torch.nan))
     assert report.norms["verdict"] == "uncertain"
     assert "finite" in report.attention["note"]
     assert report.to_html()
 
 
-def test_one_picture() -> None:
+def test_one_image_alone() -> None:
     report = inspect(small(), random_images(1))
     assert report.data["pictures"] == 1
     assert "images are needed" in report.probes["position"]["kinds"]["normal"]["note"]
@@ -132,8 +132,8 @@ def test_model_without_special_tokens() -> None:
     assert report.to_html()
 
 
-def test_registers_that_were_appended_are_looked_at() -> None:
-    model = small(img_size=256)  # so many patches that not every one's attention is kept
+def test_appended_registers_are_inspected() -> None:
+    model = small(img_size=256)  # too many patches to keep the attention of each
     with vitrail.test_time_registers(model, neurons={1: [3, 5]}, registers=2):
         report = inspect(model, random_images(2, 256), probes=False)
     assert [token["name"] for token in report.registers["tokens"]] == ["register 1", "register 2"]
@@ -141,7 +141,7 @@ def test_registers_that_were_appended_are_looked_at() -> None:
     assert report.layout["num_tokens"] == 1 + 2 + 256
 
 
-def test_merged_model_can_be_looked_at() -> None:
+def test_merged_model_can_be_inspected() -> None:
     model = small()
     with vitrail.merge(model, r=8):
         report = inspect(model, random_images(4), probes=False)
@@ -162,15 +162,15 @@ def test_transformers_model_with_registers() -> None:
 
 
 def test_directory_with_classes_and_a_broken_image(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int | None]] = []
-    report = inspect(small(), write_images(tmp_path, 60), progress=lambda *step: told.append(step))
+    events: list[tuple[str, int, int | None]] = []
+    report = inspect(small(), write_images(tmp_path, 60), progress=lambda *step: events.append(step))
     assert report.data["labelled"] == 60
     assert report.data["classes"] == ["class-0", "class-1"]
     assert report.problems["num_skipped"] == 1
     assert "broken.png" in report.problems["skipped"][0]["name"]
     assert report.probes["classes"]["kinds"]["class"]["accuracy"]["mean"] > 0.7
-    assert told[-1][1] == told[-1][2]
-    assert max(done for what, done, _ in told if what.startswith("running")) == 60
+    assert events[-1][1] == events[-1][2]
+    assert max(done for what, done, _ in events if what.startswith("running")) == 60
 
 
 def test_nothing_readable_is_an_error(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 
 @pytest.fixture(scope="module")
 def inspected(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories that two ranks inspect one after the other, each with its report beside it.
+    """Directories that two ranks inspect one after the other, each with its report next to it.
 
     The first one fails on both ranks, and they go on together.
     """
@@ -69,7 +69,7 @@ def test_two_processes_equal_one(inspected: Path) -> None:
     same(one, two)
 
 
-def test_part_without_a_readable_picture(inspected: Path) -> None:
+def test_part_without_a_readable_image(inspected: Path) -> None:
     two = json.loads((inspected / "single.json").read_text(encoding="utf-8"))
     assert (two["data"]["pictures"], two["problems"]["num_skipped"]) == (1, 1)
 

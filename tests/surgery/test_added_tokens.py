@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
-from tests.adapters.test_vitrail import lively, pictures
+from tests.adapters.test_vitrail import lively, random_images
 from tests.parity.models import Case
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.errors import AlreadyApplied, InvalidOption, ModelLoadError, NotApplied, UnsupportedInput, UnsupportedModel
@@ -76,15 +76,15 @@ def reference(model: nn.Module, tokens: nn.Module, images: Tensor, gates: list[f
 
 @pytest.mark.parametrize("gates", [[-torch.inf] * 3, [-1.0, 0.5, -3.0], [0.0, 0.0, 0.0]])
 def test_equals_one_long_sequence_with_biased_scores(gates):
-    model, images = small(init_values=0.1, reg_tokens=1), pictures()
+    model, images = small(init_values=0.1, reg_tokens=1), random_images()
     added = mix(model)
     if max(gates) > -torch.inf:
         added.open()
         added.tokens.gates.data = torch.tensor(gates, dtype=torch.float64)
-    logits, beside = reference(model, added.tokens, images, gates)
+    logits, side = reference(model, added.tokens, images, gates)
     output = added(images)
     assert distance(output.logits, logits) < 1e-12
-    assert distance(output.features, added.tokens.norm(beside)) < 1e-12
+    assert distance(output.features, added.tokens.norm(side)) < 1e-12
     heads = added.tokens.heads
     assert distance(output.by_role["breed"], heads["breed"](output.features[:, 2])) < 1e-12
 
@@ -93,14 +93,14 @@ def test_gradients_equal_those_of_the_long_sequence():
     gates = [-1.0, 0.5, -3.0]
     results = []
     for written_out in (False, True):
-        model, images = small(), pictures()
+        model, images = small(), random_images()
         torch.manual_seed(0)
         added = mix(model)
         added.open()
         added.tokens.gates.data = torch.tensor(gates, dtype=torch.float64)
         if written_out:
-            logits, beside = reference(model, added.tokens, images, added.tokens.gates)
-            features = added.tokens.norm(beside)
+            logits, side = reference(model, added.tokens, images, added.tokens.gates)
+            features = added.tokens.norm(side)
         else:
             logits, _, features, _ = added(images)
         (logits.square().sum() + features.square().sum()).backward()
@@ -111,7 +111,7 @@ def test_gradients_equal_those_of_the_long_sequence():
 
 
 def test_opening_hardly_changes_the_output():
-    model, images = small(), pictures()
+    model, images = small(), random_images()
     before = model(images)
     added = mix(model)
     added.open()
@@ -119,10 +119,10 @@ def test_opening_hardly_changes_the_output():
 
 
 def test_gradients_reach_trainable_parameters_only():
-    model, images = small(), pictures()
+    model, images = small(), random_images()
     added = vitrail.add_tokens(model, registers=2, tasks={"breed": 3})
     model(images).sum().backward()
-    assert added.tokens.values["registers"].grad is None  # nobody reads them yet
+    assert added.tokens.values["registers"].grad is None  # no token attends to them yet
     assert added.tokens.gates.grad is None
     model.zero_grad()
     added(images).by_role["breed"].square().sum().backward()
@@ -208,7 +208,7 @@ def test_added_tokens_attend_to_a_merged_token_by_its_size():
 @pytest.mark.parametrize("opened", [False, True])
 def test_talking_heads_take_added_tokens(opened):
     options = {"image_size": 32, "patch_size": 8, "width": 32, "heads": 4, "depth": 3, "num_classes": 4}
-    model, images = lively(create_model("cait_xxs24", **options)), pictures()
+    model, images = lively(create_model("cait_xxs24", **options)), random_images()
     before = model(images)
     added = mix(model)
     assert distance(added(images).logits, before) < 1e-12
@@ -217,7 +217,7 @@ def test_talking_heads_take_added_tokens(opened):
     output = added(images)
     output.features.square().sum().backward()
     assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
-    # a token that counts as nothing is the same as one that nobody reads
+    # a token of weight zero equals one that no token attends to
     if opened:
         added.open(-600.0)
         far = added(images)
@@ -228,7 +228,7 @@ def test_talking_heads_take_added_tokens(opened):
 
 def test_tokens_enter_at_their_layer():
     """A token that enters before the last block equals one in a model of that block alone."""
-    model, images = small(), pictures()
+    model, images = small(), random_images()
     with vitrail.add_tokens(model, registers=1, tokens=[TokenSpec("late", Role.REGISTER, enters=2)]) as added:
         values = added.tokens.values["late"].detach().clone()
         with receiving() as found:
@@ -245,7 +245,7 @@ def test_tokens_enter_at_their_layer():
 
 
 def test_recording():
-    model, images = small(reg_tokens=1), pictures()
+    model, images = small(reg_tokens=1), random_images()
     what = ("tokens", "q", "k", "v", "attention")
     plain = vitrail.record(model, images, what, queries=range(18))
     late = TokenSpec("late", Role.TASK, classes=3, enters=1)
@@ -278,11 +278,11 @@ def test_counted():
     added = mix(model)
     closed = vitrail.count(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        added(pictures(batch=1))
+        added(random_images(batch=1))
     assert closed.flops == counter.get_total_flops() // 2
     added.open()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        added(pictures(batch=1))
+        added(random_images(batch=1))
     assert vitrail.count(model).flops == counter.get_total_flops() // 2
     assert plain.flops < closed.flops < vitrail.count(model).flops
     assert vitrail.count(model).tokens == plain.tokens + 3
@@ -290,7 +290,7 @@ def test_counted():
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_state_saves_and_loads(tmp_path, opened):
-    model, images = small(), pictures()
+    model, images = small(), random_images()
     added = mix(model, distillation=True)
     if opened:
         added.open(-2.0)
@@ -336,7 +336,7 @@ def test_files_that_do_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({}, "no tokens to add"),
         ({"registers": -1}, "registers is the number"),
@@ -358,10 +358,10 @@ def test_files_that_do_not_fit(tmp_path):
         ({"tokens": [TokenSpec("t", Role.TASK, classes=2, visible=False)]}, "hidden until opened"),
     ],
 )
-def test_invalid_options_change_nothing(options, said):
+def test_invalid_options_change_nothing(options, message):
     model = small()
     keys, kinds = list(model.state_dict()), [type(part) for part in model.modules()]
-    with pytest.raises(InvalidOption, match=said):
+    with pytest.raises(InvalidOption, match=message):
         vitrail.add_tokens(model, **options)
     assert list(model.state_dict()) == keys
     assert [type(part) for part in model.modules()] == kinds
@@ -387,7 +387,7 @@ def test_mixes_with_the_models_own_tokens_are_refused():
 
 
 def test_errors_of_a_second_addition_and_after_removal():
-    model, images = small(), pictures()
+    model, images = small(), random_images()
     added = mix(model)
     with pytest.raises(AlreadyApplied, match="already has added tokens"):
         vitrail.add_tokens(model, registers=1)
@@ -411,7 +411,7 @@ def test_errors_of_a_second_addition_and_after_removal():
 
 
 def test_a_mask_is_refused_and_removed_tokens_allow_it_again():
-    model, images = small(), pictures()
+    model, images = small(), random_images()
     mask = torch.ones(17, 17, dtype=torch.bool)
     before = model.forward_features(images, attn_mask=mask)
     with mix(model), pytest.raises(UnsupportedInput, match="merged or added tokens"):
@@ -422,7 +422,7 @@ def test_a_mask_is_refused_and_removed_tokens_allow_it_again():
 def test_gradient_checkpointing_gives_the_same_gradients():
     grads = []
     for checkpointing in (False, True):
-        model, images = small(), pictures()
+        model, images = small(), random_images()
         torch.manual_seed(0)
         added = mix(model)
         added.open(-1.0)
@@ -441,7 +441,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     ],
 )
 def test_compiles(opened, merged):
-    model, images = small().float(), pictures().float()
+    model, images = small().float(), random_images().float()
     added = mix(model)
     if opened:
         added.open(-1.0)
@@ -457,7 +457,7 @@ def test_compiles(opened, merged):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_compiled_model_delivers_its_added_tokens(first):
-    model, images = small().float(), pictures().float()
+    model, images = small().float(), random_images().float()
     if first:
         model.compile(backend="eager")
     added = mix(model)
@@ -475,7 +475,7 @@ def eagerly(added: vitrail.AddedTokens, images: Tensor) -> Tensor:
 
 
 def test_gates_keep_their_precision_and_learn():
-    model, images = small().bfloat16(), pictures().bfloat16()
+    model, images = small().bfloat16(), random_images().bfloat16()
     added = mix(model)
     added.open()
     assert added.tokens.gates.dtype == torch.float32
@@ -506,7 +506,7 @@ def test_ddp_wraps_after_tokens_are_added(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        model, images = small(), pictures()
+        model, images = small(), random_images()
         with pytest.raises(UnsupportedModel, match="add tokens first, then wrap"):
             mix(nn.parallel.DistributedDataParallel(model))
         mix(model)

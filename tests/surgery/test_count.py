@@ -14,7 +14,7 @@ from vitrail.models import ViT, ViTConfig, create_model
 
 
 def counted(model: torch.nn.Module, images: torch.Tensor) -> int:
-    """Multiply-adds that run, for one picture."""
+    """Multiply-adds that run, for one image."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as mode:
         model(images)
     return mode.get_total_flops() // 2 // len(images)

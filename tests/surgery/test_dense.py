@@ -1,4 +1,4 @@
-"""What the fused path knows of a block holds only as long as the block stays what it was."""
+"""The cache of the fused path is invalidated when a block changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def find(block: nn.Module) -> dense.DenseBlock | None:
     return dense_block(BLOCK, block, torch.empty(1, 9, 32, dtype=torch.bfloat16), PLAN, MergeState((2,)))
 
 
-def test_known_block_is_not_looked_through_again(block: Block) -> None:
+def test_cached_block_is_not_searched_again(block: Block) -> None:
     first = find(block)
     assert first is not None
     with mock.patch.object(NamedBlock, "dense", side_effect=AssertionError):
@@ -60,7 +60,7 @@ def test_changed_block_is_dense_no_more(block: Block, change: str) -> None:
     assert find(block) is None
 
 
-def test_hook_that_is_gone_is_forgotten(block: Block) -> None:
+def test_removed_hook_is_forgotten(block: Block) -> None:
     handle = block.norm1.register_forward_hook(lambda *_: None)
     assert find(block) is None
     handle.remove()

@@ -1,4 +1,4 @@
-"""``vitrail.merge`` and its handle: options, figures, errors, pictures."""
+"""``vitrail.merge`` and its handle: options, figures, errors, images."""
 
 import json
 import warnings
@@ -67,7 +67,7 @@ def test_flops_are_those_that_torch_counts(name, r):
     merging = vitrail.merge(model, r=r)
     with FlopCounterMode(display=False) as counter:
         run(model, images, case)
-    # what torch counts beside: pooling by attention, the coordinates of rotary positions
+    # what torch counts in addition: pooling by attention, the coordinates of rotary positions
     assert merging.flops(case.size) == pytest.approx(counter.get_total_flops() / 2, rel=0.01)
 
 
@@ -152,7 +152,7 @@ def test_unmerge_takes_merged_tokens_only(model, images):
             trace.unmerge(wrong)
 
 
-def test_hooks_on_attention_are_told_that_they_do_not_run(model, images):
+def test_hooks_on_attention_warn_that_they_do_not_run(model, images):
     merging = vitrail.merge(model, r=0)
     model.blocks[1].attn.register_forward_hook(lambda module, args, out: out * 2)
     with pytest.warns(vitrail.errors.VitrailWarning, match="hooks on Attention do not run while the model is merged"):
@@ -169,13 +169,13 @@ def test_a_forward_replaced_on_the_object_is_refused(model):
     assert snapshot(model) == before
 
 
-def test_blocks_wrapped_before_merging_say_what_to_do(model):
+def test_blocks_wrapped_before_merging_raise_with_advice(model):
     model.blocks[0] = torch.compile(model.blocks[0])
     with pytest.raises(UnsupportedModel, match="merge before wrapping"):
         vitrail.merge(model, r=2)
 
 
-def test_a_model_whose_blocks_are_gone(model):
+def test_a_model_without_its_blocks(model):
     del model.blocks
     with pytest.raises(UnsupportedModel, match="has no blocks"):
         vitrail.merge(model, r=2)
@@ -219,7 +219,7 @@ def test_merged_tokens_on_request(model, images):
             as_grid()
 
 
-def test_with_block_gives_the_model_back_also_after_an_error(model, images):
+def test_with_block_restores_the_model_also_after_an_error(model, images):
     before, wanted = snapshot(model), model(images)
     with pytest.raises(RuntimeError, match="on purpose"), vitrail.merge(model, r=2):
         raise RuntimeError("on purpose")
@@ -262,11 +262,11 @@ def test_nothing_is_tracked_outside(model, images):
     assert trace.groups.shape == (1, 16)
 
 
-# -- what is asked for, and what is possible ----------------------------------------------------------------------
+# -- requested and possible merges --------------------------------------------------------------------------------
 
 
 def test_more_merges_than_pairs_are_reported_once(model, images):
-    with pytest.warns(SaturatedWarning, match=r"60 merges were asked for and 14 are possible with 16 patches"):
+    with pytest.warns(SaturatedWarning, match=r"60 merges were requested and 14 are possible with 16 patches"):
         merging = vitrail.merge(model, r=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -275,7 +275,7 @@ def test_more_merges_than_pairs_are_reported_once(model, images):
     assert merging.r == [8, 4, 2]
 
 
-def test_a_budget_that_needs_no_merging_says_so(model):
+def test_a_budget_that_needs_no_merging_warns(model):
     with pytest.warns(SaturatedWarning, match="nothing merges"):
         assert vitrail.merge(model, gflops=100).r == [0, 0, 0]
 
@@ -292,7 +292,7 @@ def test_protected_patches_never_merge(model, images):
             assert bool((sizes[:, ~mask] > 1).any())
 
 
-def test_a_mask_for_each_picture_belongs_to_its_batch(model, images):
+def test_a_mask_per_image_belongs_to_its_batch(model, images):
     mask = torch.zeros(2, 16, dtype=torch.bool)
     mask[0, :8], mask[1, 8:] = True, True
     merging = vitrail.merge(model, r=2, protect=mask)
@@ -384,7 +384,7 @@ def test_unsupported_models_are_named_and_left_untouched(build):
     assert len(str(error.value)) > 40
 
 
-def test_a_block_with_a_forward_of_its_own_is_refused(model):
+def test_a_block_with_a_custom_forward_is_refused(model):
     class Special(type(model.blocks[1])):
         def forward(self, x, **_):
             return x
@@ -440,22 +440,22 @@ def test_the_toy_is_unknown_without_its_adapter():
         vitrail.merge(ToyViT(), r=2)
 
 
-# -- pictures -----------------------------------------------------------------------------------------------------
+# -- images -----------------------------------------------------------------------------------------------------
 
 
-def test_draw_paints_at_the_pictures_own_resolution(model):
+def test_draw_keeps_the_resolution_of_the_image(model):
     pixels = np.zeros((90, 140, 3), np.uint8)
     pixels[:, 70:] = (250, 40, 30)
     merging = vitrail.merge(model, r=4)
     model.train()
     painted = merging.draw(Image.fromarray(pixels))
     assert model.training
-    assert [picture.size for picture in painted] == [(140, 90)]
+    assert [image.size for image in painted] == [(140, 90)]
     assert np.asarray(painted[0]).std() > 10
     assert len(merging.draw([Image.fromarray(pixels), Image.new("L", (40, 40), 128)])) == 2
 
 
-def test_draw_refuses_what_is_not_a_picture(model, tmp_path):
+def test_draw_refuses_other_objects(model, tmp_path):
     merging = vitrail.merge(model, r=2)
     for wrong in (torch.zeros(1, 3, 8, 8), np.zeros((8, 8, 3)), None, [None]):
         with pytest.raises(InvalidOption, match="PIL images or paths"):

@@ -1,4 +1,4 @@
-"""What holds for every merging method on every kind of model."""
+"""Promises of every merging method on every kind of model."""
 
 from typing import Any
 

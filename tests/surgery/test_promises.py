@@ -1,4 +1,4 @@
-"""What holds for every supported model, whatever comes between its blocks."""
+"""Promises for every supported model, whatever runs between its blocks."""
 
 import copy
 import io
@@ -59,7 +59,7 @@ def test_special_tokens_stay_alone_and_every_patch_has_a_group(name):
 
 
 @everywhere
-def test_a_batch_gives_the_same_as_its_pictures_one_by_one(name):
+def test_a_batch_equals_its_single_images(name):
     case = ALL[name]
     model, images = case.model(), case.images(batch=3)
     vitrail.merge(model, r=3)
@@ -106,16 +106,16 @@ def test_two_threads_share_nothing(name):
     case = ALL[name]
     model = case.model(torch.float32)
     merging = vitrail.merge(model, r=2)
-    pictures = [case.images(torch.float32) * scale for scale in (1.0, -2.0)]
+    batches = [case.images(torch.float32) * scale for scale in (1.0, -2.0)]
     with torch.no_grad():
-        wanted = [run(model, images, case) for images in pictures]
+        wanted = [run(model, images, case) for images in batches]
     barrier, failures, traces = threading.Barrier(2), [], {}
 
     def work(index):
         for _ in range(10):
             barrier.wait()
             with torch.no_grad(), merging.track() as trace:
-                if not torch.equal(run(model, pictures[index], case), wanted[index]):
+                if not torch.equal(run(model, batches[index], case), wanted[index]):
                     failures.append(index)
                 traces[index] = trace
             if len(trace.passes) != 1:
@@ -204,7 +204,7 @@ def test_compiles_block_by_block(name):
 
 
 @pytest.mark.parametrize("position", always(["learned"], ["learned", "rotary"]))
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
 def test_blocks_between_the_first_and_the_last_are_compiled_once(position):
     torch._dynamo.reset()
     size = {"image_size": 64, "patch_size": 8, "width": 16, "heads": 1, "num_classes": 2}
@@ -288,7 +288,7 @@ def test_inference_mode(name):
 
 
 class LowRank(nn.Module):
-    """A linear layer with a low-rank change beside it, put where a plain one was."""
+    """A linear layer with a low-rank update, in place of a plain one."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

@@ -145,10 +145,10 @@ def test_merged_model_shows_every_position_its_token(name: str, proportional: bo
         assert found.tokens[layer].shape == plain.tokens[layer].shape
     last = found.tokens[found.layers[-1]]
     groups = trace.groups
-    for picture in range(len(images)):
-        tokens = last[picture, found.layout.num_special :]
-        for group in groups[picture].unique():
-            members = tokens[groups[picture] == group]
+    for image in range(len(images)):
+        tokens = last[image, found.layout.num_special :]
+        for group in groups[image].unique():
+            members = tokens[groups[image] == group]
             assert torch.equal(members, members[:1].expand_as(members))
 
 
@@ -162,10 +162,10 @@ def test_row_of_a_patch_is_that_of_its_merged_token(name: str) -> None:
     last, special = found.layers[-1], found.layout.num_special
     rows, before = found.attention[last], calls[last][3]
     assert rows.shape[2] == found.layout.num_patches > before.shape[2] - special
-    for picture in range(len(images)):
-        every = before[picture, :, special:, :special]  # what merged tokens give to special ones, which never merge
+    for image in range(len(images)):
+        every = before[image, :, special:, :special]  # what merged tokens give to special ones, which never merge
         for place in range(found.layout.num_patches):
-            apart = (every - rows[picture, :, place, :special].unsqueeze(1)).abs().amax((0, 2))
+            apart = (every - rows[image, :, place, :special].unsqueeze(1)).abs().amax((0, 2))
             assert float(apart.min()) < 1e-9
 
 
@@ -181,7 +181,7 @@ def test_nothing_of_the_model_changes(toy: ToyViT) -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in toy.modules())
 
 
-def test_hooks_are_gone_after_an_error(toy: ToyViT) -> None:
+def test_hooks_are_removed_after_an_error(toy: ToyViT) -> None:
     with pytest.raises(RuntimeError):
         vitrail.record(toy, torch.randn(1, 5, 16, 16, dtype=torch.float64), "attention")
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in toy.modules())
@@ -206,7 +206,7 @@ def test_files_are_preprocessed(toy: ToyViT, tmp_path: Path) -> None:
     expected = vitrail.record(toy, prepared, "norms").norms[2]
     for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_dataset(tmp_path)):
         assert torch.allclose(vitrail.record(toy, given, "norms", batch_size=2).norms[2], expected)
-    (tmp_path / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "broken.png").write_bytes(b"not an image")
     with pytest.warns(VitrailWarning, match=r"1 images that could not be read.*broken\.png"):
         assert len(vitrail.record(toy, tmp_path, "norms")) == 3
 
@@ -225,8 +225,8 @@ def test_only_requested_activations_are_kept(toy: ToyViT) -> None:
 
 def test_compiled_blocks_are_recorded_without_recompilation() -> None:
     model = ViT(ViTConfig(image_size=16, patch_size=4, width=24, depth=3, heads=2, num_classes=3)).eval()
-    pictures = torch.randn(2, 3, 16, 16)
-    plain = vitrail.record(model, pictures, ("tokens", "attention"))
+    images = torch.randn(2, 3, 16, 16)
+    plain = vitrail.record(model, images, ("tokens", "attention"))
     compiled: list[Any] = []
 
     def count(graph: Any, _: Any) -> Any:
@@ -236,11 +236,11 @@ def test_compiled_blocks_are_recorded_without_recompilation() -> None:
     for block in model.blocks:
         block.compile(backend=count)
     with torch.no_grad():
-        model(pictures)
+        model(images)
         assert compiled
         before = len(compiled)
-        found = vitrail.record(model, pictures, ("tokens", "attention"))
-        model(pictures)
+        found = vitrail.record(model, images, ("tokens", "attention"))
+        model(images)
     assert len(compiled) == before
     assert all(torch.equal(found.tokens[layer], plain.tokens[layer]) for layer in range(3))
     assert all(torch.equal(found.attention[layer], plain.attention[layer]) for layer in range(3))

@@ -63,7 +63,7 @@ def untouched(model: nn.Module) -> bool:
 
 def test_plant_makes_artifacts() -> None:
     model, images = planted()
-    assert all(artifacts(model, images)[picture].nonzero().flatten().tolist() == list(SPOTS) for picture in range(6))
+    assert all(artifacts(model, images)[image].nonzero().flatten().tolist() == list(SPOTS) for image in range(6))
 
 
 def test_planted_neurons_are_found() -> None:
@@ -180,11 +180,11 @@ def test_activations_move_as_documented() -> None:
         after.remove()
     hook.remove()
     expected = seen["before"].clone()
-    for picture in range(len(images)):
+    for image in range(len(images)):
         for neuron in NEURONS:
-            largest = max(expected[picture, :, neuron].tolist(), key=abs)
-            expected[picture, :, neuron] = 0
-            expected[picture, 1, neuron] = largest  # behind the class token
+            largest = max(expected[image, :, neuron].tolist(), key=abs)
+            expected[image, :, neuron] = 0
+            expected[image, 1, neuron] = largest  # behind the class token
     assert torch.equal(seen["after"], expected)
 
 

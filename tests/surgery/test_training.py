@@ -45,7 +45,7 @@ def test_checkpointing_gives_the_same_gradients(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*use_reentrant.*")
-def test_reentrant_checkpointing_around_blocks_says_what_to_use():
+def test_reentrant_checkpointing_around_blocks_raises_with_advice():
     case = ALL["timm-registers"]
     model, tokens = case.model(), torch.randn(2, 21, 32, dtype=torch.float64, requires_grad=True)
     vitrail.merge(model, r=2)

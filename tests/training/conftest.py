@@ -1,4 +1,4 @@
-"""Pictures to learn from."""
+"""Training images."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.training.toys import make_photos
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder of class folders, which nobody changes."""
+    """Return a directory of class folders, which no test changes."""
     return str(make_photos(tmp_path_factory.mktemp("photos") / "photos"))

@@ -1,4 +1,4 @@
-"""Models so small that a test of training takes no time."""
+"""Tiny models for tests of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASKS = {"colour": ("red", "blue"), "shape": ("disc", "ring", "star", "bar")}
 
 
 def tiny(*tokens: TokenSpec, num_classes: int = 3, **options: Any) -> ViT:
-    """A ViT of two blocks for pictures of 16 pixels, 4 × 4 patches; weights are larger than new ones are."""
+    """A ViT of two blocks for images of 16 pixels, 4 × 4 patches; weights are larger than new ones are."""
     values = {"image_size": 16, "patch_size": 4, "width": 32, "depth": 2, "heads": 2, **options}
     model = ViT(ViTConfig(tokens=tokens or (CLASS,), num_classes=num_classes, **values))
     with torch.no_grad():

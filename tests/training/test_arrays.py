@@ -1,4 +1,4 @@
-"""Arrays: sounds and clips are taken as they are, learned from, evaluated, saved, and gone on with."""
+"""Arrays: training on spectrograms and clips, evaluation, saving, and resuming."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def sounds(count: int = 64, seed: int = 0) -> Arrays:
 
 
 def clips(count: int = 64, seed: int = 0) -> Arrays:
-    """Clips of bytes, the same pictures in either class: they grow brighter from frame to frame, or darker."""
+    """Clips of bytes, the same images in either class: they grow brighter from frame to frame, or darker."""
     draw = generator("cpu", seed)
     darker = torch.randint(2, (count,), generator=draw)
     values = torch.randint(100, (count, 3, 4, 16, 16), generator=draw) + 50 * torch.arange(4).view(4, 1, 1)
@@ -47,7 +47,7 @@ def clips(count: int = 64, seed: int = 0) -> Arrays:
 # ---------------------------------------------------------------- training
 
 
-def test_sounds_are_learned_with_a_token_for_each_task(tmp_path: Path) -> None:
+def test_spectrograms_are_learned_with_a_token_per_task(tmp_path: Path) -> None:
     fields = {**SOUND, "validation": sounds(32, 1), "merge": "r=1", "evaluate_every": 6}
     run = train(data=sounds(), out=str(tmp_path / "run"), **fields)
     found = run.evaluation
@@ -71,10 +71,10 @@ def test_sounds_are_learned_with_a_token_for_each_task(tmp_path: Path) -> None:
     assert again.loss == pytest.approx(found.loss, rel=1e-5)
     normal = (sounds(32, 1)._values - values.mean()) / values.std(correction=0)
     with torch.no_grad():
-        said = model.forward_output(normal.float()).by_role["tone"].argmax(1)
+        output = model.forward_output(normal.float()).by_role["tone"].argmax(1)
     truth = torch.tensor(sounds(32, 1).labels("tone").numbers)
     plain = evaluate(run.last, sounds(32, 1), seconds=0, look=0)
-    assert plain.accuracy["task.tone"] == pytest.approx((said == truth).double().mean().item())
+    assert plain.accuracy["task.tone"] == pytest.approx((output == truth).double().mean().item())
 
 
 def test_clips_are_learned_in_blocks_of_time_and_space(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_clips_are_learned_in_blocks_of_time_and_space(tmp_path: Path) -> None:
     assert model.config.image_size == (4, 16, 16)
     assert labels.preprocessing == InputSpec.of_arrays((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 255)
     assert evaluate(run.folder, clips(16, 1), merge={"r": 1}, seconds=0).accuracy["fused"] > 0.9
-    # A model by itself says how bytes are normalised; they are colours.
+    # Bytes are normalized as the model declares for colors.
     assert evaluate(model, clips(16, 1), seconds=0, look=0).accuracy == (
         evaluate(run.last, clips(16, 1), seconds=0, look=0).accuracy
     )
@@ -114,7 +114,7 @@ def test_stopped_and_resumed_gives_the_same_bits(tmp_path: Path) -> None:
     assert resumed.evaluation.loss == whole.evaluation.loss
 
 
-def test_a_run_goes_on_with_the_data_that_it_was_started_with(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_data(tmp_path: Path) -> None:
     values, labels = clips(32)._values, torch.arange(32) % 2
     out = str(tmp_path / "run")
 
@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_the_data_that_it_was_started_with(tmp_path: Path) ->
     with pytest.raises(TrainingError, match="data: label had 16 samples of '0', and now has 15"):
         on(values, torch.cat([torch.ones(1).long(), labels[1:]]))
 
-    # A checkpoint of before there were fingerprints is gone on with, whatever the values.
+    # A checkpoint without fingerprints is resumed, whatever the values.
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
     meta = json.loads((folder / "meta.json").read_text())
     assert meta.pop("data")["counts"] == {"label": [16, 16]}
@@ -238,15 +238,15 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
         evaluate(run.last, Arrays(torch.zeros(4, 1, 16, 24, dtype=torch.uint8), columns))
     with pytest.raises(InvalidOption, match="ViT does not say how numbers are normalised"):
         evaluate(load_trained(run.last)[0], sounds(4), labels=("tone", "voice"))
-    pictures = [(torch.zeros(3, 16, 16), 0)] * 16
+    images = [(torch.zeros(3, 16, 16), 0)] * 16
     with pytest.raises(InvalidOption, match="was trained on arrays"):
-        train(data=pictures, model=str(run.last), out=str(tmp_path / "on"), preset="tiny", device="cpu")
+        train(data=images, model=str(run.last), out=str(tmp_path / "on"), preset="tiny", device="cpu")
     student = {"tokens": "cls,distillation", "distillation": "features", "teacher": str(run.last)}
     with pytest.raises(InvalidOption, match="needs a teacher and a student for images"):
-        train(data=pictures, out=str(tmp_path / "student"), **{**FIELDS, **student})
+        train(data=images, out=str(tmp_path / "student"), **{**FIELDS, **student})
     labels = Labels({}, load_trained(run.last)[1].preprocessing)
     monkeypatch.setattr(
         "vitrail.training.evaluation.evaluator.load_trained", lambda path: (load_trained(run.last)[0], labels)
     )
     with pytest.raises(InvalidOption, match="ViT was trained on arrays; give Arrays, not pictures"):
-        evaluate(run.last, pictures)
+        evaluate(run.last, images)

@@ -1,4 +1,4 @@
-"""What is said about data before a run begins: samples without a class, and data of one class alone."""
+"""Warnings about data before a run starts: samples without a class, and data of one class."""
 
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ def test_samples_without_a_class_by_any_task_are_left_out_and_counted(tmp_path: 
     given = arrays(tone, voice)
     complete = [row for row in range(12) if tone[row] >= 0 and voice[row] is not None]
     assert open_dataset(given, labels=("tone", "voice"), labeled=True)._rows == complete
-    said: list[Event] = []
-    run = train(data=given, validation=given, out=str(tmp_path / "run"), on_event=said.append, **{
+    output: list[Event] = []
+    run = train(data=given, validation=given, out=str(tmp_path / "run"), on_event=output.append, **{
         name: value for name, value in SMALL.items() if name != "validation"
     })  # fmt: skip
-    notes = [event.text for event in said if event.kind == "note"]
+    notes = [event.text for event in output if event.kind == "note"]
     skipped = f"skipped {12 - len(complete)} samples without a label"
     assert [text.partition(" (")[0] for text in notes] == [f"data: {skipped}", f"validation: {skipped}"]
     assert [line["text"] for line in read_log(run.folder / "log.jsonl", "note")] == notes
@@ -42,7 +42,7 @@ def test_samples_without_a_class_by_any_task_are_left_out_and_counted(tmp_path: 
     assert any("skipped 2 samples without a label" in text and text.endswith("in tone.") for text in found.notes)
 
 
-def test_what_is_held_out_is_counted_once() -> None:
+def test_held_out_samples_are_counted_once() -> None:
     examples = open_dataset(arrays([0, 1, -1] * 4, [0, 1, 0] * 4), labels=("tone", "voice"), labeled=True)
     kept, held = examples.split(0.25, 0)
     assert len(data_notes(Config(data="x", validation=0.25), kept, held)) == 1
@@ -53,16 +53,18 @@ def test_what_is_held_out_is_counted_once() -> None:
     [([0] * 8, "0"), ([1, -1] * 4 + [1] * 4, "1"), ([0, 1] * 8, None)],
     ids=["one number", "minus one and one", "two classes"],
 )
-def test_data_of_one_class_is_told(tone: list[int], only: str | None) -> None:
+def test_data_of_one_class_is_reported(tone: list[int], only: str | None) -> None:
     voice = ["a", "a", "b", "b"] * (len(tone) // 4)
     examples = open_dataset(arrays(tone, voice), labels=("tone", "voice"), labeled=True)
-    told = [text for text in data_notes(Config(data="x", validation=None), examples, None) if "have the class" in text]
+    messages = [
+        text for text in data_notes(Config(data="x", validation=None), examples, None) if "have the class" in text
+    ]
     used = sum(value >= 0 for value in tone)
     begin = f"tone: all {used} training samples have the class {only!r}"
-    assert len(told) == (only is not None)
-    assert all(text.startswith(begin) for text in told)
+    assert len(messages) == (only is not None)
+    assert all(text.startswith(begin) for text in messages)
 
 
-def test_without_labels_there_is_nothing_to_say() -> None:
+def test_no_warning_without_labels() -> None:
     examples = open_dataset(arrays([0, -1], ["a", "b"]), labels=None)
     assert data_notes(Config(data="x", validation=None), examples, None) == []

@@ -1,4 +1,4 @@
-"""Several processes as one: the same weights, checkpoints for any number of them, and an end when one is gone."""
+"""Distributed training: equal weights, checkpoints for any world size, and exit when a rank is lost."""
 
 import shutil
 import signal
@@ -35,7 +35,7 @@ def cut_at(step: int) -> Any:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of two processes; see together.py."""
+    """Return runs with two ranks; see together.py."""
     folder = tmp_path_factory.mktemp("together")
     photos = make_photos(folder / "photos")
     with pytest.raises(Cut):
@@ -61,23 +61,23 @@ def test_fsdp_gives_the_weights_of_one_process(together: Path) -> None:
     assert difference(weights(together / "fsdp" / "last"), alone) < 1e-5
 
 
-def test_fsdp_checkpoint_goes_on_in_one_process(together: Path) -> None:
+def test_fsdp_checkpoint_resumes_in_one_process(together: Path) -> None:
     folder = together / "fsdp"
     expected = weights(folder / "last")
     checkpoints = folder / "checkpoints"
     assert (checkpoints / "step-00000002" / "shards" / ".metadata").is_file()
     shutil.rmtree(checkpoints / "step-00000004")
-    said: list[str] = []
-    run = train(out=str(folder), resume=True, on_event=lambda event: said.append(event.text))
+    output: list[str] = []
+    run = train(out=str(folder), resume=True, on_event=lambda event: output.append(event.text))
     assert difference(weights(run.last), expected) < 1e-5
-    assert any("world size changed from 2 (4 images per rank) to 1 (8)" in text for text in said)
+    assert any("world size changed from 2 (4 images per rank) to 1 (8)" in text for text in output)
 
 
 @pytest.mark.parametrize("name", ["alone", "alone-fsdp"])
-def test_run_of_one_process_goes_on_with_two_and_says_so(together: Path, name: str) -> None:
+def test_run_of_one_process_resumes_with_two_and_reports_it(together: Path, name: str) -> None:
     assert difference(weights(together / name / "last"), trained(together, f"whole-{name}")) < 1e-5
-    said = (together / "said.txt").read_text()
-    assert "world size changed from 1 (8 images per rank) to 2 (4)" in said
+    output = (together / "said.txt").read_text()
+    assert "world size changed from 1 (8 images per rank) to 2 (4)" in output
 
 
 def test_killed_process_ends_the_others_with_a_message(tmp_path: Path) -> None:

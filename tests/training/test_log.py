@@ -1,4 +1,4 @@
-"""What a run says: means that are kept on the device, lines of JSON, and TensorBoard."""
+"""Training log: means kept on the device, JSON lines, and TensorBoard."""
 
 import sys
 import types
@@ -45,7 +45,7 @@ def test_the_first_step_that_is_not_finite_is_remembered() -> None:
     assert alone.first_nonfinite() == (2, ["loss"])
 
 
-def test_lines_are_taken_back_to_a_step(tmp_path: Path) -> None:
+def test_lines_are_truncated_to_a_step(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = Log(path)
     for step in range(4):
@@ -94,7 +94,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
     assert written == [("epoch/lr", 0.5, 3), ("epoch/losses/cls", 1.5, 3), ("closed", 0, 0)]
 
 
-def test_missing_tensorboard_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(InvalidOption, match=r"pip install vitrail\[train\]"):
         tensorboard_writer()

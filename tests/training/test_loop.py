@@ -1,4 +1,4 @@
-"""The loop: what equals what, what stops it, and what it writes down."""
+"""The training loop: equivalences, stopping, and log entries."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def run(photos: str, folder: Path, **fields: Any) -> Run:
     return train(data=photos, out=str(folder), **{**FIELDS, **fields})
 
 
-def test_it_learns_and_says_where_everything_is(photos: str, tmp_path: Path) -> None:
+def test_training_learns_and_prints_the_paths(photos: str, tmp_path: Path) -> None:
     events: list[Event] = []
     done = run(photos, tmp_path / "run", epochs=12, validation=0.25, on_event=events.append, lr=3e-3)
     assert done.evaluation.accuracy["fused"] == 1
@@ -60,7 +60,7 @@ def test_accumulated_parts_are_one_batch(photos: str, tmp_path: Path) -> None:
 
 
 def test_averaged_weights_are_those_that_are_evaluated_and_written(photos: str, tmp_path: Path) -> None:
-    """Against an average that is taken beside the run, from its checkpoints."""
+    """Compare with an average computed separately, from the run's checkpoints."""
     folder = tmp_path / "run"
     done = run(photos, folder, ema=0.6, save_every="1 steps", keep=20, validation=0.25, epochs=2)
     average: dict[str, torch.Tensor] = {}
@@ -88,9 +88,7 @@ def load_first(photos: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in models.model.state_dict().items()}
 
 
-def test_a_loss_that_is_not_finite_stops_with_what_is_needed(
-    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_non_finite_loss_stops_with_details(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, steps = Learner.forward, []
 
     def forward(self: Learner, *args: Any) -> Terms:
@@ -132,8 +130,8 @@ def test_merging_rises_while_it_trains(photos: str, tmp_path: Path) -> None:
     assert labels.trained["merge"]["r"] == [4, 4]
 
 
-def test_every_checkpoint_is_a_model_folder(photos: str, tmp_path: Path) -> None:
-    """What the log said of an epoch, its checkpoint says again: of averaged weights, and without training going on."""
+def test_every_checkpoint_is_a_model_directory(photos: str, tmp_path: Path) -> None:
+    """Evaluating a checkpoint gives the logged values of its epoch, with averaged weights."""
     held = open_dataset(photos, labeled=True).take(0.5, seed=1)
     done = run(photos, tmp_path / "run", epochs=3, validation=held, evaluate_every=1, save_every=1, keep=3, ema=0.5)
     lines = read_log(done.folder / "log.jsonl", "evaluation")
@@ -163,24 +161,24 @@ def test_merging_needs_a_model_that_can_be_merged(photos: str, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_asked_for_is_compiled(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_only_requested_parts_are_compiled(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        asked.append(function.__qualname__)
+        calls.append(function.__qualname__)
         return function
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: asked.append(type(self).__name__))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: calls.append(type(self).__name__))
     for module in (augment, mixing):
         monkeypatch.setattr(module, "compiled", compiled)
-    pictures = {"Augment.apply", "Mix.apply"}
-    wanted = {"off": set(), "augment": pictures, "blocks": {"Block", *pictures}, "whole": {"Learner", *pictures}}
+    images = {"Augment.apply", "Mix.apply"}
+    wanted = {"off": set(), "augment": images, "blocks": {"Block", *images}, "whole": {"Learner", *images}}
     for how, what in wanted.items():
-        asked.clear()
-        said: list[Event] = []
-        run(photos, tmp_path / how, compile=how, epochs=1, mixup=0.8, on_event=said.append)
-        assert set(asked) == what
-        notes = [event.text for event in said if event.kind == "note"]
+        calls.clear()
+        output: list[Event] = []
+        run(photos, tmp_path / how, compile=how, epochs=1, mixup=0.8, on_event=output.append)
+        assert set(calls) == what
+        notes = [event.text for event in output if event.kind == "note"]
         wait = f"The first steps compile (--compile {how}), up to some minutes on a CPU."
         assert notes == ([] if how == "off" else [wait])
 
@@ -206,7 +204,7 @@ def test_tasks_have_tokens_or_share_one(tmp_path: Path) -> None:
         assert {name: len(classes) for name, classes in found.classes.items()} == {"shape": 2, "colour": 3}
 
 
-def test_learning_without_labels_and_going_on_with_them(photos: str, tmp_path: Path) -> None:
+def test_learning_without_labels_then_with_labels(photos: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match=r"recipe_options: .*'patchs'; did you mean 'patches'"):
         run(photos, tmp_path / "dino", recipe="dino", recipe_options={"patchs": 1}, validation=0.25, epochs=1)
     alone = run(photos, tmp_path / "dino", recipe="dino", recipe_options={"prototypes": 16}, validation=0.25, epochs=1)
@@ -244,23 +242,23 @@ def test_a_model_of_transformers(photos: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["device", "workers"])
-def test_unreadable_pictures_are_named_on_screen_and_in_the_log(keep: str, tmp_path: Path) -> None:
+def test_unreadable_images_are_named_on_screen_and_in_the_log(keep: str, tmp_path: Path) -> None:
     folder = make_photos(tmp_path / "photos")
-    (folder / "red" / "0.png").write_bytes(b"no picture")
-    said: list[Event] = []
+    (folder / "red" / "0.png").write_bytes(b"not an image")
+    output: list[Event] = []
     done = run(
-        str(folder), tmp_path / "run", epochs=1, max_unreadable=0.1, keep_data=keep, workers=0, on_event=said.append
+        str(folder), tmp_path / "run", epochs=1, max_unreadable=0.1, keep_data=keep, workers=0, on_event=output.append
     )
-    told = [event.text for event in said if event.kind == "note"]
-    assert any("1 unreadable images" in text and "0.png" in text for text in told)
+    messages = [event.text for event in output if event.kind == "note"]
+    assert any("1 unreadable images" in text and "0.png" in text for text in messages)
     (line,) = read_log(done.folder / "log.jsonl", "unreadable")
     assert (line["count"], len(line["names"])) == (1, 1)
     (line,) = read_log(done.folder / "log.jsonl", "setting")
     assert line["classes"] == {"label": 3}
-    assert any(event.kind == "start" and "3 classes" in event.text for event in said)
+    assert any(event.kind == "start" and "3 classes" in event.text for event in output)
 
 
-def test_features_are_learned_beside_labels_and_beside_answers(photos: str, tmp_path: Path) -> None:
+def test_features_are_distilled_with_labels_and_with_predictions(photos: str, tmp_path: Path) -> None:
     run(photos, tmp_path / "teacher", epochs=1)
     both = {"teacher": str(tmp_path / "teacher"), "epochs": 1}
     alone = run(photos, tmp_path / "alone", distillation="features", **both)

@@ -1,4 +1,4 @@
-"""A crash loses nothing: a killed run goes on to the very same weights, a bad checkpoint to the one before."""
+"""Resuming: a killed run ends with the same weights, and a bad checkpoint falls back to the one before."""
 
 import errno
 import json
@@ -65,7 +65,7 @@ def finished(photos: str, folder: Path, **fields: Any) -> dict[str, torch.Tensor
     return weights(train(data=photos, out=str(folder), **{**FIELDS, **fields}).last)
 
 
-def test_killed_in_the_middle_of_an_epoch_and_resumed_gives_the_same_bits(photos: str, tmp_path: Path) -> None:
+def test_killed_and_resumed_within_an_epoch_gives_the_same_bits(photos: str, tmp_path: Path) -> None:
     fields = {"data": photos, "save_every": "2 steps", **FIELDS, **RANDOM, "validation": 0.1, "epochs": 5}
     out = str(tmp_path / "killed")
     killed = subprocess.run(
@@ -83,27 +83,27 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed_gives_the_same_bits(photos
     assert [line["step"] for line in read_log(resumed.folder / "log.jsonl", "start")] == [0, 6]
 
 
-def test_a_cut_off_checkpoint_is_passed_over_and_named(photos: str, stopped: Path, tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_skipped_and_named(photos: str, stopped: Path, tmp_path: Path) -> None:
     state = stopped / "checkpoints" / "step-00000006" / "state.pt"
     state.write_bytes(state.read_bytes()[:-100])
-    said: list[str] = []
-    run = train(out=str(stopped), resume=True, on_event=lambda event: said.append(event.text))
-    notes = [text for text in said if "incomplete" in text]
+    output: list[str] = []
+    run = train(out=str(stopped), resume=True, on_event=lambda event: output.append(event.text))
+    notes = [text for text in output if "incomplete" in text]
     assert len(notes) == 1
     assert notes[0].startswith("The checkpoint of step 6 is incomplete (state.pt has")
     assert notes[0].endswith("resuming from step 4 instead.")
     assert same(weights(run.last), finished(photos, tmp_path / "whole"))
 
 
-def test_one_run_at_a_time_works_in_a_folder(photos: str, tmp_path: Path) -> None:
+def test_one_run_at_a_time_uses_a_directory(photos: str, tmp_path: Path) -> None:
     out, refused = str(tmp_path / "run"), []
 
     def interfere(event: Event) -> None:
         if event.kind == "train" and not refused:
             for how in ("overwrite", "resume"):
-                with pytest.raises(TrainingError, match="in use by another run; nothing was changed") as said:
+                with pytest.raises(TrainingError, match="in use by another run; nothing was changed") as output:
                     train(data=photos, out=out, **FIELDS, **{how: True})
-                refused.append(said)
+                refused.append(output)
 
     run = train(data=photos, out=out, on_event=interfere, **{**FIELDS, "save_every": "1 steps", "log_every": 2})
     assert len(refused) == 2
@@ -168,9 +168,9 @@ def test_only_the_last_checkpoints_are_kept(photos: str, tmp_path: Path) -> None
 def test_a_finished_run_has_nothing_left_to_do(photos: str, tmp_path: Path) -> None:
     run = train(data=photos, out=str(tmp_path / "run"), **FIELDS)
     before = weights(run.last)
-    said: list[str] = []
-    train(out=str(run.folder), resume=True, on_event=lambda event: said.append(event.text))
-    assert any("nothing left to train" in text for text in said)
+    output: list[str] = []
+    train(out=str(run.folder), resume=True, on_event=lambda event: output.append(event.text))
+    assert any("nothing left to train" in text for text in output)
     assert same(weights(run.last), before)
     longer = next(run.folder.glob("checkpoints/*")).rename(run.folder / "checkpoints" / "step-00000336")
     with pytest.raises(TrainingError, match=f"{longer.name} belongs to another run: this one has 9 steps"):
@@ -192,7 +192,7 @@ def test_the_last_evaluation_is_read_back_from_the_log(photos: str, tmp_path: Pa
     assert last_evaluation(train(data=photos, out=str(tmp_path / "none"), **FIELDS).folder) is None
 
 
-def test_what_is_computed_cannot_change_and_how_it_is_computed_can(photos: str, stopped: Path, tmp_path: Path) -> None:
+def test_resume_may_change_execution_but_not_results(photos: str, stopped: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match=r"lr=0\.5, but the run in .* was started with"):
         train(out=str(stopped), resume=True, lr=0.5)
     with pytest.raises(InvalidOption, match=r"epochs=30, but the run .*model="):
@@ -212,7 +212,7 @@ def test_the_same_data_in_another_place_is_the_same(photos: str, stopped: Path, 
     assert same(weights(run.last), finished(photos, tmp_path / "whole"))
 
 
-def test_asked_to_stop_it_finishes_the_step_and_can_go_on(photos: str, tmp_path: Path) -> None:
+def test_stop_finishes_the_step_and_allows_resuming(photos: str, tmp_path: Path) -> None:
     def tell(event: Event) -> None:
         if event.kind == "train" and event.done == 4:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -224,7 +224,7 @@ def test_asked_to_stop_it_finishes_the_step_and_can_go_on(photos: str, tmp_path:
     assert same(weights(train(out=str(tmp_path / "run"), resume=True).last), finished(photos, tmp_path / "whole"))
 
 
-def test_out_of_time_it_stops_with_a_checkpoint_and_can_go_on(photos: str, tmp_path: Path) -> None:
+def test_time_limit_stops_with_a_checkpoint_and_allows_resuming(photos: str, tmp_path: Path) -> None:
     runs, stops = tmp_path / "run", 0
     while not (runs / "last").exists():
         with suppress(OutOfTime):
@@ -237,14 +237,14 @@ def test_out_of_time_it_stops_with_a_checkpoint_and_can_go_on(photos: str, tmp_p
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), True, "60"])
-def test_a_time_that_is_none_is_refused_before_anything_is_written(seconds: Any, photos: str, tmp_path: Path) -> None:
+def test_an_invalid_time_is_refused_before_anything_is_written(seconds: Any, photos: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match=r"seconds=.*expected a number above 0"):
         train(data=photos, out=str(tmp_path / "run"), seconds=seconds, **FIELDS)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluating"])
-def test_asked_to_stop_in_the_last_step_or_evaluation_it_finishes(kind: str, photos: str, tmp_path: Path) -> None:
+def test_stop_in_the_last_step_or_evaluation_finishes_the_run(kind: str, photos: str, tmp_path: Path) -> None:
     fields = {**FIELDS, "validation": 0.25, "evaluate_every": 3}
     notes: list[str] = []
 
@@ -263,7 +263,7 @@ def test_asked_to_stop_in_the_last_step_or_evaluation_it_finishes(kind: str, pho
     assert run.evaluation.loss == whole.evaluation.loss
 
 
-def test_a_run_whose_steps_are_done_gets_the_model_that_it_lacks(photos: str, tmp_path: Path) -> None:
+def test_a_finished_run_without_a_model_gets_one(photos: str, tmp_path: Path) -> None:
     fields = {**FIELDS, "validation": 0.25, "merge": "r=1", "ema": 0.9}
     run = train(data=photos, out=str(tmp_path / "run"), **fields)
     before = weights(run.last)
@@ -273,7 +273,7 @@ def test_a_run_whose_steps_are_done_gets_the_model_that_it_lacks(photos: str, tm
     assert again.evaluation.loss == run.evaluation.loss
 
 
-def test_who_listens_around_a_run_hears_what_the_run_heard() -> None:
+def test_a_surrounding_recording_gets_the_same_logits() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with Stop.listening() as outer:
         with Stop.listening() as first:

@@ -1,4 +1,4 @@
-"""Steps that are recorded and replayed: the same weights as steps that are run, and a way out where they cannot be."""
+"""Captured steps: replaying gives the same weights as running, with a fallback if capture fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_CLASS = {"class_token": False, "global_pool": "avg"}
 
 
 class Played:
-    """Records as a CUDA graph does: recording runs nothing, and calls work on inputs and results of its own."""
+    """A fake CUDA graph: capture runs nothing, and replays use static inputs and outputs."""
 
     made: int
     played: int
@@ -56,10 +56,10 @@ class Played:
 
 
 def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: Any, **fields: Any) -> list[Event]:
-    told: list[Event] = []
+    messages: list[Event] = []
     monkeypatch.setattr(loops, "capture_for", lambda setup: recorder)
-    train(data=photos, out=str(folder), on_event=told.append, **{**FIELDS, "epochs": 4, **fields})
-    return told
+    train(data=photos, out=str(folder), on_event=messages.append, **{**FIELDS, "epochs": 4, **fields})
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: An
 def test_replayed_steps_are_those_that_are_run(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """Rates of learning, drop path's draws and schedules go on changing from one replay to the next."""
+    """Learning rates, drop path and schedules keep changing from one replay to the next."""
     recorder = Played()
     usual = run(photos, tmp_path / "run", monkeypatch, None, **fields)
     replayed = run(photos, tmp_path / "replayed", monkeypatch, recorder, **fields)
     assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last"))
     steps = 4 * 3
     assert (recorder.made, recorder.played) == (1, steps - WARMUP_STEPS)
-    losses = [[event.values["loss"] for event in told if event.kind == "epoch"] for told in (usual, replayed)]
+    losses = [[event.values["loss"] for event in messages if event.kind == "epoch"] for messages in (usual, replayed)]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 4
 
@@ -96,7 +96,9 @@ def test_another_number_of_merges_is_recorded_anew(
     assert recorder.made == 3  # r = 0, 2 and 4
 
 
-def test_what_cannot_be_recorded_is_run(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_cannot_be_captured_run_eagerly(
+    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries = 0
 
     def refuse(function: Callable[..., list[Terms]], given: tuple[Tensor, ...]) -> Callable[..., list[Terms]]:
@@ -105,11 +107,11 @@ def test_what_cannot_be_recorded_is_run(photos: str, tmp_path: Path, monkeypatch
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     run(photos, tmp_path / "run", monkeypatch, None)
-    told = run(photos, tmp_path / "refused", monkeypatch, refuse)
+    messages = run(photos, tmp_path / "refused", monkeypatch, refuse)
     assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "refused" / "last"))
-    said = [event.text for event in told if event.kind == "note"]
-    assert tries == len(said) == 1
-    assert "runs eagerly (operation not permitted when stream is capturing)" in said[0]
+    output = [event.text for event in messages if event.kind == "note"]
+    assert tries == len(output) == 1
+    assert "runs eagerly (operation not permitted when stream is capturing)" in output[0]
 
 
 def test_graphs_need_a_gpu(photos: str, tmp_path: Path) -> None:
@@ -123,11 +125,11 @@ def test_graphs_need_a_gpu(photos: str, tmp_path: Path) -> None:
     "fields", [{}, {"merge": "r=2"}, {"recipe": "dino", "augment": "light"}, {"optimizer": "muon"}]
 )
 def test_a_gpu_replays_what_it_runs(photos: str, tmp_path: Path, fields: dict[str, Any]) -> None:
-    told: list[Event] = []
+    messages: list[Event] = []
     for name, graphs in (("run", False), ("replayed", True)):
         given = {**FIELDS, "device": "cuda", "dtype": "fp32", "compile": "off", "epochs": 4, "graphs": graphs, **fields}
-        train(data=photos, out=str(tmp_path / name), on_event=told.append, **given)
-    assert not [event.text for event in told if event.kind == "note"]
+        train(data=photos, out=str(tmp_path / name), on_event=messages.append, **given)
+    assert not [event.text for event in messages if event.kind == "note"]
     assert difference(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last")) < 1e-5
 
 
@@ -156,10 +158,8 @@ def test_merged_blocks_train_by_their_kernels(
     assert found["bf16-weights"] == pytest.approx(found["fp32"], abs=0.1)
 
 
-def test_the_last_epochs_may_show_pictures_as_they_are(
-    photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pictures are as for evaluation, or flipped, with labels of their own; one recording serves for both."""
+def test_the_last_epochs_may_use_plain_images(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are preprocessed as for evaluation, or flipped, with their own labels; one captured graph serves both."""
     kinds: list[tuple[bool, bool]] = []
     recorder = Played()
 
@@ -192,7 +192,7 @@ def test_plain_epochs_are_some_of_all_and_need_labels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
 def test_blocks_that_merge_are_all_compiled_to_learn_and_to_evaluate(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,10 +227,10 @@ def test_there_is_room_for_graphs_while_a_compiled_model_trains(
         ({}, True),  # ours: every call looks for itself
         ({"model": "timm:vit_tiny_patch16_224", "options": {"depth": 1, "patch_size": 4}}, True),  # 65 tokens
         ({"model": "timm:vit_tiny_patch16_224", "options": {"depth": 1, "patch_size": 4, **NO_CLASS}}, False),  # 64
-        ({"model": "timm:resnet10t", "options": {}}, False),  # nobody knows its attention
+        ({"model": "timm:resnet10t", "options": {}}, False),  # its attention is unknown
     ],
 )
-def test_the_attention_of_cudnn_is_kept_from_models_of_others_that_may_overflow_in_it(
+def test_cudnn_attention_is_disabled_for_other_models_that_may_overflow(
     fields: dict[str, Any], allowed: bool, photos: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("timm", reason="models of timm are trained")
@@ -247,7 +247,7 @@ def test_the_attention_of_cudnn_is_kept_from_models_of_others_that_may_overflow_
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_the_attention_of_cudnn_comes_back_after_an_error_and_not_where_it_was_off() -> None:
+def test_cudnn_attention_is_restored_after_an_error_unless_it_was_off() -> None:
     unknown, own = (
         Built(model, {}, InputSpec.of_arrays((0.0,), (1.0,)))
         for model in (torch.nn.Identity(), ViT(ViTConfig(width=32, depth=1, heads=2)))

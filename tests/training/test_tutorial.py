@@ -1,4 +1,4 @@
-"""The page about training tells the truth: its commands and its Python run one after the other, made small."""
+"""docs/training.md is correct: its commands and its Python run in order, at a reduced size."""
 
 import re
 import shlex
@@ -23,15 +23,15 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with pictures of two colours, and presets and models that take seconds."""
+    """Set up a directory with images of two colors, and presets and models that take seconds."""
     monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0)
     for number in range(32):
         kind = ("cat", "dog")[number % 2]
-        picture = pixels.integers(0, 90, (40, 48, 3), dtype=np.uint8)
-        picture[..., number % 2] += 120
+        image = pixels.integers(0, 90, (40, 48, 3), dtype=np.uint8)
+        image[..., number % 2] += 120
         (tmp_path / "photos" / kind).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture).save(tmp_path / "photos" / kind / f"{number:02d}.jpg")
+        Image.fromarray(image).save(tmp_path / "photos" / kind / f"{number:02d}.jpg")
     monkeypatch.setitem(PRESETS, "tiny", {**PRESETS["tiny"], "epochs": 2, "image_size": 32, "batch_size": 16})
     shrunk = replace(MODELS["vit_tiny_patch16"], width=32, heads=2, depth=2)
     monkeypatch.setitem(MODELS, "vit_tiny_patch16", shrunk)
@@ -59,8 +59,8 @@ def test_the_python_runs(small: Path) -> None:
     assert set(names["run"].evaluation.accuracy) == {"fused", "cls"}  # type: ignore[attr-defined]
 
 
-def test_runs_of_other_libraries_go_by_the_same_names(small: Path) -> None:
-    """A model of timm that was trained here is loaded, inspected and named as ours are."""
+def test_runs_of_other_libraries_have_the_same_names(small: Path) -> None:
+    """A timm model that was trained here is loaded, inspected and named as our models are."""
     import vitrail
     from vitrail.training import evaluate, load_trained, train
 

@@ -1,4 +1,4 @@
-"""What each of several processes does in a test; run as a program, with a folder to work in."""
+"""One rank of a distributed test; run as a script, with a working directory."""
 
 import sys
 from pathlib import Path
@@ -14,11 +14,11 @@ from vitrail.training import Event, train
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     photos = str(folder / "photos")
-    said: list[str] = []
+    output: list[str] = []
 
     def tell(event: Event) -> None:
         if event.kind == "note":
-            said.append(event.text)
+            output.append(event.text)
 
     def run(name: str, **fields: Any) -> None:
         train(data=photos, out=str(folder / name), on_event=tell, **{**FIELDS, **fields})
@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     train(out=str(folder / "alone"), resume=True, on_event=tell)
     train(out=str(folder / "alone-fsdp"), resume=True, shard="fsdp")
     if dist.get_rank() == 0:
-        (folder / "said.txt").write_text("\n".join(said))
+        (folder / "said.txt").write_text("\n".join(output))
     leave()
 
 

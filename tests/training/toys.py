@@ -1,4 +1,4 @@
-"""Small things to train: pictures of three colours, a model of two blocks, and several processes."""
+"""Helpers for training tests: images of three colors, a model of two blocks, and several processes."""
 
 import os
 import socket
@@ -31,12 +31,12 @@ FIELDS: dict[str, Any] = {
 
 
 def make_photos(folder: Path, each: int = 8) -> Path:
-    """Write noisy pictures of three colours as class folders."""
+    """Write noisy images of three colors as class folders."""
     draw = np.random.default_rng(0)
-    for name, colour in COLOURS.items():
+    for name, color in COLOURS.items():
         (folder / name).mkdir(parents=True)
         for number in range(each):
-            pixels = draw.normal(colour, 60, (36, 36, 3)).clip(0, 255).astype(np.uint8)
+            pixels = draw.normal(color, 60, (36, 36, 3)).clip(0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
     return folder
 
@@ -60,7 +60,7 @@ def difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def start(world: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """Start Python so many times, as torchrun would: each with its rank, and with one place to meet."""
+    """Start ``world`` Python processes as torchrun would, each with its rank and a shared rendezvous."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -79,9 +79,11 @@ def start(world: int, *arguments: str) -> list[subprocess.Popen[str]]:
 
 
 def finish(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, str, str]]:
-    """Wait for processes: exit code, output and errors of each."""
+    """Wait for processes; return exit code, output and errors of each."""
     try:
-        return [(process.returncode, *said) for process in processes for said in [process.communicate(timeout=seconds)]]
+        return [
+            (process.returncode, *output) for process in processes for output in [process.communicate(timeout=seconds)]
+        ]
     finally:
         for process in processes:
             process.kill()

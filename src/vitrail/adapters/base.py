@@ -1,6 +1,6 @@
 """The interfaces between Vitrail and a model library: `Library`, `TrunkAdapter` and `BlockAdapter`.
 
-An adapter names the parts of a model and nothing else; what is done with them exists once, in ``vitrail.runtime``.
+An adapter names the parts of a model and nothing else; everything else is written once, in ``vitrail.runtime``.
 Most blocks need no class of their own: describe them by a table, `vitrail.adapters.named_block.BlockNames`.
 See ``docs/adapters.md``.
 
@@ -33,7 +33,7 @@ __all__ = [
     "Position",
     "Rotary",
     "TrunkAdapter",
-    "at_work",
+    "active_drops",
     "forward_class",
     "is_ordinary",
     "is_plain",
@@ -95,7 +95,7 @@ class DenseBlock:
     drops: tuple[tuple[nn.Module, ...], tuple[nn.Module, ...], tuple[nn.Module, ...]] = ((), (), ())
 
 
-def at_work(*modules: nn.Module) -> tuple[nn.Module, ...]:
+def active_drops(*modules: nn.Module) -> tuple[nn.Module, ...]:
     """Return those dropouts and drop paths that are active now, or hooked."""
     return tuple(part for part in modules if not _is_idle(part))
 
@@ -107,12 +107,12 @@ def _is_idle(part: nn.Module) -> bool:
 
 
 def is_ordinary(module: nn.Module) -> bool:
-    """Whether all parameters of a module itself are plain tensors, not quantized or distributed ones."""
+    """Return whether all parameters of a module itself are plain tensors, not quantized or distributed ones."""
     return all(type(value) in (nn.Parameter, Tensor) for value in module._parameters.values() if value is not None)
 
 
 def is_plain(module: nn.Module, *kinds: type) -> bool:
-    """Whether a module is exactly one of these classes, with ordinary parameters and no hooks."""
+    """Return whether a module is exactly one of these classes, with ordinary parameters and no hooks."""
     hooked = module._forward_hooks or module._forward_pre_hooks
     return type(module) in kinds and is_ordinary(module) and not hooked
 
@@ -129,8 +129,8 @@ class BlockAdapter(ABC):
     """The parts of one kind of block that attends, then feeds.
 
     `NamedBlock` implements all of it over a table of names; subclass that where a block's behavior differs.
-    Adapters hold no state of a model: each method takes the block and looks its part up when it is called, so that a
-    part replaced later (LoRA, quantization) is seen.
+    Adapters hold no state of a model: each method takes the block and resolves its part when it is called, so that
+    a part replaced later (LoRA, quantization) is used.
     """
 
     input_name: str = "x"
@@ -278,7 +278,7 @@ class TrunkAdapter(ABC):
 
     @abstractmethod
     def resizes(self, trunk: nn.Module) -> bool:
-        """Whether the model takes inputs of other sizes than its own."""
+        """Return whether the model takes inputs of other sizes than its own."""
 
     @abstractmethod
     def input_spec(self, trunk: nn.Module) -> InputSpec:
@@ -321,7 +321,7 @@ class TrunkAdapter(ABC):
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A model to train: what `Library.build` is asked for.
+    """A model to train: the argument of `Library.build`.
 
     Attributes:
         classes: names of the classes by label column; the model has an output for each, column after column.
@@ -339,7 +339,7 @@ class ModelRequest:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Return the name of each output."""
+        """Name of each output."""
         return tuple(name for column in self.classes.values() for name in column)
 
 
@@ -385,7 +385,7 @@ class Library(ABC):
         return {}
 
     def uses_hub(self, name: str, pretrained: bool) -> bool:
-        """Whether loading a model may ask the Hugging Face Hub."""
+        """Return whether loading a model may contact the Hugging Face Hub."""
         return False
 
     def quiet(self) -> AbstractContextManager[None]:
@@ -396,11 +396,11 @@ class Library(ABC):
     """How a directory with weights is named, for error messages."""
 
     def is_missing_directory(self, name: str) -> bool:
-        """Whether a name can only be that of a directory, and there is no such directory."""
+        """Return whether a name can only be that of a directory, and there is no such directory."""
         return False
 
     def looks_like(self, name: str) -> bool:
-        """Whether a name without its prefix may be one of this library's models."""
+        """Return whether a name without its prefix may be one of this library's models."""
         return False
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
@@ -448,7 +448,7 @@ class Library(ABC):
         write_folder(folder, dict(config), states, labels)
 
     def restores(self, config: Mapping[str, Any]) -> bool:
-        """Whether a ``config.json`` describes a model of this library."""
+        """Return whether a ``config.json`` describes a model of this library."""
         return str(config.get("architecture", "")).startswith(f"{self.prefix}:")
 
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:

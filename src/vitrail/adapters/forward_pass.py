@@ -24,7 +24,7 @@ CARRIER = "_vitrail_carried"
 
 @dataclass(frozen=True)
 class Pass:
-    """What the entry point knows and the blocks need.
+    """The information that an entry point passes to the blocks.
 
     Attributes:
         trunk: the model that is running; None where blocks run by themselves.
@@ -32,7 +32,7 @@ class Pass:
         position: position that acts inside attention, where the model has one.
         expose: whether the caller sees the tokens between blocks, and so must get them at full length.
         gridded: whether they are reshaped to the patch grid.
-        unmasked: whether the caller gave no mask, so that one which allows everything is ignored.
+        unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
     """
 
     trunk: nn.Module | None
@@ -44,7 +44,7 @@ class Pass:
 
     @property
     def rotary(self) -> Rotary | None:
-        """Return the position if it is rotary."""
+        """The position, if it is rotary."""
         return self.position if isinstance(self.position, Rotary) else None
 
 
@@ -103,7 +103,7 @@ def open_pass(
 def hand_over(before: Tensor, after: Tensor, places: Sequence[int], special: tuple[TokenSpan, ...]) -> None:
     """Copy the state from one tensor to another that has more special tokens, entered at these places.
 
-    Between blocks a trunk replaces the tensor; where no state travels with it, there is nothing to do.
+    Between blocks a trunk replaces the tensor; without a state, do nothing.
     """
     carried = getattr(before, CARRIER, None)
     if carried is not None:

@@ -1,7 +1,7 @@
 """Blocks described by a table of names: one class implements every method over it.
 
 Most libraries' blocks differ in names alone. `BlockNames` holds dotted paths from a block to its parts and a few
-choices; `NamedBlock` attends, feeds, finds the dense form and reports what costs are counted from.
+choices; `NamedBlock` attends, feeds, finds the dense form and lists the modules that costs are computed from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, at_work, is_ordinary, is_plain
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, active_drops, is_ordinary, is_plain
 from vitrail.adapters.position import rotate
 
 
@@ -49,7 +49,7 @@ class BlockNames:
     Attributes:
         norm1: norm of the attention half.
         qkv: one packed projection, or those of queries, keys and values. A parameter called ``…_weight`` is applied
-            as a linear layer, with the ``…_bias`` beside it (``nn.MultiheadAttention``).
+            as a linear layer, with the matching ``…_bias`` (``nn.MultiheadAttention``).
         proj: output projection of attention.
         norm2: norm of the MLP half.
         mlp: the MLP, one module.
@@ -217,7 +217,7 @@ class NamedBlock(BlockAdapter):
         )
 
     def _is_dense(self, block: nn.Module, mlp: MlpNames) -> bool:
-        """Whether a block is nothing but the matrices of a `DenseBlock`, with no hook on any of its parts."""
+        """Return whether a block is nothing but the matrices of a `DenseBlock`, with no hook on any of its parts."""
         names, find = self.names, partial(find_part, block)
         feed = find(names.mlp)
         if type(feed).__name__ not in mlp.classes or not _is_own(block, feed) or not is_plain(feed, type(feed)):
@@ -250,7 +250,7 @@ class NamedBlock(BlockAdapter):
 
 
 def find_part(block: nn.Module, path: str) -> Any:
-    """Return what a dotted path leads to. It is looked up at each call: LoRA or quantization may replace a part."""
+    """Return the object at a dotted path, resolved at each call: LoRA or quantization may replace a part."""
     return attrgetter(path)(block)
 
 
@@ -297,13 +297,13 @@ def _gamma(block: nn.Module, paths: tuple[str, ...]) -> Any:
 def _drops(block: nn.Module, *paths: str | None) -> tuple[nn.Module, ...]:
     """Return the active parts without parameters among those at these paths."""
     found = [find_part(block, path) for path in paths if path is not None]
-    return at_work(
+    return active_drops(
         *(part for part in found if isinstance(part, nn.Module) and not any(True for _ in part.parameters()))
     )
 
 
 def _is_own(block: nn.Module, part: nn.Module) -> bool:
-    """Whether a part's class is one of torch's, or of the library that the block comes from."""
+    """Return whether a part's class is one of torch's, or of the library that the block comes from."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(block).__mro__}
     return type(part).__module__.partition(".")[0] in {"torch", *libraries}
 

@@ -1,7 +1,7 @@
 """Position inside attention: rotary position, and the interface for any other kind.
 
-A merged token stands between its patches, so positions are coordinates, never indices: the runtime averages the
-coordinates of merged patches and asks the `Position` object for what attention needs at them.
+A merged token lies between its patches, so positions are coordinates, never indices: the runtime averages the
+coordinates of merged patches and calls the `Position` object with them.
 """
 
 from __future__ import annotations

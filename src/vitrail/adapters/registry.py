@@ -129,7 +129,7 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     Args:
         name: ``timm:NAME``, ``hf:REPO-OR-DIRECTORY``, ``torchvision:NAME``, ``vitrail:NAME-OR-DIRECTORY``, or the
             directory of a run or of a saved model.
-        pretrained: whether to load trained weights; without, they are random.
+        pretrained: whether to load trained weights instead of random ones.
         options: for the library's own constructor.
     """
     found, rest = split_name(name) if isinstance(name, str) else (None, "")

@@ -16,7 +16,7 @@ from vitrail.models.saving import CONFIG, LABELS, LABELS_ATTRIBUTE, WEIGHTS
 PREFIX = "vitrail:"
 
 PLACES = (".", "best", "last")
-"""Where in a directory a model is looked for: a run directory has its best and its last one."""
+"""Subdirectories that may hold a model, in order; a run directory has its best and its last one."""
 
 EMBEDDED = {"tiny": Path(__file__).parents[1] / "weights" / "tiny"}
 """Trained models that come with the package, ``vitrail:NAME``, and their directories."""
@@ -34,7 +34,7 @@ def named(model: str | Path) -> Path:
 
 
 def is_saved(model: str | Path) -> bool:
-    """Whether a name refers to a directory with a saved model, or to a run directory with one."""
+    """Return whether a name refers to a directory with a saved model, or to a run directory with one."""
     return any((named(model) / place / CONFIG).is_file() for place in PLACES)
 
 
@@ -55,12 +55,12 @@ def model_folder(path: Path) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a saved model."""
     try:
-        told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{folder / CONFIG} could not be read: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(config, dict):
         raise ModelLoadError(f"{folder / CONFIG} is not the config of a model; expected a JSON object")
-    return told
+    return config
 
 
 def read_labels(folder: Path) -> dict[str, Any]:
@@ -98,14 +98,14 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
         >>> vitrail.class_names(model)  # doctest: +SKIP
         {'label': ('cat', 'dog')}
     """
-    told: dict[str, Any] = next(
+    labels: dict[str, Any] = next(
         (vars(part)[LABELS_ATTRIBUTE] for part in model.modules() if LABELS_ATTRIBUTE in vars(part)), {}
     )
-    return {question: tuple(classes) for question, classes in told.get("classes", {}).items()}
+    return {question: tuple(classes) for question, classes in labels.get("classes", {}).items()}
 
 
 def saved_library(folder: Path) -> Library:
-    """Return the library of a saved model, as its ``config.json`` tells."""
+    """Return the library of a saved model, as named in its ``config.json``."""
     from vitrail.adapters.registry import LIBRARIES, library
 
     config = read_config(folder)

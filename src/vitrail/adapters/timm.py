@@ -56,7 +56,7 @@ _EVA_POST_NORM = replace(_EVA, post_norm=True, after_attend=("drop_path1",), aft
 
 
 class EvaNamedBlock(NamedBlock):
-    """A block of ``Eva``, whose projections may be packed or apart, with biases kept beside them."""
+    """A block of ``Eva``, whose projections may be packed or separate, with biases as separate parameters."""
 
     def project(self, block: Any, h: Tensor) -> Tensor | Sequence[Tensor]:
         attention = block.attn

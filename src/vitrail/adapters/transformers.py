@@ -95,7 +95,7 @@ class TransformersTrunk(TrunkAdapter):
 
     Attributes:
         exposes: whether the model always reads the tokens between blocks.
-        interpolates: whether it takes inputs of other sizes without being asked to interpolate its positions.
+        interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         mean: mean of each channel, for models without a ``preprocessor_config.json``.
         std: the same for the standard deviation.
     """

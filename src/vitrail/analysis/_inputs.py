@@ -122,7 +122,7 @@ def as_frame(grid: tuple[int, ...], patches: int) -> tuple[int, int]:
 def check_finite(values: Tensor, name: str, each: str = "images") -> None:
     """Raise if a vector along the last axis holds a non-finite number.
 
-    The error counts these vectors and names the rows of the first axis that have them; ``each`` says what a row is.
+    The error counts these vectors and names the rows of the first axis that have them; ``each`` names what a row is.
     """
     bad, rows = 0, []
     for part in chunks(len(values), values[:1].numel()):

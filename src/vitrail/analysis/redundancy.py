@@ -1,6 +1,6 @@
 """Redundancy of outlier patches: are they similar to their neighbors, near the border, in the background?
 
-Artifact tokens are said to replace patches that are very similar to their neighbors right after the patch embedding.
+Artifact tokens reportedly replace patches that are very similar to their neighbors right after the patch embedding.
 Outlier patches are compared with normal patches of the same images.
 """
 

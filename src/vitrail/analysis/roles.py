@@ -247,7 +247,7 @@ def measure_roles(
         model: the model; it may be merged or have added tokens, and is not changed.
         images: preprocessed images (B, C, H, W), videos (B, C, T, H, W), or batches of them, all of one size.
         attention_layers: layers whose attention is compared, negative numbers counted from the end; () for none.
-            Attention of talking heads may be negative and is not compared; ``notes`` says so.
+            Attention of talking heads may be negative and is not compared; see ``notes``.
         batch_size, call: as for :func:`vitrail.record`.
         thresholds: limits for collapsed pairs.
     """

@@ -85,7 +85,7 @@ def load(
 
 
 def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
-    """Refuse a model that was made for other arrays: spectrograms, clips, numbers on a scale of their own."""
+    """Raise if a model takes other arrays than images: spectrograms, clips, values on another scale."""
     told = read_labels(model_folder(named(name))).get("preprocessing") if is_saved(name) else None
     trunk = found.trunk
     shape: tuple[int, ...] = (3, *found.adapter.preprocessing(trunk).size)
@@ -101,15 +101,15 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
     kind = " of floating point numbers" if numbers else ""
     looks = "vitrail.record" if len(shape) > 3 else "vitrail.record or vitrail.inspect"
     raise UnsupportedInput(
-        f"{name} takes arrays{kind}, {' × '.join(map(str, shape))}, and this command is for models that take pictures. "
+        f"{name} takes arrays{kind}, {' × '.join(map(str, shape))}, and this command is for models that take images. "
         "From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, look inside with "
         f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
-        "labels.preprocessing normalises arrays for it."
+        "labels.preprocessing normalizes arrays for it."
     )
 
 
 def _questions(model: nn.Module) -> tuple[Target, ...]:
-    """Say which of a model's outputs are which classes, where these have names."""
+    """Return which outputs of a model predict which classes, if these have names."""
     names = vitrail.class_names(model)
     if not names:
         return ()
@@ -162,7 +162,7 @@ def _guess(name: str) -> str | None:
 
 
 def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError | None:
-    """Say what keeps a model from being merged even with random weights; tried without memory or network."""
+    """Return the error of building and merging a model with random weights, without memory or network."""
     with _quiet_hub(offline=True), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
@@ -173,7 +173,7 @@ def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError 
 
 
 def _unreachable_hub(seconds: float = 3.0) -> str | None:
-    """Give the Hub's host if no connection to it can be made.
+    """Return the Hub's host if no connection to it can be made.
 
     Its own library would find out only after many tries, most of a minute; how often it tries cannot be set.
     Behind a proxy, only the proxy knows.
@@ -193,7 +193,7 @@ def _unreachable_hub(seconds: float = 3.0) -> str | None:
 
 @contextmanager
 def _quiet_hub(offline: bool) -> Iterator[None]:
-    """Keep the Hub's library from announcing each retry, and from asking at all where there is no network."""
+    """Silence the retries of the Hub's library, and make it work offline where there is no network."""
     try:
         settings: Any = import_module("huggingface_hub.constants")
         log: Any = import_module("huggingface_hub.utils.logging")  # sets its level when it is imported, so before us

@@ -70,7 +70,7 @@ def merge_options(
     given: dict[str, Any] = {"r": parse_r(r), "keep": keep, "gflops": gflops}
     amount = {name: value for name, value in given.items() if value is not None}
     if len(amount) != 1:
-        raise typer.BadParameter("Give one of -r, --keep and --gflops, like -r 16; -r 0 merges nothing.")
+        raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
     return amount | {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
 
 

@@ -131,7 +131,7 @@ def parse_counts(name: str, text: str, least: int) -> list[int]:
     values = [int(part) for part in parts]
     if len(set(values)) < len(values):
         python = " For one number per layer, use Python: BenchConfig(model, r=(16, 16, 8, …))." if name == "--r" else ""
-        raise typer.BadParameter(f"{name} {text!r} repeats a value. Give each value of a sweep once.{python}")
+        raise typer.BadParameter(f"{name} {text!r} repeats a value. Pass each value of a sweep once.{python}")
     return values
 
 

@@ -93,7 +93,7 @@ def _export(
     with console.err.status(f"Loading {name}"):
         loaded = load(name, random=random, size=size, device="cpu", shown=False)
     if random:
-        console.note(f"{name} has random weights: use the file for trying things out only.")
+        console.note(f"{name} has random weights: use the file only for tests.")
     pixels = loaded.preprocessing.size
     with vitrail.merge(loaded.model, **settings) as merging, console.err.status(f"Exporting {name}"):
         flops = merging.flops(pixels), merging.flops(pixels, merged=False)

@@ -98,7 +98,7 @@ def inspect(
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
 ) -> None:
-    """Look for artifact tokens in a model: whether there are any, where, since which layer, and what they hold.
+    """Find artifact tokens in a model: whether there are any, where, from which layer on, and what they encode.
 
     Writes a self-contained HTML page, and the same values as JSON beside it. Existing files are overwritten, and only
     by complete ones. Unreadable images are skipped and named; the exit code is then 1.

@@ -213,7 +213,7 @@ class Heads(nn.Module):
 
 
 def mean(parts: Sequence[Tensor]) -> Tensor:
-    """Return the mean of tensors of the same shape; a single tensor is returned as it is."""
+    """Return the mean of tensors of the same shape; a single tensor is returned unchanged."""
     return parts[0] if len(parts) == 1 else torch.stack(list(parts)).mean(0)
 
 

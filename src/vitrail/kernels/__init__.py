@@ -63,21 +63,21 @@ def describe() -> dict[str, Any]:
     return {"kernels": "triton", "why": f"Triton on {torch.cuda.get_device_name()}"}
 
 
-BESIDE = 32
+SIDE_STREAM_BATCH = 32
 """Largest batch whose matching runs concurrently with attention: a few images do not fill a GPU, many do."""
 
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 @contextmanager
-def beside(x: Tensor) -> Iterator[Callable[[], None]]:
+def side_stream(x: Tensor) -> Iterator[Callable[[], None]]:
     """Run the ``with`` block on a side stream once ``x`` is ready; yield a function that joins the streams.
 
     Only for small batches while a CUDA graph is captured: otherwise the extra launches cost more than they save. Every
     stream has its own side stream, which waits for it each time, so memory freed on either is never reused while the
     other still reads it.
     """
-    if x.shape[0] > BESIDE or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+    if x.shape[0] > SIDE_STREAM_BATCH or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
         yield _nothing
         return
     main = torch.cuda.current_stream(x.device)

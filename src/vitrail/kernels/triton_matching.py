@@ -109,30 +109,30 @@ def _place(
     partner = tl.load(partner_ptr + batch * evens + a, mask=is_even, other=0)
     merges = tl.load(merges_ptr + batch * evens + a, mask=is_even, other=0) > 0
 
-    gone_before = tl.zeros([BLOCK_A, BLOCK_J], tl.int32)  # merged even tokens before this one
+    merged_before = tl.zeros([BLOCK_A, BLOCK_J], tl.int32)  # merged even tokens before this one
     in_front = tl.zeros([BLOCK_A, BLOCK_J], tl.int32)  # ... that are members before it, in its group or an earlier one
     into_lower = tl.zeros([BLOCK_A, BLOCK_J], tl.int32)  # merged even tokens whose partner comes before odd token c
     for start in range(0, evens, BLOCK_J):
         j = start + tl.arange(0, BLOCK_J)
         there = tl.load(partner_ptr + batch * evens + j, mask=j < evens, other=0)[None, :]
-        gone = (tl.load(merges_ptr + batch * evens + j, mask=j < evens, other=0) > 0)[None, :]
-        before = gone & (j[None, :] < a[:, None])
-        gone_before += before.to(tl.int32)
-        in_front += ((gone & (there < partner[:, None])) | (before & (there == partner[:, None]))).to(tl.int32)
-        into_lower += (gone & (there < c[:, None])).to(tl.int32)
-    gone_before = tl.sum(gone_before, 1)
+        merged = (tl.load(merges_ptr + batch * evens + j, mask=j < evens, other=0) > 0)[None, :]
+        before = merged & (j[None, :] < a[:, None])
+        merged_before += before.to(tl.int32)
+        in_front += ((merged & (there < partner[:, None])) | (before & (there == partner[:, None]))).to(tl.int32)
+        into_lower += (merged & (there < c[:, None])).to(tl.int32)
+    merged_before = tl.sum(merged_before, 1)
     in_front = tl.sum(in_front, 1)
     into_lower = tl.sum(into_lower, 1)
 
     _write_places(
-        target_ptr, member_ptr, start_ptr, batch, a, partner, merges, gone_before, in_front, into_lower,
+        target_ptr, member_ptr, start_ptr, batch, a, partner, merges, merged_before, in_front, into_lower,
         length, protected, r,
     )  # fmt: skip
 
 
 @triton.jit
 def _write_places(
-    target_ptr, member_ptr, start_ptr, batch, a, partner, merges, gone_before, in_front, into_lower,
+    target_ptr, member_ptr, start_ptr, batch, a, partner, merges, merged_before, in_front, into_lower,
     length, protected, r,
 ):  # fmt: skip
     evens = (length + 1) // 2
@@ -145,7 +145,7 @@ def _write_places(
     first_odd = protected + evens - even_protected - r  # new position of the first unprotected odd token
     kept = length - r
 
-    even_stays = tl.where(2 * a < protected, 2 * a, protected + a - even_protected - gone_before)
+    even_stays = tl.where(2 * a < protected, 2 * a, protected + a - even_protected - merged_before)
     even_place = tl.where(merges, first_odd + partner - odd_protected, even_stays)
     even_slot = tl.where(merges, even_place + 1 + in_front, even_stays)
     tl.store(target_ptr + batch * length + 2 * a, even_place.to(tl.int64), mask=is_even)
@@ -199,14 +199,14 @@ def _match_whole(
     tl.debug_barrier()
     tl.store(scratch + a, merges.to(tl.float32))
     tl.debug_barrier()
-    gone = (tl.load(scratch + a) > 0)[None, :]
-    before = gone & (a[None, :] < a[:, None])
-    gone_before = tl.sum(before.to(tl.int32), 1)
-    in_front = (gone & (there < partner[:, None])) | (before & (there == partner[:, None]))
+    merged = (tl.load(scratch + a) > 0)[None, :]
+    before = merged & (a[None, :] < a[:, None])
+    merged_before = tl.sum(before.to(tl.int32), 1)
+    in_front = (merged & (there < partner[:, None])) | (before & (there == partner[:, None]))
     in_front = tl.sum(in_front.to(tl.int32), 1)
-    into_lower = tl.sum((gone & (there < a[:, None])).to(tl.int32), 1)
+    into_lower = tl.sum((merged & (there < a[:, None])).to(tl.int32), 1)
     _write_places(
-        target_ptr, member_ptr, start_ptr, batch, a, partner, merges, gone_before, in_front, into_lower,
+        target_ptr, member_ptr, start_ptr, batch, a, partner, merges, merged_before, in_front, into_lower,
         length, protected, r,
     )  # fmt: skip
 

@@ -175,10 +175,12 @@ def _backward(
                 share = 1.0
                 if HAS_SIZE:
                     share = tl.load(size_ptr + source)
-                given = grad * tl.where(total > 0, share / total, 0.0)
-                for_gamma += _give(given, y_ptr, gamma, dx_ptr, dy_ptr, source, channel, inside, HAS_GAMMA, D)
+                member_grad = grad * tl.where(total > 0, share / total, 0.0)
+                for_gamma += _write_grad(
+                    member_grad, y_ptr, gamma, dx_ptr, dy_ptr, source, channel, inside, HAS_GAMMA, D
+                )
         else:
-            for_gamma += _give(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA, D)
+            for_gamma += _write_grad(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA, D)
     part = part_ptr + tl.program_id(0) * (3 if HAS_GAMMA else 2) * D + channel
     if HAS_NORM:
         tl.store(part, for_weight, mask=inside)
@@ -188,7 +190,7 @@ def _backward(
 
 
 @triton.jit
-def _give(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA: tl.constexpr, D: tl.constexpr):
+def _write_grad(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA: tl.constexpr, D: tl.constexpr):
     """Write a token's gradient and γ times it; return the token's share of γ's gradient."""
     tl.store(dx_ptr + row * D + channel, grad.to(dx_ptr.dtype.element_ty), mask=inside)
     share = tl.zeros_like(grad)
@@ -284,7 +286,7 @@ def launch_backward(
         norm: gradient of the LayerNorm; None for none.
         groups: groups that merged; None where nothing merged.
         merged_size: sizes after.
-        y: what was added, where γ scaled it.
+        y: the branch that γ scaled, if any.
     """
     grad = None if grad is None else grad.contiguous()
     norm = None if norm is None else norm._replace(grad=norm.grad.contiguous())

@@ -3,7 +3,7 @@
 Method, Context, Reduction      the interface of merging methods; METHODS, register_method, as_method
 methods                         ToMe and the controls Random and Prune
 FEATURES                        features by which tokens are compared
-Assignment, MergeState          the index map of a reduction; what one forward pass knows about its tokens
+Assignment, MergeState          the index map of a reduction; sizes and positions of the tokens of one forward pass
 Schedule, Room, Solution        how many tokens merge in each layer
 match, proportional_attention   bipartite matching; attention that counts a token of size s as s tokens
 """

@@ -49,10 +49,12 @@ def fused_attention(
     """Compute attention with the fastest of PyTorch's kernels whose gradients are reliable.
 
     That is PyTorch's own choice, except for cuDNN's kernel on a GPU where gradients are needed and
-    `overflows_in_cudnn`; it is used all the same if the caller allows no other. Arguments as for
+    `overflows_in_cudnn`; it is still used if the caller allows no other. Arguments as for
     `proportional_attention`.
     """
-    others = beside_cudnn() if q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2]) else []
+    others = (
+        backends_without_cudnn() if q.is_cuda and torch.is_grad_enabled() and overflows_in_cudnn(k.shape[-2]) else []
+    )
     with sdpa_kernel(others) if others else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale)
 
@@ -67,7 +69,7 @@ def overflows_in_cudnn(tokens: int) -> bool:
     return tokens % 128 == 64
 
 
-def beside_cudnn() -> list[SDPBackend]:
+def backends_without_cudnn() -> list[SDPBackend]:
     """Return the enabled kernels other than cuDNN's; compiled code keeps those enabled when it was compiled."""
     flags: Any = torch.backends.cuda
     allowed = {
@@ -79,7 +81,7 @@ def beside_cudnn() -> list[SDPBackend]:
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler to do it.
-vars(beside_cudnn)["_dynamo_marked_constant"] = True
+vars(backends_without_cudnn)["_dynamo_marked_constant"] = True
 
 
 def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -101,7 +103,7 @@ def weights_of_few(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     Args:
         q: queries (B, H, Q, d).
         k: keys (B, H, N, d).
-        mask: true where a query may read.
+        mask: true where a query may attend.
     """
     work, device = torch.promote_types(q.dtype, torch.float32), q.device.type
     with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):

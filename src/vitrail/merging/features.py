@@ -52,7 +52,7 @@ def _is_weight(value: object) -> bool:
 
 
 def compute_features(context: Context, features: Features) -> Tensor:
-    """Compute features (B, N, D) whose cosine is the similarity asked for."""
+    """Compute features (B, N, D) whose cosine is the requested similarity."""
     if isinstance(features, str):
         return FEATURES[features](context)
     # the dot product of unit vectors, each scaled by the root of its weight, is the weighted sum of their cosines

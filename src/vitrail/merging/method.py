@@ -1,4 +1,4 @@
-"""The interface of merging methods: what a block shows a method, what the method returns, and how it is registered.
+"""The interface of merging methods: its inputs, its result, and its registration.
 
 A method decides, for one block, which tokens become one. Everything else (proportional attention, sizes, unmerging,
 tracking, costs, schedules) is written once for all methods. A complete method:
@@ -31,7 +31,7 @@ Projections = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(eq=False)
 class Context:
-    """What one block shows a method.
+    """The inputs of a method in one block.
 
     Attributes:
         layer: index of the block.
@@ -107,7 +107,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a method does to the tokens of a block.
+    """The result of a method: how the tokens of a block are reduced.
 
     Attributes:
         assignment: index map of the tokens. Images may fill different numbers of groups: the others are padding.
@@ -127,7 +127,7 @@ class Reduction:
 
 
 class ModelShape(NamedTuple):
-    """What a method with parameters needs to know of a model."""
+    """Model dimensions for methods with parameters."""
 
     depth: int
     width: int
@@ -239,7 +239,7 @@ def register_method(name: str) -> Callable[[AnyMethod], AnyMethod]:
 
 
 def as_method(method: str | Mapping[str, Any] | Method) -> Method:
-    """Return a method by name, by name and options (``Method.config``), or as it is."""
+    """Return a method by name, by name and options (``Method.config``), or unchanged."""
     if isinstance(method, Method):
         return method
     options = dict(method) if isinstance(method, Mapping) else {"name": method}

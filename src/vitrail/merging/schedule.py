@@ -164,7 +164,7 @@ class Schedule:
             most = patches - sum(room.cap([room.tokens] * depth))
             raise InvalidOption(
                 f"keep={self.keep} would leave {patches - total} of {patches} patches, but {depth} layers cannot "
-                f"merge below {most}; ask for at least keep={math.ceil(1000 * most / patches) / 1000}"
+                f"merge below {most}; use at least keep={math.ceil(1000 * most / patches) / 1000}"
             )
         excess = sum(per_layer) - total
         trimmed = list(per_layer)

@@ -1,4 +1,4 @@
-"""MergeState: what one forward pass knows about its tokens."""
+"""MergeState: sizes, positions and assignments of the tokens of one forward pass."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def _sizes(name: str, value: Any, count: int = 2) -> tuple[int, ...]:
-    """Return a size as a tuple; one number stands for height and width."""
+    """Return a size as a tuple; one number is both height and width."""
     if isinstance(value, int) and count == 3:
         raise InvalidOption(f"{name}={value}; expected (time, height, width), as patch_size has three numbers")
     sides = (value,) * count if isinstance(value, int) else value

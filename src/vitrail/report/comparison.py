@@ -49,7 +49,7 @@ def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[st
     """Compare two reports, given as objects or by their files.
 
     Args:
-        a: the first report, such as that of a model as it is.
+        a: the first report, such as that of the unchanged model.
         b: the second report, such as that of the same model with registers.
 
     Example:
@@ -72,7 +72,7 @@ class Difference(Result):
 
     Attributes:
         key: path in the JSON of a report.
-        name: name for people.
+        name: display name.
         a, b: the values.
         change: b − a, for numbers.
         share: whether the values are shares between 0 and 1.

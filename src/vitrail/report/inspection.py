@@ -1,4 +1,4 @@
-"""``vitrail.inspect``: does a model have artifact tokens, where, since which layer, what do they hold, what helps?"""
+"""``vitrail.inspect``: artifact tokens of a model, where and from which layer on, what they encode, what helps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inspect(
     device: torch.device | str | None = None,
     name: str | None = None,
 ) -> Report | None:
-    """Look for artifact tokens in a model: whether there are any, where, since which layer, and what they hold.
+    """Find artifact tokens in a model: whether there are any, where, from which layer on, and what they encode.
 
     The model runs unchanged, once over the data. Norms of all images are counted; features are kept for at most 600
     images and 1 GiB on the CPU (see :mod:`vitrail.report.collect`), so memory does not grow with the data. Some images
@@ -55,7 +55,7 @@ def inspect(
 
     Args:
         model: any supported model; it is in evaluation mode during the inspection.
-        data: an image file, a directory, several of these, or a parquet file; a collection of them; preprocessed images
+        data: an image file, a directory, several of these, or a parquet file; a dataset of them; preprocessed images
             (B, C, H, W); or batches of those, each a tensor or (tensor, labels), in the same order each time. None for
             the sample images of the package.
         batch_size: images per batch, unless the data is batches.

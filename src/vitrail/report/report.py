@@ -23,7 +23,7 @@ PAGES = (".html", ".htm")
 
 
 class Saved(Result):
-    """Mixin of results that are saved as a page for people and as JSON for programs."""
+    """Mixin of results that are saved as an HTML page and as JSON."""
 
     def to_html(self) -> str:
         """Return one self-contained page: no network access, no scripts."""
@@ -109,7 +109,7 @@ class Report(Saved):
     """The result of :func:`vitrail.inspect`. ``docs/report.md`` explains every value.
 
     All values are plain. The values of a section are an attribute of its name as well, such as ``report.attention``; a
-    section that could not be computed has a ``note`` that says why.
+    section that could not be computed has a ``note`` with the reason.
 
     Attributes:
         model: name, class, size and dtype of the model.
@@ -186,6 +186,6 @@ class Report(Saved):
         try:
             shown = [ShownImage.from_dict(one) for one in values.get("pictures", [])]
         except (KeyError, TypeError, AttributeError) as error:
-            raise ReportError(f"{where} has damaged pictures ({error}). Inspect the model again") from error
+            raise ReportError(f"{where} has damaged images ({error}). Inspect the model again") from error
         sections = {key: values.get(key, {"note": "not part of this report"}) for key in section_keys()}
         return cls(**{name: values[name] for name in names}, sections=sections, pictures=shown)

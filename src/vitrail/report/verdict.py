@@ -75,7 +75,7 @@ def comparison_sentence(a: Values, b: Values) -> str:
 
 
 def recommendations(norms: Values, registers: Values, cure: Values) -> list[str]:
-    """Return what to do next; code stands between backticks."""
+    """Return what to do next; code is between backticks."""
     advice: list[str] = []
     if norms["num_not_finite"]:
         advice.append(

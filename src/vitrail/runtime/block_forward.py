@@ -23,18 +23,18 @@ from vitrail.tokens import TokenLayout, TokenSpan
 
 @dataclass(frozen=True)
 class Carried:
-    """What travels with the tokens from block to block.
+    """The state of a forward pass, which travels with the tokens from block to block.
 
     Attributes:
         plan: the plan under which the pass started.
         layout: the tokens of this input before any merge.
         state: sizes and assignments so far.
         r: number of tokens planned to merge in the next block. Read from the state before the block runs: inside, it
-            would be looked up by the layer, and a compiler would specialise every block.
+            would depend on the layer, and a compiler would specialize every block.
         rotary: the model's rotary position, where it has one.
-        expose: whether the tensors between blocks are shown at full length.
+        expose: whether the tensors between blocks have full length.
         unmasked: whether the caller passed no mask.
-        beside: added tokens that have entered (B, E, D).
+        side: side tokens that have entered (B, E, D).
         tokens: the merged tokens, where the tensor that carries this is a full-length copy of them.
     """
 
@@ -45,11 +45,11 @@ class Carried:
     rotary: Rotary | None
     expose: bool
     unmasked: bool = False
-    beside: Tensor | None = None
+    side: Tensor | None = None
     tokens: Tensor | None = None
 
     def with_tokens(self, places: Sequence[int], special: tuple[TokenSpan, ...]) -> Carried:
-        """Return the same after tokens entered at these places among the special tokens, which are now ``special``."""
+        """Return the state after tokens entered at these places among the special tokens, which are now ``special``."""
         layout = TokenLayout(special, self.layout.grid)
         return replace(self, layout=layout, state=self.state.insert(places))
 
@@ -57,10 +57,10 @@ class Carried:
 def merged_forward(
     parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
-    """Run one block; return the tokens, the added tokens beside them, and the state for the next block."""
-    state, beside, added = carried.state, carried.beside, carried.plan.added
+    """Run one block; return the tokens, the side tokens, and the state for the next block."""
+    state, side, added = carried.state, carried.side, carried.plan.added
     call = read_mask(call, carried, x.shape[1])
-    gate = added.gate(state.layer) if added is not None and beside is not None else None
+    gate = added.gate(state.layer) if added is not None and side is not None else None
     if not torch.compiler.is_compiling():
         carried.plan.report_hooks(parts.attend_parts(block))
     if call.rope is not None:
@@ -79,9 +79,9 @@ def merged_forward(
     k, v = repeat_heads(q, k, projected[2])
     size, log2_size = _attention_sizes(carried.plan, state)
     attend = partial(_attention_weights, parts, block, q, k, size, state)
-    if beside is not None:
-        reading = prepare(parts, block, beside)
-        beside = _read(parts, block, beside, reading, k, v, size, call.mask, gate)
+    if side is not None:
+        reading = prepare(parts, block, side)
+        side = _read(parts, block, side, reading, k, v, size, call.mask, gate)
         if gate is not None:
             k, v, size, log2_size = widen(k, v, size, log2_size, reading, gate)
             if call.mask is not None:
@@ -95,7 +95,7 @@ def merged_forward(
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
     if method.scope == "block" and state is not entered:
         x, state = state.unmerge(x, method), replace(entered, archive=state.archive)
-    return x, beside, state.next_layer(x)
+    return x, side, state.next_layer(x)
 
 
 def _reduce_before(
@@ -152,17 +152,17 @@ def _dense_forward(
     parts: BlockAdapter, block: nn.Module, dense: DenseBlock, x: Tensor, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
     """Run one block that consists of its matrices alone."""
-    state, beside, proportional = carried.state, carried.beside, carried.plan.proportional
-    if beside is None:
+    state, side, proportional = carried.state, carried.side, carried.plan.proportional
+    if side is None:
         x, state = dense_forward(dense, x, state, carried.r, proportional)
         return x, None, state
-    size, reading, found = state.size if proportional else None, prepare(parts, block, beside), []
+    size, reading, outputs = state.size if proportional else None, prepare(parts, block, side), []
 
-    def reads(k: Tensor, v: Tensor) -> None:
-        found.append(_read(parts, block, beside, reading, k, v, size, None, None))
+    def read_side(k: Tensor, v: Tensor) -> None:
+        outputs.append(_read(parts, block, side, reading, k, v, size, None, None))
 
-    x, state = dense_forward(dense, x, state, carried.r, proportional, reads)
-    return x, found[0], state
+    x, state = dense_forward(dense, x, state, carried.r, proportional, read_side)
+    return x, outputs[0], state
 
 
 def _rotate(
@@ -247,7 +247,7 @@ def _attention_weights(
 def _read(
     parts: BlockAdapter,
     block: nn.Module,
-    beside: Tensor,
+    side: Tensor,
     reading: Reading,
     k: Tensor,
     v: Tensor,
@@ -255,9 +255,9 @@ def _read(
     mask: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """Run a block for the added tokens, which read what a patch may read."""
+    """Run a block for the side tokens, which attend to what a patch may attend to."""
     bias = key_bias(size, None if mask is None else mask[-1:], reading.q)
-    return finish(parts, block, beside, reading, read(parts, block, reading, k, v, bias, gate))
+    return finish(parts, block, side, reading, read(parts, block, reading, k, v, bias, gate))
 
 
 def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
@@ -266,10 +266,10 @@ def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
         call = call._replace(mask=None)
     if call.mask is not None and call.among_special:
         return call._replace(mask=call.mask[:length, :length])
-    changed = any(carried.state.per_layer) or carried.beside is not None
+    changed = any(carried.state.per_layer) or carried.side is not None
     if changed and (call.mask is not None or call.causal):
         raise UnsupportedInput(
-            "an attention mask is defined over the original tokens, and merged or added tokens are others; call the "
+            "an attention mask is defined over the original tokens, which merging and added tokens change; call the "
             "model without a mask, or remove the merging or the added tokens"
         )
     return call

@@ -1,4 +1,4 @@
-"""How the state of a pass travels from block to block.
+"""Transport of a pass's state from block to block.
 
 The tokens carry it: a block reads the state off the tensor that it receives, passes it to its own forward as an
 argument, and sets it on the tensor that it returns. That holds with hooks, gradient checkpointing, FSDP and threads in
@@ -25,16 +25,16 @@ from vitrail.runtime.trace import TracedPass, is_tracking, record
 
 
 class Passed(NamedTuple):
-    """What a block's forward leaves for after its hooks: tokens, added tokens, what hooks were shown, the state."""
+    """Results of a block's forward, read after its hooks: tokens, side tokens, the output that hooks see, the state."""
 
     tokens: Tensor
-    beside: Tensor | None
-    shown: Tensor
+    side: Tensor | None
+    output: Tensor
     state: MergeState
 
 
 class Slot:
-    """Where a block's forward leaves its result: one object, which wrappers that rebuild arguments keep."""
+    """The place where a block's forward stores its result; an object, since wrappers may rebuild the arguments."""
 
     passed: Passed
 
@@ -51,7 +51,7 @@ class MergedBlock:
         if carried.tokens is not None:
             x = carried.tokens
         if mine.plan.added is not None:
-            carried = replace(carried, beside=mine.plan.added.enter(mine.index, carried.beside, x))
+            carried = replace(carried, side=mine.plan.added.enter(mine.index, carried.side, x))
         slot = Slot()
         out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
         return _send(mine, carried, out, slot.passed)
@@ -66,12 +66,12 @@ class MergedBlock:
     ) -> Tensor:
         parts = self._vitrail.parts
         call = parts.read_call(args, kwargs)
-        x, beside, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
-        shown = x
+        x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
+        output = x
         if _shows_full_length(self._vitrail, vitrail_carried):
-            shown = state.unmerge(x, vitrail_carried.plan.method)
-        vitrail_slot.passed = Passed(x, beside, shown, state)
-        return shown
+            output = state.unmerge(x, vitrail_carried.plan.method)
+        vitrail_slot.passed = Passed(x, side, output, state)
+        return output
 
 
 def _split_tokens(
@@ -145,7 +145,7 @@ def _refuse_changes(plan: Plan, entered: Pass) -> None:
     if entered.gridded and not plan.unmerge and any(plan.solve(entered.layout.num_patches).per_layer):
         raise UnsupportedInput(
             "feature maps need every patch at its place, and with unmerge=False merged tokens come out; merge with "
-            "unmerge=True, or ask for token sequences (timm: output_fmt='NLC')"
+            "unmerge=True, or request token sequences (timm: output_fmt='NLC')"
         )
 
 
@@ -156,18 +156,18 @@ def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
 def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:
     """Set the state on the outgoing tokens; those of the last block are ordinary tokens again."""
     if mine.is_last:
-        if passed.beside is not None:
-            deliver(passed.beside)
+        if passed.side is not None:
+            deliver(passed.side)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             _finish(mine.plan, carried, out, passed)
         return out
     tokens = None
-    if passed.shown is not passed.tokens:
+    if passed.output is not passed.tokens:
         # a hook may have replaced the tensor; a reentrant checkpoint gives gradients to `out` alone
-        same = out is passed.shown and out.requires_grad == passed.tokens.requires_grad
+        same = out is passed.output and out.requires_grad == passed.tokens.requires_grad
         tokens = passed.tokens if same else passed.state.remerge(out)
     state = passed.state
-    setattr(out, CARRIER, replace(carried, state=state, r=state.r, beside=passed.beside, tokens=tokens))
+    setattr(out, CARRIER, replace(carried, state=state, r=state.r, side=passed.side, tokens=tokens))
     return out
 
 

@@ -75,7 +75,7 @@ def refuse_meta(model: nn.Module) -> None:
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.is_meta:
             raise UnsupportedModel(
-                f"{name} is on the meta device and has no values; materialise the model (to_empty and load its "
+                f"{name} is on the meta device and has no values; materialize the model (to_empty and load its "
                 "weights) before merging"
             )
 

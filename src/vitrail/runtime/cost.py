@@ -66,17 +66,17 @@ class CostModel:
         special: int,
         patches: int,
         per_layer: Sequence[int],
-        beside: Sequence[int] = (),
+        side: Sequence[int] = (),
         read: bool = False,
         method: Method | None = None,
     ) -> dict[str, int]:
         """Return the cost of one input by part, for the number of merges in each layer.
 
-        ``beside`` is the number of side tokens in each layer; with ``read``, the others attend to them.
+        ``side`` is the number of side tokens in each layer; with ``read``, the others attend to them.
         """
         method = ToMe() if method is None else method
         kept = special + patches
-        extra = list(beside) or [0] * len(per_layer)
+        extra = list(side) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
         found |= {"patches": self.per_patch * patches, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
@@ -96,12 +96,12 @@ class CostModel:
         self,
         special: int,
         patches: int,
-        beside: Sequence[int] = (),
+        side: Sequence[int] = (),
         read: bool = False,
         method: Method | None = None,
     ) -> Callable[[Sequence[int]], int]:
         """Return the cost of one input as a function of the number of merges in each layer."""
-        return lambda per_layer: sum(self.parts(special, patches, per_layer, beside, read, method).values())
+        return lambda per_layer: sum(self.parts(special, patches, per_layer, side, read, method).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:

@@ -126,15 +126,15 @@ def dense_forward(
     _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
     gamma = dense.gammas[1]
-    owed = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
-    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, proportional, owed, read)
+    pending_bias = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
+    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, proportional, pending_bias, read)
     width = x.shape[2]
     if learns:
         hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
     else:
         hidden = _linear_gelu(dense.fc1, h.view(-1, width), dense.gelu)
     hidden = _apply(drop_hidden, hidden)
-    if owed is not None:
+    if pending_bias is not None:
         return x.view(-1, width).addmm_(hidden, dense.fc2.weight.t()).view_as(x), state
     y = _apply(drop_mlp, dense.fc2(hidden).view_as(x))
     if gamma is None:
@@ -143,18 +143,24 @@ def dense_forward(
 
 
 def _attend_and_merge(
-    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, owed: Tensor | None, read: Read | None
+    dense: DenseBlock,
+    x: Tensor,
+    state: MergeState,
+    r: int,
+    proportional: bool,
+    pending_bias: Tensor | None,
+    read: Read | None,
 ) -> tuple[Tensor, Tensor, MergeState]:
-    """Return the tokens after attention and the merge, plus ``owed``, and their LayerNorm for the MLP."""
+    """Return the tokens after attention and the merge, plus ``pending_bias``, and their LayerNorm for the MLP."""
     x, y, step, join = _attend(dense, x, state, r, proportional, read)
     y = _apply(dense.drops[0], dense.proj(y))
     join()
     gamma, norm2 = dense.gammas[0], dense.norm2
     if step is None:
-        x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, owed)
+        x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, pending_bias)
         return x, h, state.next_layer()
     x, size, log2_size, h = ops.merge_norm(
-        x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, owed
+        x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, pending_bias
     )
     return x, h, state.after(step, size, log2_size).next_layer()
 
@@ -164,7 +170,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, KernelAssignment | None, Callable[[], None]]:
     """Attend, and match concurrently, which needs the keys alone; the returned function waits for the match."""
     x, packed, q, k, v = _project(dense, x)
-    with kernels.beside(k) as join:
+    with kernels.side_stream(k) as join:
         assert isinstance(state.protected, int)
         step = kernels.match(k.detach(), r, state.protected) if r else None
     if read is not None:
@@ -178,7 +184,7 @@ def _attend(
 def _project(dense: DenseBlock, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """Return the tokens, and queries, keys and values: packed where one layer computes them, and apart."""
     norm, heads = dense.norm1, dense.heads
-    x, h = ops.norm_beside(x, norm.weight, norm.bias, norm.eps)
+    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps)
     if len(dense.qkv) == 1:
         packed = dense.qkv[0](h)
         return x, packed, *ops.unpack(packed, heads)

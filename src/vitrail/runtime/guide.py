@@ -1,4 +1,4 @@
-"""Guidance from outside for one forward pass: saliency, motion, a user's mask, attention of another pass."""
+"""External guidance for one forward pass: saliency, motion, a user's mask, attention of another pass."""
 
 from __future__ import annotations
 

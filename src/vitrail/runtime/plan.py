@@ -30,7 +30,7 @@ class Plan:
     Attributes:
         layout: the model's tokens at its own input size.
         merges: False for a plan that only carries added tokens.
-        added: tokens that run beside the model's own.
+        added: tokens that run alongside the model's own.
         method: decides which tokens merge.
         solved: merges per layer by number of patches, for the present schedule.
     """
@@ -71,7 +71,7 @@ class Plan:
         return cls(depth, layout, nothing, True, "paper", True, None, cost, resizes, merges=False, added=added)
 
     def without_merging(self) -> Plan:
-        """Return what is left of the plan when its merging is removed."""
+        """Return the plan without its merging."""
         nothing = Schedule.parse(self.depth, 0)
         return replace(
             self, schedule=nothing, proportional=True, order="paper", unmerge=True, protect=None, merges=False,
@@ -106,7 +106,7 @@ class Plan:
         if self.protect.shape[1] != patches:
             raise UnsupportedInput(
                 f"protect= has {self.protect.shape[1]} entries for each image, but this input has {patches} patches; "
-                "give one entry per patch, row by row"
+                "pass one entry per patch, row by row"
             )
         mask = _with_special(self.protect, special)
         first = method.capacity(special + patches, mask)
@@ -127,7 +127,7 @@ class Plan:
         if solution.missing:
             self.warned.add(patches)
             warnings.warn(
-                f"{sum(solution.wanted)} merges were asked for and {sum(solution.per_layer)} are possible with "
+                f"{sum(solution.wanted)} merges were requested and {sum(solution.per_layer)} are possible with "
                 f"{patches} patches: {list(solution.per_layer)} merges per layer instead of {list(solution.wanted)}",
                 SaturatedWarning,
                 stacklevel=5,
@@ -160,7 +160,7 @@ class Plan:
         if done < wanted and patches not in self.warned:
             self.warned.add(patches)
             warnings.warn(
-                f"{wanted} merges were asked for and {done} were possible in this batch: protected patches keep "
+                f"{wanted} merges were requested and {done} were possible in this batch: protected patches keep "
                 "their places in order='original', and not every pair between them exists",
                 SaturatedWarning,
                 stacklevel=5,
@@ -173,7 +173,7 @@ class Plan:
         mask = _with_special(self.protect, layout.num_special).to(device)
         if mask.shape[0] not in (1, batch):
             raise UnsupportedInput(
-                f"protect= has masks for {mask.shape[0]} images, but this batch has {batch}; give one mask per "
+                f"protect= has masks for {mask.shape[0]} images, but this batch has {batch}; pass one mask per "
                 "image, or one for all"
             )
         return mask
@@ -181,9 +181,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What one block knows: the plan, its index, whether it is the last block, and its adapter.
+    """The plan as seen by one block: the plan, its index, whether it is the last block, and its adapter.
 
-    A block's forward reads no index but ``is_last``: a compiler specialises on what is read, so all blocks between the
+    A block's forward reads no index but ``is_last``: a compiler specializes on what is read, so all blocks between the
     first and the last share one compiled graph.
     """
 

@@ -1,4 +1,4 @@
-"""Side tokens: added tokens that pass through the blocks beside the model's own.
+"""Side tokens: added tokens that pass through the blocks alongside the model's own.
 
 They are a separate sequence, so that the model's tokens attend, merge and pass the MLP exactly as without them. Each
 block projects them with its own layers, and they attend to the model's keys and values. Other tokens attend to them
@@ -62,17 +62,17 @@ class SideTokens(nn.Module):
             self.gates.data = self.gates.data.float()
         return self
 
-    def enter(self, layer: int, beside: Tensor | None, like: Tensor) -> Tensor | None:
+    def enter(self, layer: int, side: Tensor | None, like: Tensor) -> Tensor | None:
         """Insert the tokens that enter before a layer into the present ones (B, E, D), in the order of the specs."""
         if not any(spec.enters == layer for spec in self.specs):
-            return beside
+            return side
         pieces, start = [], 0
         for spec in self.specs:
             if spec.enters == layer:
                 pieces.append(self.values[spec.name].to(like.dtype).expand(like.shape[0], -1, -1))
             elif spec.enters < layer:
-                assert beside is not None
-                pieces.append(beside[:, start : start + spec.count])
+                assert side is not None
+                pieces.append(side[:, start : start + spec.count])
                 start += spec.count
         return torch.cat(pieces, 1)
 
@@ -99,14 +99,14 @@ class Reading(NamedTuple):
     v: Tensor
 
 
-def prepare(parts: BlockAdapter, block: nn.Module, beside: Tensor) -> Reading:
+def prepare(parts: BlockAdapter, block: nn.Module, side: Tensor) -> Reading:
     """Project side tokens with a block's own layers."""
-    h = parts.attend_norm(block, beside)
+    h = parts.attend_norm(block, side)
     q, k, v = parts.qkv(block, h)
     return Reading(h, q, *repeat_heads(q, k, v))
 
 
-def with_beside(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: Tensor) -> Tensor:
+def side_bias(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: Tensor) -> Tensor:
     """Return the bias of scores (B, H, Q, N + E) whose last keys are side tokens.
 
     Args:
@@ -142,16 +142,16 @@ def read(
     scores = torch.cat([q @ k.transpose(-2, -1), q @ reading.k.transpose(-2, -1)], -1).to(work)
     others = k.shape[2]
     itself = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
-    weights = parts.weigh(block, scores, with_beside(bias, itself, gate, scores)).to(v.dtype)
+    weights = parts.weigh(block, scores, side_bias(bias, itself, gate, scores)).to(v.dtype)
     weights = F.dropout(weights, parts.attention_dropout(block))
     attended = weights[..., :others] @ v + weights[..., others:] @ reading.v
     return attended.transpose(1, 2).flatten(2)
 
 
-def finish(parts: BlockAdapter, block: nn.Module, beside: Tensor, reading: Reading, attended: Tensor) -> Tensor:
+def finish(parts: BlockAdapter, block: nn.Module, side: Tensor, reading: Reading, attended: Tensor) -> Tensor:
     """Complete the block for the side tokens: attention output, residual sums, MLP."""
-    beside = beside + parts.attend_branch(block, parts.attend_output(block, attended, reading.h))
-    return beside + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, beside)))
+    side = side + parts.attend_branch(block, parts.attend_output(block, attended, reading.h))
+    return side + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, side)))
 
 
 def widen(
@@ -193,8 +193,8 @@ def receiving() -> Iterator[list[Tensor]]:
             place.current = before
 
 
-def deliver(beside: Tensor) -> None:
+def deliver(side: Tensor) -> None:
     """Append side tokens that left the last block to the list of `receiving`, if any."""
     waiting = _waiting.here().current
     if waiting is not None:
-        waiting.append(beside)
+        waiting.append(side)

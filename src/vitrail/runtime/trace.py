@@ -36,7 +36,7 @@ class TracedPass:
 
 @dataclass
 class Trace:
-    """What :meth:`Merging.track` records; the properties describe the latest pass.
+    """The record of :meth:`Merging.track`; the properties describe the latest pass.
 
     Attributes:
         passes: every forward pass that ran while tracking, in order.
@@ -123,7 +123,7 @@ _active = _Active()
 def tracking(plan: Plan) -> Iterator[Trace]:
     """Record the passes of this thread through blocks of ``plan``.
 
-    Compiled models run eagerly meanwhile: what a trace keeps lives outside any graph.
+    Compiled models run eagerly meanwhile, since a trace stores values outside any graph.
     """
     trace = Trace(plan)
     _active.traces.append(trace)

@@ -1,4 +1,4 @@
-"""``Handle``: what every function that changes a model returns."""
+"""``Handle``: the return type of every function that changes a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Handle(ABC):
     ``self._check_active()``.
 
     Attributes:
-        model: the model as it was given.
+        model: the model that was changed.
     """
 
     model: nn.Module

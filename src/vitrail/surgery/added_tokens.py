@@ -94,9 +94,9 @@ class AddedModule(SideTokens):
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.heads = nn.ModuleDict({name: linear(width, count) for name, count in outputs.items()})
 
-    def answer(self, beside: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def answer(self, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the normalized tokens (B, E, D), and the logits of each head, averaged over tokens that share it."""
-        features = self.norm(beside)
+        features = self.norm(tokens)
         parts = features.split([spec.count for spec in self.specs], 1)
         by_name = {spec.name: part for spec, part in zip(self.specs, parts, strict=True)}
         return features, {name: head(by_name[name]).mean(1) for name, head in self.heads.items()}
@@ -120,7 +120,7 @@ class AddedTokens(Handle):
     """The handle of added tokens; call it with images to get an :class:`AddedOutput`.
 
     Attributes:
-        model: the model as it was given.
+        model: the model that was passed to ``vitrail.add_tokens``.
         found: its trunk, blocks and adapters.
         tokens: the module ``vitrail_tokens`` of the trunk, which holds the added parameters; so they are part of the
             model's ``state_dict`` and move with the model.
@@ -234,7 +234,7 @@ class AddedTokens(Handle):
 
         Args:
             model: whether to include the model's own parameters.
-            gate_lr: learning rate of the gates, which have far to go from −10.
+            gate_lr: learning rate of the gates, which start far from 0, at −10.
         """
         self._check_active()
         groups = self.tokens.groups()

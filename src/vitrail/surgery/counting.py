@@ -17,19 +17,19 @@ from vitrail.runtime.layout import added_to, layout_of
 
 @dataclass(frozen=True)
 class Count:
-    """What a model has and does for one input.
+    """Parameters and multiply-adds of a model for one input.
 
     One multiply-add is one FLOP, as in the literature; norms, activations and softmax are left out, as there.
 
     Attributes:
-        parameters: how many there are.
+        parameters: number of parameters.
         parameters_by_part: ``embedding``, ``attend`` and ``feed`` of all blocks, ``rest`` (tokens, positions, heads).
         tokens: length of the sequence before any merge.
-        flops: multiply-adds as the model is now.
-        flops_by_part: ``patches`` (what meets patches outside of blocks), ``projections``, ``attention`` (pairs of
+        flops: multiply-adds of the model in its current state.
+        flops_by_part: ``patches`` (patch embedding and attention pooling), ``projections``, ``attention`` (pairs of
             tokens), ``feed``, ``matching``, ``rest``.
         flops_unmerged: multiply-adds without merging.
-        flops_per_token: what one more special token adds.
+        flops_per_token: multiply-adds that one more special token adds.
     """
 
     parameters: int
@@ -58,10 +58,10 @@ def count(model: nn.Module, size: Any = None) -> Count:
     merges = nothing if plan is None or not plan.method.static else plan.solve(patches).per_layer
     method = None if plan is None else plan.method
     added = added_to(found)
-    beside, read = ([], False) if added is None else (added.counts(), added.is_open)
+    side, read = ([], False) if added is None else (added.counts(), added.is_open)
     special -= cost.late[-1] + (0 if added is None else added.counts()[-1])
-    by_part = cost.parts(special, patches, merges, beside, read, method)
-    unmerged = cost.counter(special, patches, beside, read)(nothing)
+    by_part = cost.parts(special, patches, merges, side, read, method)
+    unmerged = cost.counter(special, patches, side, read)(nothing)
     return Count(
         sum(weight.numel() for weight in model.parameters()),
         _parameters(model, found),
@@ -69,12 +69,12 @@ def count(model: nn.Module, size: Any = None) -> Count:
         sum(by_part.values()),
         by_part,
         unmerged,
-        cost.counter(special + 1, patches, beside, read)(nothing) - unmerged,
+        cost.counter(special + 1, patches, side, read)(nothing) - unmerged,
     )
 
 
 def _size(found: Found, size: Any) -> Any:
-    """Give the sides of an input; those that were written down must be a whole number of patches."""
+    """Return the input size; raise if a given size is not a whole number of patches."""
     if size is None:
         return None
     embedding = found.adapter.patch_embedding(found.trunk)

@@ -24,7 +24,7 @@ from vitrail.merging.attention import key_bias
 from vitrail.runtime.block_forward import Carried, read_mask
 from vitrail.runtime.eager import eagerly
 from vitrail.runtime.layout import MARK, added_to, layout_of
-from vitrail.runtime.side_tokens import Reading, prepare, with_beside
+from vitrail.runtime.side_tokens import Reading, prepare, side_bias
 from vitrail.tokens import TokenLayout
 
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
@@ -156,9 +156,9 @@ class Recorder:
     def _record_tokens(self, layer: int, kwargs: dict[str, Any], output: Tensor) -> None:
         slot = kwargs.get("vitrail_slot")
         if slot is not None:
-            if slot.passed.shown is slot.passed.tokens:
+            if slot.passed.output is slot.passed.tokens:
                 output = slot.passed.state.unmerge(output)
-            output = self._insert_added(layer, output, slot.passed.beside)
+            output = self._insert_added(layer, output, slot.passed.side)
         output = self._spread(layer, output)
         if "tokens" in self.what:
             self._store("tokens", layer, output)
@@ -180,16 +180,16 @@ class Recorder:
         call = parts.read_call(args[1:] if args else args, kwargs)
         state = carried.state if carried is not None else MergeState(())
         q, k, v = parts.qkv(block, parts.attend_norm(block, x))
-        beside = None if carried is None or carried.beside is None else prepare(parts, block, carried.beside)
+        side = None if carried is None or carried.side is None else prepare(parts, block, carried.side)
         for name, part in (("q", q), ("k", k), ("v", v)):
             if name in self.what:
-                full = self._insert_added(layer, _unmerge_heads(state, part), beside and getattr(beside, name), dim=2)
+                full = self._insert_added(layer, _unmerge_heads(state, part), side and getattr(side, name), dim=2)
                 self._store(name, layer, self._spread(layer, full, dim=2))
         if "attention" in self.what:
             places, special = self._places(layer), self._num_special(layer)
             present = [query for query in now.queries if query in places]
             rows = attention_rows(
-                parts, block, q, k, call, carried, [places.index(query) for query in present], beside, special
+                parts, block, q, k, call, carried, [places.index(query) for query in present], side, special
             )
             rows, added = rows[..., : k.shape[2]], rows[..., k.shape[2] :]
             if state.assignment is not None:
@@ -253,7 +253,7 @@ def attention_rows(
     call: BlockCall,
     carried: Carried | None,
     queries: list[int],
-    beside: Reading | None = None,
+    side: Reading | None = None,
     special: int = 0,
 ) -> Tensor:
     """Compute the attention weights (B, H, Q, N) of some queries as the block does, with rotation, mask and sizes.
@@ -273,10 +273,10 @@ def attention_rows(
     if carried is not None:
         call, q = read_mask(call, carried, k.shape[2]), _unmerge_heads(carried.state, q)
     rows, extra = queries, 0
-    if beside is not None:
-        extra = beside.q.shape[2]
-        q = torch.cat([q[:, :, :special], beside.q, q[:, :, special:]], 2)
-        k = torch.cat([k, beside.k], 2)
+    if side is not None:
+        extra = side.q.shape[2]
+        q = torch.cat([q[:, :, :special], side.q, q[:, :, special:]], 2)
+        k = torch.cat([k, side.k], 2)
         # an added token has the mask of a patch
         rows = [-1 if special <= query < special + extra else query - extra * (query >= special) for query in queries]
     scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
@@ -292,7 +292,7 @@ def attention_rows(
         assert carried.plan.added is not None
         gate = carried.plan.added.gate(carried.state.layer)
         itself = torch.tensor(queries, device=k.device).unsqueeze(1) == special + torch.arange(extra, device=k.device)
-        bias = with_beside(bias, itself, gate, scores)
+        bias = side_bias(bias, itself, gate, scores)
     return parts.weigh(block, scores, bias)
 
 

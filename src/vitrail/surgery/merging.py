@@ -52,7 +52,7 @@ def merge(
 ) -> Merging:
     """Merge similar tokens in every block of a model, in place.
 
-    Parameters, buffers and the keys of ``state_dict`` stay as they are, and ``Merging.remove`` (or the end of a
+    Parameters, buffers and the keys of ``state_dict`` stay unchanged, and ``Merging.remove`` (or the end of a
     ``with`` block) restores the model exactly. Pass one of ``r``, ``keep`` and ``gflops``; methods that decide by
     themselves how much to merge need none.
 
@@ -68,7 +68,7 @@ def merge(
         schedule: distribution of the merges over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
             ``"increasing"``, or ToMe's inflection from −1 to 1.
         proportional: let attention count a token of size s as s tokens. Models pretrained by masking (MAE) and used
-            without finetuning do better without.
+            without fine-tuning do better without.
         order: ``"paper"`` as in ToMe; ``"original"`` keeps tokens in the order of their first member.
         protect: boolean mask of patches that never merge: (patches,) or (height, width) of the grid for all images;
             (images, patches) or (images, height, width) for one batch.
@@ -177,7 +177,7 @@ class Merging(Handle):
     def tokens_per_layer(self, size: Size | None = None) -> list[int]:
         """Return the number of tokens that leave each block, special tokens included, for a size in pixels.
 
-        With ``protect`` and ``order="original"`` the images decide, and more tokens may be left.
+        With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left.
         """
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
@@ -228,16 +228,16 @@ class Merging(Handle):
         from vitrail.data.decode import read_images
         from vitrail.drawing import stained_glass
 
-        pictures = read_images(images)
+        originals = read_images(images)
         refuse_other_channels(self.found)
-        batch = to_tensor(pictures, self.found.adapter.preprocessing(self.found.trunk))
+        batch = to_tensor(originals, self.found.adapter.preprocessing(self.found.trunk))
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:
             self.found.trunk(batch.to(weight.device, weight.dtype))
         grid = trace.layout.grid[1:]
         groups = trace.groups.cpu()
         return [
-            stained_glass(picture, group.reshape(grid).numpy()) for picture, group in zip(pictures, groups, strict=True)
+            stained_glass(image, group.reshape(grid).numpy()) for image, group in zip(originals, groups, strict=True)
         ]
 
     def remove(self) -> None:

@@ -116,14 +116,14 @@ def test_the_p_value_holds_for_the_hardest_clean_tail(tokens, monkeypatch):
 
 @pytest.mark.parametrize(("width", "tokens"), [(0.1, 400), (0.15, 800), (0.2, 2000), (0.25, 4000)])
 def test_confidence_in_none_is_about_the_rate_at_which_usual_artifacts_are_found(width, tokens):
-    said, hits = [], []
+    confidences, hits = [], []
     for seed in range(60):
         rng = np.random.default_rng(seed)
         clean = np.exp(width * rng.standard_normal(tokens))
         found = find_threshold(tensor(clean))
-        said.append(found.confidence if found.verdict == "none" else 0.0)
+        confidences.append(found.confidence if found.verdict == "none" else 0.0)
         hits.append(find_threshold(tensor(plant(clean, rng, 0.02, 5)[0])).verdict == "artifacts")
-    assert np.mean(said) <= np.mean(hits) + 0.1
+    assert np.mean(confidences) <= np.mean(hits) + 0.1
     assert np.mean(hits) > 0.5
 
 
@@ -146,7 +146,7 @@ def test_threshold_lies_below_both_of_two_groups_of_artifacts():
     assert found.outlier_share == pytest.approx(0.04, rel=0.01)
 
 
-def test_a_second_mode_that_is_large_is_no_set_of_outliers():
+def test_a_large_second_mode_is_not_outliers():
     rng = np.random.default_rng(0)
     found = find_threshold(tensor(plant(np.exp(0.1 * rng.standard_normal(5000)), rng, 0.35, 4)[0]))
     assert found.verdict == "uncertain"

@@ -48,7 +48,7 @@ class TestPositions:
             assert low - 0.02 < probe.chance_accuracy < high + 0.02
 
     def test_distance_is_in_patches(self) -> None:
-        """Positions are told apart by row alone, so that the error is along the row."""
+        """Only the row of a position is encoded, so the error is along the row."""
         rows = one_hot(torch.arange(PATCHES) // 4, 3).float().expand(IMAGES, -1, -1)
         tokens, outliers = rows + 0.01 * torch.randn(rows.shape), torch.zeros(IMAGES, PATCHES, dtype=torch.bool)
         score = probe_positions(tokens, outliers, GRID).kinds["normal"]

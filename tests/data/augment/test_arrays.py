@@ -1,4 +1,4 @@
-"""Augmentation of arrays: against plain loops, along every axis, the same for any number of processes."""
+"""Augmentation of arrays: against plain loops, along every axis, equal for any world size."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 
 SHAPES = {"spectrograms": (6, 2, 16, 24), "clips": (6, 3, 8, 9, 17)}
-NORMALISING = {2: InputSpec.of_arrays((1.0, -2.0), (2.0, 0.5)), 3: InputSpec.of_arrays((0.5,) * 3, (0.25,) * 3, 255)}
+NORMALIZING = {2: InputSpec.of_arrays((1.0, -2.0), (2.0, 0.5)), 3: InputSpec.of_arrays((0.5,) * 3, (0.25,) * 3, 255)}
 
 
 def values(kind: str) -> Tensor:
@@ -20,8 +20,8 @@ def values(kind: str) -> Tensor:
     return torch.randn(shape, generator=generator("cpu", 1), dtype=torch.float64)
 
 
-def brute(sample: Tensor, strength: str, numbers: list[float], normalising: InputSpec) -> Tensor:
-    """One sample, one value after the other."""
+def brute(sample: Tensor, strength: str, numbers: list[float], normalizing: InputSpec) -> Tensor:
+    """Augment one sample, value by value."""
     made = torch.zeros(sample.shape, dtype=torch.float64)
     sides = sample.shape[1:]
     most = [int(side * REACH[strength]) for side in sides]
@@ -38,8 +38,8 @@ def brute(sample: Tensor, strength: str, numbers: list[float], normalising: Inpu
         outside = any(not 0 <= at < side for at, side in zip(source, sides, strict=True))
         if outside or any(low <= at < high for at, (low, high) in zip(index, bands, strict=True)):
             continue
-        for channel, (mean, std) in enumerate(zip(normalising.mean, normalising.std, strict=True)):
-            value = sample[(channel, *source)].item() / normalising.scale
+        for channel, (mean, std) in enumerate(zip(normalizing.mean, normalizing.std, strict=True)):
+            value = sample[(channel, *source)].item() / normalizing.scale
             made[(channel, *index)] = (value - mean) / std
     return made
 
@@ -48,13 +48,13 @@ def brute(sample: Tensor, strength: str, numbers: list[float], normalising: Inpu
 @pytest.mark.parametrize("strength", REACH)
 def test_against_loops(kind: str, strength: str) -> None:
     given = values(kind)
-    normalising = NORMALISING[given.shape[1]]
+    normalizing = NORMALIZING[given.shape[1]]
     table = torch.rand(len(given), DRAWS * (given.dim() - 2), generator=generator("cpu", 2))
     table[0], table[1] = 0.0, 1.0  # the ends of what may be drawn
-    made = ArrayAugment(strength, normalising).apply(given, table)
+    made = ArrayAugment(strength, normalizing).apply(given, table)
     assert made.dtype == torch.float32
     for number in (0, 1, 2):
-        expected = brute(given[number], strength, table[number].tolist(), normalising)
+        expected = brute(given[number], strength, table[number].tolist(), normalizing)
         torch.testing.assert_close(made[number].double(), expected, atol=1e-5, rtol=0)
 
 
@@ -62,7 +62,7 @@ def test_against_loops(kind: str, strength: str) -> None:
 @pytest.mark.parametrize("strength", REACH)
 def test_the_same_for_any_number_of_processes(kind: str, strength: str) -> None:
     given = values(kind)
-    augment = ArrayAugment(strength, NORMALISING[given.shape[1]])
+    augment = ArrayAugment(strength, NORMALIZING[given.shape[1]])
     whole = augment(given, generator("cpu", 5, 1))
     parts = [augment(given[at : at + 3], generator("cpu", 5, 1), slice(at, at + 3), 6) for at in (0, 3)]
     assert torch.equal(torch.cat(parts), whole)
@@ -77,7 +77,7 @@ def test_shifts_and_bands_one_by_one() -> None:
     assert dark[:, 0, 0].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 0, 4, 5, 6], [1, 2, 3, 4, 0, 0]]
 
 
-def test_settled_it_only_normalises() -> None:
+def test_evaluation_only_normalizes() -> None:
     values, draw = torch.randn(3, 2, 8, 12), torch.Generator().manual_seed(0)
     augment = ArrayAugment("strong", InputSpec.of_arrays((0.5, 1.0), (2.0, 3.0)))
     assert torch.equal(augment.settled()(values, draw), augment.plain(values))
@@ -94,11 +94,11 @@ def test_numbers_are_spread_evenly() -> None:
 def test_no_number_is_read_back_from_the_device() -> None:
     """On a device without numbers, reading one or making a shape of one is an error."""
     given = values("spectrograms").to("meta")
-    assert ArrayAugment("strong", NORMALISING[2]).apply(given, torch.rand(6, 6).to("meta")).shape == given.shape
+    assert ArrayAugment("strong", NORMALIZING[2]).apply(given, torch.rand(6, 6).to("meta")).shape == given.shape
 
 
 def test_autocast_leaves_it_exact() -> None:
-    augment, given = ArrayAugment("medium", NORMALISING[2]), values("spectrograms").float()
+    augment, given = ArrayAugment("medium", NORMALIZING[2]), values("spectrograms").float()
     with torch.autocast("cpu", torch.bfloat16):
         made = augment(given, generator("cpu", 0))
     assert torch.equal(made, augment(given, generator("cpu", 0)))
@@ -106,7 +106,7 @@ def test_autocast_leaves_it_exact() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(InvalidOption, match="augment='flip'"):
-        ArrayAugment("flip", NORMALISING[2])
+        ArrayAugment("flip", NORMALIZING[2])
     for wrong in ({"mean": (), "std": ()}, {"mean": (0,), "std": (0,)}, {"mean": (float("nan"),), "std": (1,)}):
         with pytest.raises(InvalidOption, match="channels"):
             InputSpec.of_arrays(**wrong)

@@ -61,11 +61,11 @@ def test_blur(images: torch.Tensor) -> None:
 def test_erase(images: torch.Tensor) -> None:
     start = torch.tensor([[0, 0], [3, 5], [20, 20], [7, 7], [23, 0]]).float()
     size = torch.tensor([[24, 24], [4, 9], [4, 4], [0, 0], [1, 24]]).float()
-    colour = torch.rand(5, 3)
-    made = erase(images, start, size, colour)
+    color = torch.rand(5, 3)
+    made = erase(images, start, size, color)
     for number, image in enumerate(images):
         place = [*start[number].int().tolist(), *size[number].int().tolist()]
-        torch.testing.assert_close(made[number], v2.erase(image, *place, colour[number][:, None, None]))
+        torch.testing.assert_close(made[number], v2.erase(image, *place, color[number][:, None, None]))
 
 
 def test_box_mask() -> None:

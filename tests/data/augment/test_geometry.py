@@ -1,4 +1,4 @@
-"""Crops and turns, against torchvision's own with the same parameters."""
+"""Crops and rotations, against torchvision's with the same parameters."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_warp_without_a_turn_is_the_crop(flipped: bool) -> None:
         (0.0, (0.0, 0.0), (0.125, -0.25)),
     ],
 )
-def test_turns_are_torchvisions(angle: float, shear: tuple[float, float], shift: tuple[float, float]) -> None:
+def test_rotations_equal_torchvision(angle: float, shear: tuple[float, float], shift: tuple[float, float]) -> None:
     images = waves(1, 64)
     whole = torch.zeros(1, 2), torch.full((1, 2), 64.0), torch.tensor([False])
     turn = affine(torch.tensor([math.radians(angle)]), torch.tensor([shear]), torch.tensor([shift]))
@@ -75,8 +75,8 @@ def test_turns_are_torchvisions(angle: float, shear: tuple[float, float], shift:
     assert (made - theirs)[inside].abs().max() < 0.01
 
 
-def test_a_turned_box_shows_what_is_beside_it() -> None:
-    """A box in the middle, turned by a quarter, is the quarter turn of that box; nothing is filled in."""
+def test_a_rotated_box_shows_its_surroundings() -> None:
+    """A central box rotated by 90 degrees equals the rotated box; nothing is padded."""
     images = waves(1, 64)
     start, size = torch.tensor([[16.0, 16.0]]), torch.tensor([[32.0, 32.0]])
     turn = affine(torch.tensor([math.pi / 2]), torch.zeros(1, 2), torch.zeros(1, 2))
@@ -87,7 +87,7 @@ def test_a_turned_box_shows_what_is_beside_it() -> None:
     torch.testing.assert_close(made, images[:, :, 16:48, 8:40], atol=1e-4, rtol=0)
 
 
-def test_what_shrinks_a_lot_is_smoothed_first() -> None:
+def test_strong_shrinking_is_antialiased() -> None:
     stripes = (torch.arange(128) % 2).float().expand(1, 3, 128, 128)
     whole = torch.zeros(1, 2), torch.full((1, 2), 128.0), torch.tensor([False])
     made = warp(stripes, *whole, NO_TURN[None], 32)
@@ -103,9 +103,9 @@ def test_boxes_follow_the_recipe_of_torchvision() -> None:
     """The same distribution as torchvision's own sampling, by the means and spreads of many boxes."""
     transforms = pytest.importorskip("torchvision.transforms")
     count, side = 4000, 96
-    picture = torch.zeros(3, side, side)
+    image = torch.zeros(3, side, side)
     theirs = torch.tensor(
-        [transforms.RandomResizedCrop.get_params(picture, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(count)]
+        [transforms.RandomResizedCrop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(count)]
     ).float()
     start, size = random_boxes(
         torch.rand(count, 10), torch.rand(count, 10), torch.rand(count, 2), side, (0.08, 1.0), (3 / 4, 4 / 3), side

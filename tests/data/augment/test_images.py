@@ -1,4 +1,4 @@
-"""Augmentation of a batch: each step in its place, the same for any number of processes, and good to compile."""
+"""Augmentation of a batch: order of steps, equal for any world size, compilable."""
 
 from functools import cache, partial
 from typing import Any
@@ -81,7 +81,7 @@ def test_plain(images: Tensor) -> None:
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
-def test_draws_that_change_nothing(images: Tensor, strength: Strength) -> None:
+def test_neutral_augmentation_parameters_change_nothing(images: Tensor, strength: Strength) -> None:
     made = Augment(strength, 40, **AS_IT_IS).apply(images, numbers(12))
     # The least blur is a tenth of a pixel at 224, and no more than rounding.
     torch.testing.assert_close(made, images / 255, atol=1e-5, rtol=0)
@@ -98,11 +98,11 @@ def test_choice_of_three(images: Tensor) -> None:
     v2 = pytest.importorskip("torchvision.transforms.v2.functional", reason="the reference is torchvision's")
     augment = Augment("medium", 40, **AS_IT_IS, jitter=0.0)
     made = augment.apply(images, numbers(12, choice=[[0.1], [0.5], [0.9]] * 4, blur=1.0))
-    pictures = images / 255
-    torch.testing.assert_close(made[0::3], v2.rgb_to_grayscale(pictures[0::3], 3), atol=1e-5, rtol=0)
-    torch.testing.assert_close(made[1::3], v2.solarize(pictures[1::3], 128 / 255), atol=1e-5, rtol=0)
+    scaled = images / 255
+    torch.testing.assert_close(made[0::3], v2.rgb_to_grayscale(scaled[0::3], 3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(made[1::3], v2.solarize(scaled[1::3], 128 / 255), atol=1e-5, rtol=0)
     sigma = 2.0 * 40 / 224
-    torch.testing.assert_close(made[2::3], v2.gaussian_blur(pictures[2::3], [9, 9], [sigma, sigma]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(made[2::3], v2.gaussian_blur(scaled[2::3], [9, 9], [sigma, sigma]), atol=1e-5, rtol=0)
 
 
 def test_jitter_spans_its_range(images: Tensor) -> None:
@@ -112,7 +112,7 @@ def test_jitter_spans_its_range(images: Tensor) -> None:
         torch.testing.assert_close(made, (images / 255 * factor).clamp(0, 1), atol=1e-5, rtol=0)
 
 
-def test_crops_are_no_smaller_than_asked_for() -> None:
+def test_crops_are_no_smaller_than_requested() -> None:
     """A ramp from left to right shows how wide a crop is."""
     ramp = torch.arange(0, 240, 4, dtype=torch.uint8).expand(64, 3, 60, 60)
     made = Augment("light", 60, **AS_IT_IS, crop_min=0.5, ratio=(1.0, 1.0))(ramp, generator("cpu", 3))
@@ -136,16 +136,16 @@ def test_erasing() -> None:
 
 
 @pytest.mark.parametrize("strength", always(["strong"], ["medium", "strong"]))
-def test_it_compiles_in_one_piece(images: Tensor, strength: Strength) -> None:
-    """Followed by the compiler as a whole, for any image: no shape depends on a number, and none is read back."""
+def test_compiles_as_one_graph_for_any_image(images: Tensor, strength: Strength) -> None:
+    """The compiler traces one graph for any image: no shape depends on a value, and none is read back."""
     own = Augment(strength, 32)
     table = torch.rand(12, sum(WIDTHS))
     compiled = torch.compile(Augment.apply, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(own, images, table), own.apply(images, table))
 
 
-def test_compiled_it_gives_the_same(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An equal one, of another run, is not compiled anew."""
+def test_compiled_results_are_the_same(images: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An equal augmentation of another run is not compiled again."""
     monkeypatch.setattr(augment, "compiled", cache(partial(torch.compile, backend="aot_eager")))
 
     def made(compiled: bool) -> Tensor:

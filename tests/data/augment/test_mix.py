@@ -91,7 +91,7 @@ def test_the_same_for_any_number_of_processes(images: Tensor) -> None:
     assert torch.equal(torch.cat([part.share for part in parts]), whole.share)
 
 
-def test_it_compiles_in_one_piece(images: Tensor) -> None:
+def test_compiles_as_one_graph_for_any_image(images: Tensor) -> None:
     numbers, shares = torch.rand(8, 6), torch.rand(8, 2)
     mix = Mix(0.8, 1.0)
     compiled = torch.compile(mix.apply, fullgraph=True, backend="aot_eager")

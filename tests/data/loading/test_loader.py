@@ -44,7 +44,7 @@ def damaged(tmp_path: Path) -> Dataset:
 
 
 @pytest.mark.parametrize("keep", KINDS)
-def test_batches_hold_what_the_order_says(examples: Dataset, keep: str) -> None:
+def test_batches_follow_the_order(examples: Dataset, keep: str) -> None:
     made = loader(examples, keep)
     assert (made.count, made.steps_per_epoch, made.image_size) == (12, 3, 12)
     assert made.classes == {"label": ("a", "b")}
@@ -122,7 +122,7 @@ def test_sweeps_do_not_disturb_steps(examples: Dataset) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_unreadable_images_are_replaced_named_and_left_out(damaged: Dataset, workers: int) -> None:
-    """2 and 3 cannot be read, nor 11, the last: 4 stands for the first two, 0 for the last."""
+    """2, 3 and 11, the last, cannot be read: 4 replaces the first two, 0 the last."""
     resident = loader(damaged, "device", max_unreadable=0.25, workers=workers)
     streaming = loader(damaged, "workers", max_unreadable=0.25)
     assert streaming.skipped == []  # none was met so far
@@ -159,7 +159,7 @@ def test_nothing_readable_at_all(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- where images are kept
 
 
-def test_the_choice(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_selection(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(loader(examples, "auto"), InMemoryLoader)
     monkeypatch.setattr(module, "HOST_BYTES", 12 * 3 * 12 * 12 - 1)
     assert isinstance(loader(examples, "auto"), WorkerLoader)
@@ -168,9 +168,9 @@ def test_the_choice(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.loading.memory.CHUNK", 5)
-    told: list[tuple[int, int]] = []
-    made = loader(examples, "device", workers=2, progress=lambda *done: told.append(done))
-    assert told == [(5, 12), (10, 12), (12, 12)]
+    events: list[tuple[int, int]] = []
+    made = loader(examples, "device", workers=2, progress=lambda *done: events.append(done))
+    assert events == [(5, 12), (10, 12), (12, 12)]
     for index, image in enumerate(next(made.sweep(12)).images):
         assert torch.equal(image, examples.tensor(index, 12))
 
@@ -194,7 +194,7 @@ def test_refusals(examples: Dataset, given: dict[str, Any], message: str) -> Non
 # ---------------------------------------------------------------- processes that read
 
 
-def test_workers_read_the_same_and_their_death_is_told(tmp_path: Path) -> None:
+def test_workers_read_the_same_and_their_failure_is_reported(tmp_path: Path) -> None:
     examples = open_dataset(class_folders(tmp_path / "set", 12, broken=(4,)), labeled=True)
     made = loader(examples, "workers", workers=1, max_unreadable=0.1)
     other = loader(examples, "device", max_unreadable=0.1)

@@ -37,7 +37,7 @@ def test_generators_have_no_past() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 5))
-def test_a_pass_sees_every_example_at_most_once(count: int, batch: int, seed: int) -> None:
+def test_a_pass_sees_every_sample_at_most_once(count: int, batch: int, seed: int) -> None:
     if count < batch:
         return
     order = Order(count, batch, seed)

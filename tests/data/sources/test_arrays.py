@@ -13,7 +13,7 @@ from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption
 
 
-def test_a_share_is_normalized_by_its_own_rows() -> None:
+def test_a_subset_is_normalized_by_its_own_rows() -> None:
     values = (
         torch.randn(10, 2, 4, 6, generator=generator("cpu", 0)).double() * 3 + torch.arange(2.0).view(2, 1, 1) * 1e4
     )
@@ -29,7 +29,7 @@ def test_a_share_is_normalized_by_its_own_rows() -> None:
         open_dataset(Arrays(values * torch.tensor([1, torch.inf]).view(2, 1, 1), [0] * 10), labeled=True).statistics()
 
 
-def test_bytes_of_three_channels_are_prepared_as_images_are() -> None:
+def test_bytes_with_three_channels_are_preprocessed_as_images() -> None:
     values = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8)
     expects = open_dataset(Arrays(values, [0, 1, 0, 1]), labeled=True).statistics()
     assert expects is not None
@@ -44,7 +44,9 @@ def test_labels_and_names() -> None:
     values = np.zeros((4, 1, 2, 2), dtype=np.float32)
     values.flags.writeable = False
     assert Arrays(values[:, :, ::-1], [0] * 4)._values.data_ptr() != values.ctypes.data
-    assert Arrays(values, [0] * 4)._values.data_ptr() == values.ctypes.data  # as it is, a file mapped to memory, say
+    assert (
+        Arrays(values, [0] * 4)._values.data_ptr() == values.ctypes.data
+    )  # not copied: it may be a memory-mapped file
     arrays = Arrays(values, {"tone": np.array([2, 0, -1, 1]), "voice": ["b", "a", "a", None]})
     assert repr(arrays) == "Arrays(4 × (1, 2, 2), float32, tone: 3 classes, voice: 2 classes)"
     tones = open_dataset(arrays, labels=("tone",), labeled=True)
@@ -77,6 +79,6 @@ def test_labels_and_names() -> None:
         ({"names": ["a"]}, "names: 1 for 2 samples"),
     ],
 )
-def test_what_are_no_arrays(given: dict[str, Any], message: str) -> None:
+def test_invalid_arrays(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         Arrays(**({"values": torch.zeros(2, 1, 4, 4), "labels": [0, 1]} | given))

@@ -20,7 +20,7 @@ from vitrail.errors import ImageError, InvalidOption
 PLAIN = InputSpec((8, 16), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
-def picture(red: int, size: tuple[int, int] = (20, 10)) -> Image.Image:
+def solid_image(red: int, size: tuple[int, int] = (20, 10)) -> Image.Image:
     return Image.new("RGB", size, (red, 0, 0))
 
 
@@ -43,7 +43,7 @@ def table(path: Path, rows: Sequence[dict[str, Any]], *, group: int = 2, schema:
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:
-    return {"image": {"bytes": encoded(picture(number)), "path": f"folder/{number}.png"}, **more}
+    return {"image": {"bytes": encoded(solid_image(number)), "path": f"folder/{number}.png"}, **more}
 
 
 def labels(dataset: Dataset) -> list[int]:
@@ -78,15 +78,15 @@ def test_parquet_files_follow_each_other(tmp_path: Path) -> None:
     assert reds(open_dataset([second, first], limit=2)) == [2, 4]
     other = table(tmp_path / "other.parquet", [row(0, label=0, species=1)])
     assert len(open_dataset([first, other])) == 3
-    odd = table(tmp_path / "odd.parquet", [{"picture": encoded(picture(0)), "label": 1}])
+    odd = table(tmp_path / "odd.parquet", [{"picture": encoded(solid_image(0)), "label": 1}])
     with pytest.raises(ImageError, match=r"odd\.parquet: its columns"):
         open_dataset([first, odd])
-    picture(3).save(tmp_path / "3.png")
+    solid_image(3).save(tmp_path / "3.png")
     with pytest.raises(InvalidOption, match="parquet file"):
         open_dataset([first, tmp_path / "3.png"])
 
 
-def test_parquet_without_a_name_is_known_by_its_bytes(tmp_path: Path) -> None:
+def test_parquet_without_suffix_is_recognized_by_its_bytes(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", [row(5)]).rename(tmp_path / "download")
     assert reds(open_dataset(path)) == [5]
 
@@ -102,7 +102,7 @@ def test_columns_of_labels(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match=r"labels='sort'.*'id', 'breed', 'species', 'kind'"):
         open_dataset(path, labels="sort")
     assert not open_dataset(table(tmp_path / "b.parquet", [row(1, id=4, image_id=3)])).classes
-    picture(3).save(tmp_path / "3.png")
+    solid_image(3).save(tmp_path / "3.png")
     with pytest.raises(InvalidOption, match="names a column"):
         open_dataset(tmp_path / "3.png", labels="kind")
 
@@ -152,7 +152,7 @@ def test_trimaps_masks_and_boxes(tmp_path: Path) -> None:
     palette = Image.fromarray(np.array([[0, 1] * 10] * 10, dtype=np.uint8), mode="P")
     palette.putpalette([9, 9, 9, 0, 0, 0])  # index 0 is grey and index 1 black: the index counts
     wide = [[0.0, 0.0, 30.0, 5.0], [1.0, 1.0, 2.0, 2.0]]
-    path = table(tmp_path / "b.parquet", [{"img": encoded(picture(4)), "mask": encoded(palette), "boxes": wide}])
+    path = table(tmp_path / "b.parquet", [{"img": encoded(solid_image(4)), "mask": encoded(palette), "boxes": wide}])
     sample = open_dataset(path).read(0)
     assert sample.mask is not None
     assert sample.mask[0, :4].tolist() == [0, 1, 0, 1]
@@ -222,7 +222,7 @@ def _empty(folder: Path) -> str:
     return "empty.parquet"
 
 
-def test_a_damaged_row_group_costs_its_own_rows_alone(tmp_path: Path) -> None:
+def test_a_damaged_row_group_loses_only_its_own_rows(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", [row(number, label=number) for number in range(6)])
     from pyarrow import parquet
 
@@ -249,7 +249,7 @@ def test_images_are_streamed_some_rows_at_a_time(tmp_path: Path, monkeypatch: py
     assert source.fetch(2)().image.getpixel((0, 0))[0] == 2
 
 
-def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImageError, match=r"pip install vitrail\[data\]"):

@@ -1,4 +1,4 @@
-"""Webdataset shards: tar files as samples, whatever is beside the images."""
+"""Webdataset shards: tar files with images and other files of each sample."""
 
 from pathlib import Path
 from typing import Any

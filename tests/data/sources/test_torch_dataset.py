@@ -10,28 +10,28 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.files import Pairs, class_folders, encoded, picture
+from tests.data.files import Pairs, class_folders, encoded, solid_image
 from tests.data.test_dataset import numbers
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError, InvalidOption
 
 
 def test_torch_data_sets() -> None:
-    pairs = Pairs([(picture(number), number % 3) for number in range(6)])
+    pairs = Pairs([(solid_image(number), number % 3) for number in range(6)])
     dataset = open_dataset(pairs, labeled=True)
     assert (dataset.classes, dataset.labels[:, 0].tolist()) == ({"label": ("0", "1", "2")}, [0, 1, 2, 0, 1, 2])
     assert numbers(dataset) == list(range(6))
     assert dataset.names[4] == "Pairs, number 4"
-    tasks = Pairs([(picture(number), (number % 2, torch.tensor(number % 3))) for number in range(6)])
+    tasks = Pairs([(solid_image(number), (number % 2, torch.tensor(number % 3))) for number in range(6)])
     both = open_dataset(tasks, labels=("even", "third"), labeled=True)
     assert both.labels.tolist() == [[number % 2, number % 3] for number in range(6)]
-    named = Pairs([(picture(0), 1)])
+    named = Pairs([(solid_image(0), 1)])
     named.classes = ["cat", "dog"]  # type: ignore[attr-defined]
     assert open_dataset(named, labeled=True).classes == {"label": ("cat", "dog")}
 
 
 def test_listed_targets_are_taken_without_reading() -> None:
-    pairs = Pairs([ValueError("pictures are not read for that")] * 3)
+    pairs = Pairs([ValueError("images are not read for that")] * 3)
     pairs.targets = np.array([1, 0, 1])  # type: ignore[attr-defined]
     dataset = open_dataset(pairs, labeled=True)
     assert dataset.labels[:, 0].tolist() == [1, 0, 1]
@@ -49,12 +49,12 @@ def test_listed_targets_are_taken_without_reading() -> None:
         Image.new("L", (12, 12), 7),
     ],
 )
-def test_whatever_is_a_image(value: Any) -> None:
+def test_accepted_image_types(value: Any) -> None:
     assert open_dataset(Pairs([(value, 0)]), labeled=True).tensor(0, 12).eq(7).all()
 
 
 @pytest.mark.parametrize("value", [torch.randn(3, 8, 8), torch.rand(8, 8), "a.png", np.zeros((8, 8, 3)), None])
-def test_whatever_is_none(value: Any) -> None:
+def test_rejected_image_types(value: Any) -> None:
     with pytest.raises(ImageError, match="Pairs, number 0: not an image"):
         open_dataset(Pairs([(value, 0)]), labeled=True).tensor(0, 8)
 
@@ -63,7 +63,7 @@ def test_data_sets_that_cannot_be_used() -> None:
     with pytest.raises(InvalidOption, match="map-style"):
         open_dataset(iter([]), labeled=True)  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match="its class is 'cat'"):
-        open_dataset(Pairs([(picture(0), "cat")]), labeled=True)
+        open_dataset(Pairs([(solid_image(0), "cat")]), labeled=True)
 
 
 def test_torchvision(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_torchvision(tmp_path: Path) -> None:
 
 
 class Table:
-    """As much of a data set of Hugging Face's as is used."""
+    """The part of a Hugging Face dataset that is used."""
 
     def __init__(self, rows: list[dict[str, Any]], features: dict[str, Any]) -> None:
         self._rows = rows
@@ -115,7 +115,7 @@ ClassLabel = type("ClassLabel", (), {"names": ["cat", "dog"], "dtype": "int64"})
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """A stand-in for the datasets library; what was asked for."""
+    """Replace the datasets library by a fake; return its calls."""
     rows = [
         {"id": number, "img": {"bytes": encoded(number), "path": None}, "kind": number % 2, "word": "xyz"[number % 3]}
         for number in range(4)
@@ -126,10 +126,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         "kind": ClassLabel(),
         "word": SimpleNamespace(dtype="string"),
     }
-    asked: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     def load_dataset(name: str, split: str) -> Table:
-        asked.append((name, split))
+        calls.append((name, split))
         if name == "no/set":
             raise FileNotFoundError("it is not there")
         return Table(rows, features)
@@ -137,7 +137,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     library = ModuleType("datasets")
     library.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", library)
-    return asked
+    return calls
 
 
 def test_hugging_face(hub: list[tuple[str, str]]) -> None:

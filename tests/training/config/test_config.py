@@ -1,4 +1,4 @@
-"""What a run is asked for: every mistake is an error that names the field, and everything can be written down."""
+"""Training configuration: every mistake is an error that names the field, and every value is saved."""
 
 from dataclasses import MISSING
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_mistakes_name_the_field_and_write_nothing(mistake: str, photos: str, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_holds_something_is_left_alone(photos: str, tmp_path: Path) -> None:
+def test_a_non_empty_directory_is_left_alone(photos: str, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
         with pytest.raises(TrainingError, match="not a run directory; nothing was changed"):
@@ -119,7 +119,7 @@ def test_presets_decide_everything(preset: str) -> None:
         assert config.resolved(count) == config
 
 
-def test_what_is_given_wins_over_the_preset() -> None:
+def test_given_options_override_the_preset() -> None:
     config = Config(data="x", preset="full", epochs=7, lr=0.5, ema=0.0, mixup=0.0).resolved(9469)
     assert (config.epochs, config.lr, config.ema, config.mixup, config.cutmix) == (7, 0.5, 0.0, 0.0, 1.0)
     assert config.warmup_epochs == 1
@@ -134,7 +134,7 @@ def test_numbers_that_presets_derive() -> None:
     assert ema_for(10**9) == 0.9999
 
 
-def test_yaml_there_and_back(tmp_path: Path) -> None:
+def test_yaml_round_trip(tmp_path: Path) -> None:
     tokens = (TokenSpec("cls", Role.CLASS), TokenSpec("memory", Role.REGISTER, 2))
     config = Config(
         data="x", tokens=tokens, merge="r=8,schedule=decreasing,over_epochs=3", teacher="t", save_every="20 steps"
@@ -154,7 +154,7 @@ def test_yaml_there_and_back(tmp_path: Path) -> None:
             Config.from_yaml(path)
 
 
-def test_tokens_by_words() -> None:
+def test_tokens_by_text() -> None:
     specs = read_tokens("cls=2, register=4, breed", {"breed": 37})
     assert [(spec.name, spec.role.value, spec.count, spec.classes) for spec in specs] == [
         ("cls", "class", 2, None),
@@ -182,7 +182,7 @@ def test_columns_without_a_token_are_for_the_class_token() -> None:
     assert model.heads.species.out_features == 2  # type: ignore[union-attr]
 
 
-def test_merging_by_words_and_by_epoch() -> None:
+def test_merging_by_text_and_by_epoch() -> None:
     plan = read_merge("r=8/4/0,from_epoch=2,over_epochs=8,proportional=false")
     assert plan == MergePlan({"r": [8, 4, 0], "proportional": False}, 2, 8)
     shares = [plan.share_at(epoch) for epoch in range(12)]

@@ -1,4 +1,4 @@
-"""Evaluation: the right numbers, merged and unmerged, and the model as it was afterwards."""
+"""Evaluation: correct values, merged and unmerged, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGES, LABELS = torch.randn(20, 3, 16, 16, generator=DRAW), torch.randint(3, (2
 
 
 class Fed:
-    """A feed of whole-number pictures."""
+    """A data loader of integer images."""
 
     classes = ANIMALS
 
@@ -93,8 +93,8 @@ def test_tasks_and_their_control() -> None:
     labels = torch.stack([torch.randint(2, (20,)), torch.randint(4, (20,))], 1)
     model = tiny(task("colour", 2), task("shape", 4), num_classes=0).eval()
     found = evaluate_model(model, [(IMAGES, labels)], classes=TASKS, seconds=0)
-    said = model.forward_output(IMAGES).by_role
-    hits = [(said[name].argmax(1) == labels[:, i]).double().mean().item() for i, name in enumerate(TASKS)]
+    output = model.forward_output(IMAGES).by_role
+    hits = [(output[name].argmax(1) == labels[:, i]).double().mean().item() for i, name in enumerate(TASKS)]
     assert found.accuracy == pytest.approx(dict(zip(("task.colour", "task.shape"), hits, strict=True)))
     assert found.score == pytest.approx(sum(hits) / 2)
     assert found.confusion["task.shape"].shape == (4, 4)
@@ -124,8 +124,8 @@ def test_data_may_have_labels_for_some_of_the_tasks(shared: bool) -> None:
 
 
 def test_one_task_is_evaluated_by_its_name_where_the_data_has_no_other(tmp_path: Path) -> None:
-    colours, shapes = [number % 2 for number in range(12)], [number % 3 for number in range(12)]
-    whole = table(tmp_path / "whole.parquet", 12, colour=colours, shape=shapes)
+    colors, shapes = [number % 2 for number in range(12)], [number % 3 for number in range(12)]
+    whole = table(tmp_path / "whole.parquet", 12, colour=colors, shape=shapes)
     part = table(tmp_path / "part.parquet", 12, shape=shapes)
     options = {"width": 32, "depth": 1, "heads": 2}
     common = {"preset": "tiny", "epochs": 1, "batch_size": 4, "validation": None, "device": "cpu", "image_size": 16}
@@ -143,7 +143,7 @@ def test_one_task_is_evaluated_by_its_name_where_the_data_has_no_other(tmp_path:
         evaluate(run.folder, part, labels=["size"], device="cpu")
 
 
-def test_a_plain_net_has_no_tokens_to_look_at() -> None:
+def test_a_plain_net_has_no_tokens_to_inspect() -> None:
     net = Net().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     found = evaluate_model(net, [(IMAGES, LABELS[:, 0])], classes=ANIMALS, seconds=0)
@@ -154,7 +154,7 @@ def test_a_plain_net_has_no_tokens_to_look_at() -> None:
     assert (found.collapse, found.outliers, found.notes, found.disagreement) == ({}, {}, (), None)
 
 
-def test_timms_distilled_model_is_heard_head_by_head() -> None:
+def test_logits_of_timm_distilled_models_are_recorded_per_head() -> None:
     timm = pytest.importorskip("timm")
     name = "deit_tiny_distilled_patch16_224"
     model = timm.create_model(name, num_classes=3, depth=2, img_size=16, patch_size=4, embed_dim=24)
@@ -165,7 +165,7 @@ def test_timms_distilled_model_is_heard_head_by_head() -> None:
     assert found.disagreement is not None
 
 
-def test_merged_and_given_back() -> None:
+def test_merged_and_removed() -> None:
     model = tiny(CLASS, TokenSpec("register", "register", 2)).train()
     model.blocks[0].eval()
     before, kinds = model.state_dict(), [type(part) for part in model.modules()]
@@ -184,7 +184,7 @@ def test_merged_and_given_back() -> None:
     assert not model.blocks[0].training
 
 
-def test_a_merging_that_is_there_is_put_aside_and_its_handle_stays_good() -> None:
+def test_an_existing_merging_is_suspended_and_its_handle_stays_valid() -> None:
     model = tiny().eval()
     alone = evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0).loss
     handle = vitrail.merge(model, r=5)
@@ -202,7 +202,7 @@ def test_a_merging_that_is_there_is_put_aside_and_its_handle_stays_good() -> Non
     assert evaluate_model(model, [(IMAGES, LABELS)], classes=ANIMALS, seconds=0, look=0).loss == alone
 
 
-def test_an_error_on_the_way_gives_the_model_back() -> None:
+def test_an_error_restores_the_model() -> None:
     model = tiny().train()
 
     def broken() -> Iterator[tuple[Tensor, Tensor]]:
@@ -302,19 +302,19 @@ def test_processes_add_up(tmp_path: Path, empty: bool) -> None:
         torch.testing.assert_close(found["balanced"], together[3 * rank : 3 * rank + 3])
 
 
-def test_which_pictures_are_right_is_known_one_by_one() -> None:
+def test_correctness_is_known_per_image() -> None:
     torch.manual_seed(0)
     model, feed = tiny(CLASS, DISTILLATION), Fed(slice(0, 20))
     found = evaluate_model(model, feed, prepare=prepare, batch=6, seconds=0, look=0)
     with torch.no_grad():
-        said = model.eval()(prepare(feed.images)).argmax(1)
-    assert torch.equal(found.right["fused"], said == feed.labels[:, 0])
+        output = model.eval()(prepare(feed.images)).argmax(1)
+    assert torch.equal(found.right["fused"], output == feed.labels[:, 0])
     assert {name: one.double().mean().item() for name, one in found.right.items()} == pytest.approx(found.accuracy)
     assert "right" not in found.to_dict()
 
 
-def test_a_summary_never_writes_down_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine million numbers as a list would take seconds, and the loop logs a summary at each evaluation."""
+def test_a_summary_excludes_the_confusion_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of nine million numbers would take seconds, and the loop logs a summary at each evaluation."""
     table = torch.zeros(30, 30)
     found = Evaluation(1, {"fused": 1.0}, {}, 0.0, {}, {"fused": table}, {"fused": ("a",) * 30})
     seen: list[object] = []
@@ -327,7 +327,7 @@ def test_a_summary_never_writes_down_the_table(monkeypatch: pytest.MonkeyPatch) 
     assert any(value is table for value in seen)
 
 
-def test_answers_that_are_no_numbers_are_told() -> None:
+def test_non_finite_predictions_are_reported() -> None:
     torch.manual_seed(0)
     model, images = tiny(CLASS), torch.randn(6, 3, 16, 16)
     images[1:3] = float("nan")

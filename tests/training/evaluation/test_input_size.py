@@ -26,10 +26,10 @@ def test_at_another_size(photos: str, tmp_path: Path, model: str) -> None:
     found = evaluate(run.folder, photos, size=48, seconds=0)
     net, labels = load_trained(run.folder)
     examples = open_dataset(photos, labeled=True)
-    pictures = torch.stack([examples.tensor(row, 48) for row in range(len(examples))]).float() / 255
+    images = torch.stack([examples.tensor(row, 48) for row in range(len(examples))]).float() / 255
     mean, std = (torch.tensor(value)[:, None, None] for value in (labels.preprocessing.mean, labels.preprocessing.std))  # type: ignore[union-attr]
     with torch.no_grad():
-        loss = F.cross_entropy(net.eval()((pictures - mean) / std), examples.labels[:, 0])
+        loss = F.cross_entropy(net.eval()((images - mean) / std), examples.labels[:, 0])
     assert found.loss == pytest.approx(loss.item(), rel=1e-4)
     assert found.loss != pytest.approx(evaluate(run.folder, photos, seconds=0).loss, rel=1e-3)
     assert any("48 × 48" in note for note in found.notes)

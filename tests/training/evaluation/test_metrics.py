@@ -69,11 +69,11 @@ def test_sums_add_up_over_processes() -> None:
     assert torch.equal(left.sums, before)
 
 
-def test_neighbours_vote() -> None:
+def test_neighbors_vote() -> None:
     memory, labels = torch.randn(30, 8, dtype=torch.float64), torch.randint(3, (30,))
-    asked = torch.randn(5, 8, dtype=torch.float64)
-    found = neighbor_logits(memory, labels, asked, 3, k=4, temperature=0.1)
-    for row, x in zip(found, asked, strict=True):
+    queries = torch.randn(5, 8, dtype=torch.float64)
+    found = neighbor_logits(memory, labels, queries, 3, k=4, temperature=0.1)
+    for row, x in zip(found, queries, strict=True):
         cosine = F.cosine_similarity(memory, x[None])
         near = cosine.argsort(descending=True)[:4]
         votes = torch.zeros(3, dtype=torch.float64)

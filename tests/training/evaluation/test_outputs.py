@@ -1,4 +1,4 @@
-"""Any library's classifier in one form, and its features as a map."""
+"""Outputs of classifiers of any library, and their features as a map."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.training.evaluation.outputs import feature_width, forward_output, f
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def test_ours_speak_for_themselves() -> None:
+def test_our_models_declare_their_input() -> None:
     model = tiny(CLASS, DISTILLATION).eval()
     output = forward_output(model, IMAGES)
     torch.testing.assert_close(output.logits, model(IMAGES))
@@ -74,10 +74,10 @@ def test_transformers_models() -> None:
         num_labels=3,
     )  # fmt: skip
     model = transformers.DeiTForImageClassificationWithTeacher(config).eval()
-    said = model(IMAGES)
+    expected = model(IMAGES)
     output, features = forward_output_and_map(model, IMAGES)
-    torch.testing.assert_close(output.logits, said.logits)
-    torch.testing.assert_close(output.by_role["distillation"], said.distillation_logits)
+    torch.testing.assert_close(output.logits, expected.logits)
+    torch.testing.assert_close(output.by_role["distillation"], expected.distillation_logits)
     assert features.shape == (2, 16, 4, 4)
     torch.testing.assert_close(features[:, :, 0, 1], model.deit(IMAGES).last_hidden_state[:, 3])
     assert not model.deit._forward_hooks
@@ -98,7 +98,7 @@ def test_merged_models_answer_too() -> None:
     assert features.shape == (2, 32, 4, 4)
 
 
-def test_what_is_no_classifier_is_refused() -> None:
+def test_other_models_than_classifiers_are_refused() -> None:
     with pytest.raises(UnsupportedInput, match="classifier"):
         forward_output(nn.Conv2d(3, 4, 1), IMAGES)
     with pytest.raises(UnsupportedInput, match="dict"):
@@ -110,9 +110,9 @@ def test_what_is_no_classifier_is_refused() -> None:
 
 
 class _Says(nn.Module):
-    def __init__(self, said: object) -> None:
+    def __init__(self, expected: object) -> None:
         super().__init__()
-        self.said = said
+        self.expected = expected
 
     def forward(self, _: torch.Tensor) -> object:
-        return self.said
+        return self.expected

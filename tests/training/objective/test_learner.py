@@ -68,7 +68,7 @@ def test_shared_weights_stay_shared_and_statistics_stay_float32() -> None:
     assert all(after[name] is weight for name, weight in before.items())
 
 
-def test_weights_come_back_after_an_error() -> None:
+def test_weights_are_restored_after_an_error() -> None:
     model = tiny()
     before = dict(model.named_parameters())
     with pytest.raises(ZeroDivisionError), cast_weights(model):
@@ -122,6 +122,6 @@ def test_a_run_learns_with_rounded_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("recipe", "dino"), ("shard", "fsdp"), ("compile", "whole")])
-def test_what_does_not_go_together_is_refused(name: str, value: str) -> None:
+def test_contradicting_options_are_refused(name: str, value: str) -> None:
     with pytest.raises(InvalidOption, match=f"bf16-weights does not work with {name}={value}"):
         Config(data="photos", dtype="bf16-weights", **{name: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Losses against loops in float64 and against what their papers say."""
+"""Losses against loops in float64 and against their papers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_low_precision_is_widened_first() -> None:
     torch.testing.assert_close(found, F.cross_entropy(logits.float(), labels))
 
 
-def test_hard_distillation_is_about_the_likeliest_class() -> None:
+def test_hard_distillation_uses_the_most_likely_class() -> None:
     student, teacher = torch.randn(5, 4), torch.randn(5, 4)
     torch.testing.assert_close(hard_distillation(student, teacher), F.cross_entropy(student, teacher.argmax(1)))
     torch.testing.assert_close(hard_distillation(student, teacher), hard_distillation(student, 100 * teacher))
@@ -80,7 +80,7 @@ def test_soft_distillation_by_loop(temperature: float) -> None:
     assert soft_distillation(student, teacher, temperature).item() == pytest.approx(total / 3, abs=1e-12)
 
 
-def test_soft_distillation_of_the_same_is_nothing() -> None:
+def test_soft_distillation_of_equal_logits_is_zero() -> None:
     logits = torch.randn(3, 4, requires_grad=True)
     loss = soft_distillation(logits, logits.detach() + 5)
     loss.backward()
@@ -117,14 +117,14 @@ def test_reconstruction_counts_hidden_patches_alone() -> None:
         reconstruction(guess, patches, mask[:, :3])
 
 
-def test_answers_about_hidden_patches_alone_count() -> None:
+def test_only_predictions_of_masked_patches_count() -> None:
     logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     right = torch.randn(2, 3, 5, dtype=torch.float64).softmax(-1)
     mask = torch.tensor([[True, False, True], [False, False, True]])
     each = []
     for b, p in [(0, 0), (0, 2), (1, 2)]:
-        said = softmax(logits[b, p].tolist())
-        each.append(-sum(q * math.log(x) for q, x in zip(right[b, p].tolist(), said, strict=True)))
+        output = softmax(logits[b, p].tolist())
+        each.append(-sum(q * math.log(x) for q, x in zip(right[b, p].tolist(), output, strict=True)))
     found = masked_cross_entropy(logits, right, mask)
     assert found.item() == pytest.approx(sum(each) / 3)
     found.backward()
@@ -143,12 +143,12 @@ def test_patches_are_cut_row_after_row() -> None:
     assert torch.equal(cut[0, 2], images[0, :, 2:, :3].flatten())
 
 
-def test_uncertainty_settles_where_the_paper_says() -> None:
+def test_uncertainty_converges_as_in_the_paper() -> None:
     losses, log_variance = torch.tensor([2.0, 0.5]), torch.zeros(2, requires_grad=True)
     assert uncertainty(losses, log_variance).item() == pytest.approx(2.5)
-    optimiser = torch.optim.SGD([log_variance], lr=0.5)
+    optimizer = torch.optim.SGD([log_variance], lr=0.5)
     for _ in range(200):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         uncertainty(losses, log_variance).backward()
-        optimiser.step()
+        optimizer.step()
     torch.testing.assert_close(log_variance.detach(), (2 * losses).log(), atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""What heads learn from whom, against losses written out by hand."""
+"""Targets of each head, against losses computed by hand."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def test_several_class_tokens_of_one_spec_are_averaged_before_the_loss() -> None
 def test_several_class_heads_learn_the_same() -> None:
     model = tiny(TokenSpec("one", "class"), TokenSpec("two", "class"))
     terms = learner(model)(IMAGES, LABELS)
-    said = forward_output(model, IMAGES).by_role
-    losses = {name: F.cross_entropy(said[name], LABELS[:, 0]) for name in ("one", "two")}
+    output = forward_output(model, IMAGES).by_role
+    losses = {name: F.cross_entropy(output[name], LABELS[:, 0]) for name in ("one", "two")}
     torch.testing.assert_close(terms.total, (losses["one"] + losses["two"]) / 2)
     assert {name: part.item() for name, part in terms.parts.items()} == pytest.approx(
         {name: loss.item() for name, loss in losses.items()}
     )
 
 
-def test_mixed_pictures_have_both_labels() -> None:
+def test_mixed_images_have_both_labels() -> None:
     model = tiny()
     partner, share = torch.tensor([1, 0, 3, 2]), torch.tensor([0.7, 0.7, 1.0, 0.2])
-    said = model(IMAGES)
+    output = model(IMAGES)
     hot = F.one_hot(LABELS[:, 0], 3).float()
     target = share[:, None] * hot + (1 - share[:, None]) * hot[partner]
     terms = learner(model, smoothing=0.2)(IMAGES, LABELS, (partner, share))
-    torch.testing.assert_close(terms.total, F.cross_entropy(said, target, label_smoothing=0.2))
+    torch.testing.assert_close(terms.total, F.cross_entropy(output, target, label_smoothing=0.2))
     same = learner(model)(IMAGES, LABELS, (None, torch.ones(4)))
-    torch.testing.assert_close(same.total, F.cross_entropy(said, LABELS[:, 0]))
+    torch.testing.assert_close(same.total, F.cross_entropy(output, LABELS[:, 0]))
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
@@ -71,12 +71,12 @@ def test_distillation_token_learns_from_the_teacher_alone(kind: str) -> None:
     terms = learner(model, distillation=kind, teacher=teacher, smoothing=0.1, temperature=2.0)(
         IMAGES, LABELS, taught=taught
     )
-    said = forward_output(model, IMAGES).by_role
-    label = F.cross_entropy(said["cls"], LABELS[:, 0], label_smoothing=0.1)
+    output = forward_output(model, IMAGES).by_role
+    label = F.cross_entropy(output["cls"], LABELS[:, 0], label_smoothing=0.1)
     if kind == "hard":
-        expected = 0.5 * label + 0.5 * F.cross_entropy(said["distillation"], taught.logits.argmax(1))
+        expected = 0.5 * label + 0.5 * F.cross_entropy(output["distillation"], taught.logits.argmax(1))
     else:
-        logs = [(x / 2).log_softmax(-1) for x in (said["distillation"], taught.logits)]
+        logs = [(x / 2).log_softmax(-1) for x in (output["distillation"], taught.logits)]
         expected = 0.9 * label + 0.1 * 4 * F.kl_div(*logs, log_target=True, reduction="batchmean")
     torch.testing.assert_close(terms.total, expected)
     terms.parts["cls"]
@@ -84,16 +84,16 @@ def test_distillation_token_learns_from_the_teacher_alone(kind: str) -> None:
     assert all(grad.abs().max() > 0 for grad in grads)
 
 
-def test_without_the_token_the_class_head_learns_from_both() -> None:
+def test_without_a_distillation_token_the_class_head_learns_from_both() -> None:
     model, teacher = tiny(), Teacher(Net())
     taught = teacher(IMAGES)
     terms = learner(model, distillation="hard", teacher=teacher, share=0.25)(IMAGES, LABELS, taught=taught)
-    said = model(IMAGES)
-    expected = 0.75 * F.cross_entropy(said, LABELS[:, 0]) + 0.25 * F.cross_entropy(said, taught.logits.argmax(1))
+    output = model(IMAGES)
+    expected = 0.75 * F.cross_entropy(output, LABELS[:, 0]) + 0.25 * F.cross_entropy(output, taught.logits.argmax(1))
     torch.testing.assert_close(terms.total, expected)
 
 
-def test_timms_distilled_model_is_told_to_give_both_answers() -> None:
+def test_timm_distilled_models_return_both_logits_in_training() -> None:
     timm = pytest.importorskip("timm")
     name = "deit_tiny_distilled_patch16_224"
     model = timm.create_model(name, num_classes=3, depth=1, img_size=16, patch_size=4, embed_dim=24)
@@ -109,8 +109,8 @@ def test_timms_distilled_model_is_told_to_give_both_answers() -> None:
 def test_task_tokens_and_their_control_learn_all_columns() -> None:
     model = tiny(task("colour", 2), task("shape", 4), num_classes=0)
     terms = learner(model, TASKS)(IMAGES, TWO)
-    said = forward_output(model, IMAGES).by_role
-    losses = [F.cross_entropy(said[name], TWO[:, column]) for column, name in enumerate(TASKS)]
+    output = forward_output(model, IMAGES).by_role
+    losses = [F.cross_entropy(output[name], TWO[:, column]) for column, name in enumerate(TASKS)]
     torch.testing.assert_close(terms.total, sum(losses) / 2)
     assert set(terms.parts) == {"task.colour", "task.shape"}
     control = tiny(num_classes=6)
@@ -176,13 +176,13 @@ def test_features_without_a_place_are_compared_with_the_mean() -> None:
 def test_a_plain_net_is_trained_the_same_way() -> None:
     net = Net()
     module = learner(net)
-    optimiser = torch.optim.SGD(module.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     losses = []
     for _ in range(20):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         terms = module(IMAGES, LABELS)
         terms.total.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(terms.total.item())
     assert losses[-1] < 0.5 * losses[0]
     assert list(terms.parts) == ["class"]

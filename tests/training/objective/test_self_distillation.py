@@ -1,4 +1,4 @@
-"""Learning without labels: views, the loss written out in loops, the teacher's average, and that it learns."""
+"""Self-distillation: views, the loss computed in loops, the teacher's average, and that it learns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def headless(*tokens: TokenSpec, **options: object) -> SelfLearner:
     return SelfLearner(tiny(*tokens, num_classes=0), prototypes=32, **options)  # type: ignore[arg-type]
 
 
-def test_views_are_taken_apart_as_they_were_put_together() -> None:
+def test_views_are_split_in_the_order_of_concatenation() -> None:
     found = views()
     assert found.shape == (4, 3, 3, 16, 16)
     large, small = split_views(found)
@@ -49,7 +49,7 @@ def test_views_are_the_same_for_any_number_of_processes() -> None:
     assert torch.equal(VIEWS.plain(PICTURES), VIEWS.augment.plain(PICTURES))
 
 
-def test_small_views_show_little() -> None:
+def test_small_views_cover_small_areas() -> None:
     ramp = torch.linspace(0, 255, 64).round().byte().expand(64, 3, 64, 64).contiguous()
     plain = Augment("light", 32, (0.0,) * 3, (1.0,) * 3, crop_min=0.5)  # type: ignore[arg-type]
     large, small = split_views(Views(plain, small_min=0.05, small_max=0.2)(ramp, generator("cpu", 0)))
@@ -74,8 +74,8 @@ def test_the_loss_by_loop() -> None:
         entropy += -(target * target.clamp(min=1e-30).log()).sum(-1).mean().item() / 2
         for w, x in enumerate(shown):
             if w != v:
-                said = (logits(learner.model, learner.projection, x) / 0.1).log_softmax(-1)
-                total += -(target * said).sum(-1).mean().item()
+                output = (logits(learner.model, learner.projection, x) / 0.1).log_softmax(-1)
+                total += -(target * output).sum(-1).mean().item()
                 pairs += 1
     assert pairs == 10
     assert terms.total.item() == pytest.approx(total / pairs, rel=1e-5)
@@ -113,7 +113,7 @@ def test_the_teacher_follows_after_a_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(frozen, learner.teacher.parameters(), strict=True))
 
 
-def test_what_a_checkpoint_keeps_is_all_there_is() -> None:
+def test_a_checkpoint_holds_the_complete_state() -> None:
     learner, other = headless(), headless()
     learner(views())
     learner.after_step(0.1)
@@ -122,22 +122,22 @@ def test_what_a_checkpoint_keeps_is_all_there_is() -> None:
     assert "projection.prototypes" in learner.no_weight_decay()
 
 
-def test_hidden_patches_are_guessed() -> None:
+def test_masked_patches_are_predicted() -> None:
     learner = headless(CLASS, TokenSpec("register", "register", 2), reconstruct=0.5, hidden=0.5)
     large = split_views(views())[0]
     painted, mask = learner._mask(large)
     assert mask is not None
     assert 0.3 < mask.float().mean() < 0.7
     grid = mask.view(8, 4, 4)
-    for picture, row, column in [(0, 0, 0), (3, 1, 2), (7, 3, 3)]:
-        block = (picture, slice(None), slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4))
-        assert torch.equal(painted[block], torch.zeros(3, 4, 4) if grid[picture, row, column] else large[block])
+    for image, row, column in [(0, 0, 0), (3, 1, 2), (7, 3, 3)]:
+        block = (image, slice(None), slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4))
+        assert torch.equal(painted[block], torch.zeros(3, 4, 4) if grid[image, row, column] else large[block])
     terms = learner(views())
     torch.testing.assert_close(terms.total.detach(), terms.parts["dino"] + 0.5 * terms.parts["reconstruction"])
 
 
-def test_what_is_said_about_hidden_patches_by_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The teacher sees all; its answers are balanced over all patches; hidden ones alone count."""
+def test_loss_of_masked_patches_by_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher sees all patches; its outputs are balanced over all patches; only masked ones count."""
     learner = headless(CLASS, TokenSpec("register", "register", 2), patches=0.5, hidden=0.4)
     found = views()
     large = split_views(found)[0]
@@ -146,11 +146,11 @@ def test_what_is_said_about_hidden_patches_by_loop(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(learner, "_mask", lambda images: (painted, mask))
     terms = learner(found)
     model, projection = learner.teacher
-    rows = [projection(token) / 0.04 for picture in model.forward_features(large) for token in picture[3:]]  # type: ignore[operator]
+    rows = [projection(token) / 0.04 for image in model.forward_features(large) for token in image[3:]]  # type: ignore[operator]
     targets = balanced(torch.stack(rows)).view(8, 16, 32)
-    said = learner.model.forward_features(painted)
+    output = learner.model.forward_features(painted)
     each = [
-        -(targets[b, p] * (learner.projection(said[b, 3 + p]) / 0.1).log_softmax(-1)).sum()
+        -(targets[b, p] * (learner.projection(output[b, 3 + p]) / 0.1).log_softmax(-1)).sum()
         for b, p in mask.nonzero().tolist()
     ]
     torch.testing.assert_close(terms.parts["patches"], torch.stack(each).mean().detach())
@@ -162,34 +162,34 @@ def test_what_is_said_about_hidden_patches_by_loop(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("options", [{}, {"patches": 1.0, "hidden": 0.3}])
-def test_views_of_a_picture_find_each_other_and_nothing_collapses(options: dict[str, float]) -> None:
+def test_views_of_an_image_agree_without_collapse(options: dict[str, float]) -> None:
     torch.manual_seed(0)
     soft = torch.nn.functional.interpolate(torch.rand(32, 3, 3, 3), (20, 20), mode="bilinear")
-    pictures = (soft * 255).byte()
+    images = (soft * 255).byte()
     learner = headless(temperature=0.02, momentum=0.98, **options)
     crops = Views(Augment("light", 16, crop_min=0.5))
 
     @torch.no_grad()
     def found() -> float:
-        one, other = split_views(crops(pictures, generator("cpu", 99)))[0].chunk(2)
+        one, other = split_views(crops(images, generator("cpu", 99)))[0].chunk(2)
         a, b = (torch.nn.functional.normalize(learner.model(x), dim=-1) for x in (one, other))
         return ((a @ b.T).argmax(1) == torch.arange(32)).float().mean().item()
 
     before = found()
-    optimiser = torch.optim.AdamW([p for p in learner.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([p for p in learner.parameters() if p.requires_grad], lr=1e-3)
     entropies = []
     for step in range(75):
-        terms = learner(crops(pictures, generator("cpu", 7, step)))
-        optimiser.zero_grad()
+        terms = learner(crops(images, generator("cpu", 7, step)))
+        optimizer.zero_grad()
         terms.total.backward()
-        optimiser.step()
+        optimizer.step()
         learner.after_step(step / 75)
         entropies.append(terms.parts["entropy"].item())
     assert found() > before + 0.1
     assert 0.2 * log(32) < min(entropies) < 0.7 * log(32)
 
 
-def test_evaluation_is_by_neighbours_that_are_others() -> None:
+def test_evaluation_uses_other_images_as_neighbors() -> None:
     model = tiny(num_classes=0).eval()
     images, labels = torch.randn(12, 3, 16, 16), torch.arange(12) % 3
     found = evaluate_model(model, [(images[:5], labels[:5]), (images[5:], labels[5:])], classes=ANIMALS, seconds=0)

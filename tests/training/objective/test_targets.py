@@ -1,4 +1,4 @@
-"""Which head answers which column, and what is refused before anything is trained."""
+"""Assignment of heads to label columns, and errors before training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vitrail.tokens import TokenSpec
 from vitrail.training.objective.targets import assign_targets, find_heads
 
 
-def test_class_and_distillation_answer_the_one_question() -> None:
+def test_class_and_distillation_tokens_predict_the_one_task() -> None:
     model = tiny(CLASS, DISTILLATION, TokenSpec("register", "register", 2))
     (one,) = assign_targets(model, ANIMALS)
     assert (one.name, one.heads, one.label, one.own) == ("label", ("cls",), "fused", True)
@@ -21,34 +21,34 @@ def test_class_and_distillation_answer_the_one_question() -> None:
 
 
 def test_pooled_patches_answer_before_class_tokens() -> None:
-    beside = TokenSpec("extra", "class", classes=3)
-    assert assign_targets(tiny(beside, pool="mean"), ANIMALS)[0].heads == ("patch", "extra")
+    extra = TokenSpec("extra", "class", classes=3)
+    assert assign_targets(tiny(extra, pool="mean"), ANIMALS)[0].heads == ("patch", "extra")
     assert assign_targets(tiny(CLASS, pool="mean"), ANIMALS)[0].heads == ("patch",)
 
 
 def test_task_tokens_take_the_columns_of_their_names() -> None:
     model = tiny(CLASS, task("shape", 4), task("colour", 2), num_classes=3)
-    asked = assign_targets(model, {**ANIMALS, **TASKS})
-    assert [(one.name, one.column, one.heads, one.label) for one in asked] == [
+    calls = assign_targets(model, {**ANIMALS, **TASKS})
+    assert [(one.name, one.column, one.heads, one.label) for one in calls] == [
         ("label", 0, ("cls",), "fused"),
         ("colour", 1, ("colour",), "task.colour"),
         ("shape", 2, ("shape",), "task.shape"),
     ]
-    assert [one.own for one in asked] == [True, False, False]
+    assert [one.own for one in calls] == [True, False, False]
 
 
 def test_one_token_with_several_heads_splits_its_outputs() -> None:
-    asked = assign_targets(tiny(num_classes=6), TASKS)
-    assert [(one.label, one.start, one.heads) for one in asked] == [
+    calls = assign_targets(tiny(num_classes=6), TASKS)
+    assert [(one.label, one.start, one.heads) for one in calls] == [
         ("task.colour", 0, ("cls",)),
         ("task.shape", 2, ("cls",)),
     ]
     logits = torch.arange(12.0).view(2, 6)
-    assert torch.equal(asked[0].read(logits), logits[:, :2])
-    assert torch.equal(asked[1].read(logits), logits[:, 2:])
+    assert torch.equal(calls[0].read(logits), logits[:, :2])
+    assert torch.equal(calls[1].read(logits), logits[:, 2:])
 
 
-def test_models_of_others_have_a_class_head() -> None:
+def test_models_of_other_libraries_have_a_class_head() -> None:
     timm = pytest.importorskip("timm")
     assert find_heads(Net()).own == ("class",)
     model = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3, depth=1, img_size=32)
@@ -71,12 +71,12 @@ def test_models_of_others_have_a_class_head() -> None:
         (lambda: tiny(TokenSpec("cls", "class", kind="regression")), ANIMALS, "regression"),
     ],
 )
-def test_what_does_not_fit_is_refused(model: object, classes: dict[str, tuple[str, ...]], words: str) -> None:
+def test_mismatches_are_refused(model: object, classes: dict[str, tuple[str, ...]], words: str) -> None:
     with pytest.raises(InvalidOption, match=words):
         assign_targets(model(), classes)  # type: ignore[operator]
 
 
-def test_a_class_token_beside_task_tokens_is_named_by_its_column() -> None:
+def test_a_class_token_next_to_task_tokens_is_named_by_its_column() -> None:
     model = tiny(CLASS, task("breed", 3), num_classes=2)
-    asked = assign_targets(model, {"breed": ("a", "b", "c"), "species": ("cat", "dog")})
-    assert [one.label for one in asked] == ["task.breed", "task.species"]
+    calls = assign_targets(model, {"breed": ("a", "b", "c"), "species": ("cat", "dog")})
+    assert [one.label for one in calls] == ["task.breed", "task.species"]

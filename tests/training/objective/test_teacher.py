@@ -1,4 +1,4 @@
-"""Teachers: frozen, outside, and seeing what the student sees in their own terms."""
+"""Teachers: frozen, outside the student, and with their own preprocessing of the student's images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_frozen_and_in_evaluation_mode() -> None:
     net = Net().train()
     before = net.norm.running_mean.clone()
     teacher = Teacher(net)
-    net.train()  # somebody forgets
+    net.train()  # forgotten by the user
     first, second = teacher(IMAGES), teacher(IMAGES)
     assert torch.equal(first.logits, second.logits)
     assert torch.equal(net.norm.running_mean, before)
@@ -29,14 +29,14 @@ def test_frozen_and_in_evaluation_mode() -> None:
     assert first.features is None
 
 
-def test_answers_can_be_learned_from() -> None:
+def test_predictions_have_gradients() -> None:
     taught = Teacher(Net())(IMAGES)
     student = torch.randn(2, 3, requires_grad=True)
     F.cross_entropy(student, taught.logits.softmax(-1)).backward()  # no inference tensors, which cannot be
     assert student.grad is not None
 
 
-def test_other_normalisation_and_size() -> None:
+def test_other_normalization_and_size() -> None:
     net = Net()
     plain = Teacher(net)
     pixels = torch.rand(2, 3, 16, 16)
@@ -53,7 +53,7 @@ def test_other_normalisation_and_size() -> None:
     assert torch.equal(same.logits, plain(as_student).logits)
 
 
-def test_a_library_tells_what_its_model_expects() -> None:
+def test_a_library_declares_the_input_of_its_model() -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("resnet10t.c3_in1k", num_classes=3)
     assert expected_by(net).mean == tuple(net.pretrained_cfg["mean"])
@@ -73,6 +73,6 @@ def test_some_of_its_classes() -> None:
     assert torch.equal(Teacher(net, outputs=[4, 0, 2])(IMAGES).logits, Teacher(net)(IMAGES).logits[:, [4, 0, 2]])
 
 
-def test_without_an_answer_of_its_own() -> None:
+def test_without_a_head() -> None:
     with pytest.raises(UnsupportedModel, match="only task tokens"):
         Teacher(tiny(task("colour", 2), num_classes=0))(IMAGES)

@@ -1,4 +1,4 @@
-"""Moves by orthogonal matrices: against a decomposition, and against PyTorch's optimiser of the same name."""
+"""Muon: orthogonalized updates against an SVD, and against PyTorch's optimizer of the same name."""
 
 from copy import deepcopy
 
@@ -29,14 +29,14 @@ def test_singular_values_become_about_one_and_directions_stay(shape: tuple[int, 
 def test_hidden_layers_of_ours_and_of_others_are_known() -> None:
     blocks = [f"blocks.0.{part}.weight" for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
     assert hidden_weights(create_model("vit_tiny_patch16", depth=1, num_classes=3)) == set(blocks)
-    timm = pytest.importorskip("timm", reason="models of timm are looked at")
+    timm = pytest.importorskip("timm", reason="needs timm models")
     assert hidden_weights(timm.create_model("vit_tiny_patch16_224", depth=1)) == set(blocks)
     net = timm.create_model("resnet18d", num_classes=3)
     convolutions = {n for n, p in net.named_parameters() if p.ndim == 4}
     assert hidden_weights(net) == convolutions - {"conv1.0.weight"}
 
 
-def test_it_moves_as_pytorch_does() -> None:
+def test_steps_equal_those_of_pytorch() -> None:
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 3), nn.Conv2d(6, 8, 1), nn.Flatten(), nn.Linear(8, 8))
     theirs = deepcopy(ours)

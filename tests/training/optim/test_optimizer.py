@@ -1,4 +1,4 @@
-"""Which parameters decay, how the learning rate moves, and averages of weights."""
+"""Weight decay groups, learning rate schedule, and averaged weights."""
 
 from math import cos, pi
 
@@ -31,13 +31,13 @@ def test_norms_biases_positions_and_tokens_do_not_decay() -> None:
     }
 
 
-def test_models_inside_others_keep_their_wishes() -> None:
+def test_nested_models_keep_their_settings() -> None:
     wrapped = nn.ModuleDict({"model": small(TokenSpec("cls", Role.CLASS))})
     assert "model.tokens.cls" in undecayed(wrapped)
 
 
 def test_tokens_of_other_libraries_are_known_by_their_names() -> None:
-    timm = pytest.importorskip("timm", reason="a model of timm is looked at")
+    timm = pytest.importorskip("timm", reason="needs a timm model")
     model = timm.create_model("vit_tiny_patch16_224", depth=1, reg_tokens=2)
     assert {"cls_token", "reg_token", "pos_embed"} <= undecayed(model)
     assert "head.weight" not in undecayed(model)
@@ -52,7 +52,7 @@ def test_groups_hold_each_trained_parameter_once() -> None:
     assert [group["weight_decay"] for group in groups] == [0.05, 0.0]
 
 
-def test_the_optimiser_has_its_state_from_the_start_and_steps_as_torch_does() -> None:
+def test_the_optimizer_has_its_state_from_the_start_and_steps_as_torch_does() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
     theirs.load_state_dict(ours.state_dict())

@@ -5,7 +5,7 @@ found less often (22.8 % against 41.7 % in DINOv2 ViT-g) and pixels are reconstr
 whether they hold global information instead.
 
 All tokens of one image are in the training part or all in the test part of a split. A score needs enough tokens of a
-kind in each test part; otherwise it has a note that says why it is missing.
+kind in each test part; otherwise it has a note with the reason.
 """
 
 from __future__ import annotations

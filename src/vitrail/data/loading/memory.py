@@ -70,7 +70,7 @@ class InMemoryLoader(Loader):
                     progress(start, self.count)
 
     def _replacements(self) -> Tensor:
-        """Return for each sample the one that stands for it: itself, or the next that can be read."""
+        """Return for each sample the one that replaces it: itself, or the next that can be read."""
         places = torch.arange(self.count)
         for index in range(2 * self.count - 1, -1, -1) if len(self._unreadable) else ():
             if index % self.count in self._unreadable:

@@ -72,7 +72,7 @@ def _open_files(given: Sequence[PathLike]) -> Source:
 
 
 def _matches(path: PathLike) -> list[Path]:
-    """Return the files that a glob pattern matches; a path that exists, or matches nothing, as it is."""
+    """Return the files that a glob pattern matches; a path that exists, or matches nothing, is returned unchanged."""
     text = os.fspath(path)
     found = [] if Path(path).exists() or not has_magic(text) else matching(text)
     return found or [Path(path)]

@@ -67,8 +67,8 @@ class Arrays(Source):
         if column is None and len(self._labels) <= 1:
             return next(iter(self._labels.values()), Labels([None] * len(self)))
         if column not in self._labels:
-            asked = "no label column is chosen" if column is None else f"labels={column!r}: no such column"
-            raise InvalidOption(f"{asked}; these arrays have {', '.join(self._labels) or 'none'}")
+            problem = "no label column is chosen" if column is None else f"labels={column!r}: no such column"
+            raise InvalidOption(f"{problem}; these arrays have {', '.join(self._labels) or 'none'}")
         return self._labels[column]
 
     def read(self, row: int) -> Sample:

@@ -14,10 +14,10 @@ from vitrail.kernels.ops.merging import (
     merge_norm,
     norm,
     norm_back,
-    norm_beside,
+    norm_residual,
 )
 
 __all__ = [
     "Operator", "add_norm", "add_scaled", "attend", "attend_back", "attend_keep", "attend_packed",
-    "attend_packed_back", "match", "merge", "merge_back", "merge_norm", "norm", "norm_back", "norm_beside", "unpack",
+    "attend_packed_back", "match", "merge", "merge_back", "merge_norm", "norm", "norm_back", "norm_residual", "unpack",
 ]  # fmt: skip

@@ -215,8 +215,8 @@ def _backward_of_add_norm(ctx: Any, grad: Tensor, grad_norm: Tensor) -> tuple[An
 add_norm.differentiable(_keep_for_add_norm, _backward_of_add_norm)
 
 
-class NormBeside(torch.autograd.Function):
-    """Return tokens unchanged and their LayerNorm; both gradients take one pass."""
+class NormResidual(torch.autograd.Function):
+    """Return tokens unchanged, for the residual sum, and their LayerNorm; both gradients take one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -233,10 +233,10 @@ class NormBeside(torch.autograd.Function):
         return dx, vectors[0], vectors[1], None
 
 
-def norm_beside(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_residual(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return contiguous tokens unchanged, and their LayerNorm; the compiler fuses the gradients itself."""
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         return x, torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     if torch.is_grad_enabled():
-        return NormBeside.apply(x, weight, bias, eps)
+        return NormResidual.apply(x, weight, bias, eps)
     return x, norm(x, weight, bias, eps)

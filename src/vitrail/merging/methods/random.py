@@ -13,7 +13,7 @@ from vitrail.merging.methods.tome import ToMe
 
 @register_method("random")
 class Random(ToMe):
-    """Merge r random pairs of the same bipartite matching: what similarity is worth shows against it."""
+    """Merge r random pairs of the same bipartite matching: the baseline that shows the value of similarity."""
 
     @property
     def twin(self) -> str | None:

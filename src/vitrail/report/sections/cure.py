@@ -1,6 +1,6 @@
 """Test-time registers on images with artifacts, compared with random neurons.
 
-Neurons are looked for where this inspection found artifacts. Few are tried first, and more if these leave artifacts; as
+Neurons are sought where this inspection found artifacts. Few are tried first, and more if these leave artifacts; as
 many random neurons of the same layers are the control. The model is unchanged afterwards.
 """
 

@@ -110,7 +110,7 @@ SECTION = Section(
     render=render,
     option="probes",
     intro=(
-        "A probe is a small linear model that predicts one thing from a single token, tested on held-out images. "
+        "A probe is a small linear model that predicts one property from a single token, tested on held-out images. "
         "Normal patches should know their position and their pixels; artifacts often know less about these and "
         "more about the whole image, like a class token."
     ),

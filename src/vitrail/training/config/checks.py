@@ -58,7 +58,7 @@ def check_distillation(config: Config) -> None:
             roles = [spec.role.value for spec in MODELS[config.model].tokens]
         if "distillation" in roles:
             raise InvalidOption(
-                f"{'model' if config.tokens is None else 'tokens'}: a distillation token needs a teacher. Give one "
+                f"{'model' if config.tokens is None else 'tokens'}: a distillation token needs a teacher. Pass one "
                 "(a run directory, timm:NAME, hf:REPO), or tokens without it, such as tokens='cls'"
             )
         for name in ("distillation", "distillation_weight", "temperature"):

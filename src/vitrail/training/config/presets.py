@@ -1,6 +1,6 @@
 """Presets: default values for everything that a training recipe decides. Options given explicitly take precedence.
 
-``tiny`` is for trying things out, ``small`` for thousands of images trained from scratch, ``full`` is DeiT's recipe for
+``tiny`` is for quick tests, ``small`` for thousands of images trained from scratch, ``full`` is DeiT's recipe for
 large datasets and long runs.
 """
 

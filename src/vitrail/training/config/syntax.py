@@ -153,7 +153,7 @@ class Interval:
     unit: str
 
     def due(self, step: int, steps_per_epoch: int) -> bool:
-        """Return whether an interval ends after so many steps."""
+        """Return whether an interval ends after this many steps."""
         return step % (self.count * (steps_per_epoch if self.unit == "epochs" else 1)) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class WorkerLoader(Loader):
     def batch(self, step: int) -> LoadedBatch:
         if step != self._next:
             self._shard.step(step)  # raise an error here, not in a worker
-            self._batches = iter(self._loader(_Steps(self._shard, step), replace=True))
+            self._batches = iter(self._loader(map(self._shard.step, count(step)), replace=True))
         self._next = -1  # until the batch is there
         try:
             read = next(self._batches)
@@ -77,7 +78,9 @@ class WorkerLoader(Loader):
     def _loader(self, parts: Any, *, replace: bool) -> DataLoader[_Read]:
         several: dict[str, Any] = {}
         if self._workers:
-            several = {"prefetch_factor": 2, "multiprocessing_context": _context()}
+            # A clean process: the parent may hold a device and threads.
+            clean = "forkserver" if "forkserver" in torch.multiprocessing.get_all_start_methods() else "spawn"
+            several = {"prefetch_factor": 2, "multiprocessing_context": clean}
         return DataLoader(
             _Reader(self._dataset.bare(), self.image_size, replace),  # type: ignore[arg-type]
             batch_size=None,
@@ -86,20 +89,6 @@ class WorkerLoader(Loader):
             pin_memory=self._device.type == "cuda",
             **several,
         )
-
-
-class _Steps:
-    """The indices of one step after the other, from a step on, without an end."""
-
-    def __init__(self, shard: Shard, start: int) -> None:
-        self._shard = shard
-        self._start = start
-
-    def __iter__(self) -> Iterator[Tensor]:
-        step = self._start
-        while True:
-            yield self._shard.step(step)
-            step += 1
 
 
 class _Reader:
@@ -132,8 +121,3 @@ class _Reader:
         spec = self._dataset.spec_at(self._image_size)
         empty = torch.empty(0, *spec.shape, dtype=spec.dtype)
         return _Read(torch.stack(images) if images else empty, torch.tensor(places).long(), sorted(faults.items()))
-
-
-def _context() -> str:
-    """Return the start method of workers: a clean process, as the parent may hold a device and threads."""
-    return "forkserver" if "forkserver" in torch.multiprocessing.get_all_start_methods() else "spawn"

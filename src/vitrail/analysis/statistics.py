@@ -122,7 +122,7 @@ def subsample(rows: Tensor, most: int, seed: int) -> Tensor:
     return rows[chosen.to(rows.device)]
 
 
-def wilson(successes: float, trials: int, level: float = LEVEL) -> Interval | None:
+def wilson(successes: float, trials: int) -> Interval | None:
     """Return Wilson's interval for a share of independent trials (images, not tokens); None without a trial.
 
     >>> low, high = wilson(8, 10)
@@ -131,7 +131,7 @@ def wilson(successes: float, trials: int, level: float = LEVEL) -> Interval | No
     """
     if trials < 1:
         return None
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     share = successes / trials
     scale = 1 / (1 + z * z / trials)
     center = (share + z * z / (2 * trials)) * scale
@@ -145,9 +145,7 @@ def ratio(top: int, bottom: int) -> Statistic:
     return lambda sums: sums[:, top] / sums[:, bottom]
 
 
-def bootstrap(
-    sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed: int = 0, level: float = LEVEL
-) -> Interval | None:
+def bootstrap(sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed: int = 0) -> Interval | None:
     """Return the percentile interval of a statistic of sums, from images drawn with replacement.
 
     A draw is a matrix product over per-image sums, which takes far less time than resampling tokens.
@@ -157,7 +155,6 @@ def bootstrap(
         statistic: from totals (R, K) to numbers (R,); NaN where a draw allows none.
         resamples: number of draws.
         seed: seed of the draws.
-        level: confidence level.
 
     Returns:
         Both ends, or None for fewer than two images.
@@ -177,5 +174,5 @@ def bootstrap(
     found = found[~found.isnan()]
     if not len(found):
         return None
-    ends = found.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64))
+    ends = found.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64))
     return float(ends[0]), float(ends[1])

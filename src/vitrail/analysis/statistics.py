@@ -103,14 +103,14 @@ def split_images(count: int, *, test_share: float = 0.3, seed: int = 0, labels: 
     return Split(torch.cat(train).sort().values, torch.cat(test).sort().values)
 
 
-def hold_out(groups: Tensor, *, share: float = 0.2, least: int = 10, seed: int = 0) -> Tensor | None:
-    """Return a mask (n,) of the rows of a random share of the groups; None for fewer than ``least`` groups."""
+def hold_out(groups: Tensor, *, seed: int = 0) -> Tensor | None:
+    """Return a mask (n,) of the rows of a random fifth of the groups; None for fewer than ten groups."""
     names, group = groups.cpu().unique(return_inverse=True)
-    if len(names) < least:
+    if len(names) < 10:
         return None
     chosen = torch.zeros(len(names), dtype=torch.bool)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
-    chosen[order[: max(1, round(share * len(names)))]] = True
+    chosen[order[: round(0.2 * len(names))]] = True
     return chosen[group]
 
 

@@ -59,6 +59,8 @@ def attention_cases() -> Iterator[Case]:
     for dtype, stepped in product(DTYPES, (False, True)):
         yield Attention(length=100, width=64, dtype=dtype, stepped=stepped, sharp=8.0, scale=0.3)
         yield Attention(length=192, width=64, dtype=dtype, stepped=stepped, shift=-200.0)
+        for length, padding in ((197, 100), (256, 255), (577, 400)):
+            yield Attention(length=length, width=64, dtype=dtype, stepped=stepped, padding=padding)
 
 
 def attention_backward_cases() -> Iterator[Case]:
@@ -72,6 +74,8 @@ def attention_backward_cases() -> Iterator[Case]:
     for dtype, split in product(DTYPES, (False, True)):
         yield AttentionBackward(length=100, width=64, dtype=dtype, sharp=4.0, scale=0.3, split=split)
         yield AttentionBackward(length=192, width=64, dtype=dtype, shift=-200.0, split=split)
+        for length, padding in ((100, 60), (197, 196), (577, 400)):
+            yield AttentionBackward(length=length, width=64, dtype=dtype, split=split, padding=padding)
     for length in (1, 2, 17, 64, 65, 128):
         yield AttentionBackward(length=length, width=64, dtype="bfloat16", heads=3, split=True)
     for width, dtype in product(WIDTHS, DTYPES):
@@ -117,6 +121,11 @@ def merging_cases() -> Iterator[Case]:
         yield Merging(length=length, kept=kept, channels=768, dtype="bfloat16", norm=True)
         yield Backward(length=length, kept=kept, channels=768, dtype="bfloat16", strided=True)
         yield Backward(length=length, kept=kept, channels=768, dtype="bfloat16", norm=True, tokens=False)
+    for dtype in DTYPES:
+        yield Merging(**shape, **everything, channels=768, dtype=dtype, padding=50)
+        yield Merging(**shape, channels=768, dtype=dtype, sizes=True, padding=50)
+        yield Backward(**shape, channels=768, dtype=dtype, sizes=True, norm=True, gamma=True, padding=50)
+        yield Backward(**shape, channels=768, dtype=dtype, sizes=True, padding=50)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Merging methods, one file each. Importing this package registers them."""
+"""Merging methods, one file each. A new method is a file here and an import below, which registers it."""
 
 from vitrail.merging.methods.prune import Prune
 from vitrail.merging.methods.random import Random

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import vitrail
 from vitrail.adapters.saved import EMBEDDED
-from vitrail.data import open_dataset, to_tensor
+from vitrail.data import open_dataset, read_image, to_tensor
 from vitrail.data.sample_images import drawings
 from vitrail.models import ViT
 from vitrail.training import evaluate, load_trained
@@ -51,7 +51,7 @@ def test_card_names_source_and_license() -> None:
 def test_drawings_are_classified_merged_or_not(model: ViT) -> None:
     labels = load_trained("vitrail:tiny")[1]
     (names,) = vitrail.class_names(model).values()
-    batch = to_tensor([draw() for draw in drawings().values()], labels.preprocessing)
+    batch = to_tensor([read_image(path) for path in drawings().values()], labels.preprocessing)
     expected = [name.replace("-", " ") for name in drawings()]
     with torch.inference_mode():
         assert [names[best] for best in model(batch).argmax(-1)] == expected

@@ -68,18 +68,18 @@ def as_patches(value: Array, grid: tuple[int, ...], name: str = "features") -> t
     return features, as_grid(grid, features.shape[1])
 
 
-def as_labels(value: Array, count: int, name: str = "labels") -> Tensor:
+def as_labels(value: Array, count: int) -> Tensor:
     """Return the labels of ``count`` images: integers from 0, of two classes or more."""
-    labels = as_integers(value, name, "B")
+    labels = as_integers(value, "labels", "B")
     if len(labels) != count:
-        raise UnsupportedInput(f"got {len(labels)} {name} for {count} images; expected one per image")
+        raise UnsupportedInput(f"got {len(labels)} labels for {count} images; expected one per image")
     if int(labels.min()) < 0:
         raise UnsupportedInput(
-            f"{int((labels < 0).sum())} of {count} {name} are negative, which often means unlabeled; "
+            f"{int((labels < 0).sum())} of {count} labels are negative, which often means unlabeled; "
             "remove these images, and number the classes from 0"
         )
     if int(labels.min()) == int(labels.max()):
-        raise UnsupportedInput(f"all {count} {name} are {int(labels[0])}; a probe needs images of two or more classes")
+        raise UnsupportedInput(f"all {count} labels are {int(labels[0])}; a probe needs images of two or more classes")
     return labels
 
 

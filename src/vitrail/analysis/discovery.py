@@ -232,7 +232,6 @@ def sweep_lost(
     biases: Sequence[float],
     fixed: float = 0.0,
     patch: int | tuple[int, int] = 1,
-    sizes: Sequence[tuple[int, int]] | None = None,
     k: int = 100,
 ) -> LostSweep:
     """Run LOST with several biases on images of any size.
@@ -246,26 +245,25 @@ def sweep_lost(
         biases: biases to try; :func:`suggest_biases` returns some that fit the scale of the features.
         fixed: the bias of ``fixed_setting``.
         patch: patch size in pixels.
-        sizes: (height, width) of each image before padding; see :meth:`Discovery.pixels`.
         k: see :func:`lost`.
     """
-    if len(grids) != len(truth) or (sizes is not None and len(sizes) != len(truth)):
+    if len(grids) != len(truth):
         raise UnsupportedInput(
-            f"expected a grid, true boxes and a size for each image; got {len(grids)} grids and {len(truth)} boxes"
+            f"expected a grid and true boxes for each image; got {len(grids)} grids and {len(truth)} boxes"
         )
     settings = tuple(sorted({float(fixed), *map(float, biases)}))
     shift = torch.tensor(settings, dtype=torch.float64)
     rows: list[list[bool]] = []
     without = 0
-    for number, (image, grid, boxes) in enumerate(zip(features, grids, truth, strict=True)):
+    for image, grid, boxes in zip(features, grids, truth, strict=True):
         if boxes is None or not len(boxes):
             without += 1
             continue
         x = at_least_float32(as_features(image, "features", "P D"))
-        shape, size = as_frame(grid, len(x)), sizes[number] if sizes else None
+        shape = as_frame(grid, len(x))
         gram, added = x @ x.T, shift.to(device=x.device, dtype=x.dtype)
         found = [
-            one.pixels(patch, size)
+            one.pixels(patch)
             for part in chunks(len(settings), 2 * gram.numel())
             for one in _expand(gram + added[part, None, None], shape, k)
         ]

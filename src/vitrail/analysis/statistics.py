@@ -103,14 +103,14 @@ def split_images(count: int, *, test_share: float = 0.3, seed: int = 0, labels: 
     return Split(torch.cat(train).sort().values, torch.cat(test).sort().values)
 
 
-def hold_out(groups: Tensor, *, share: float = 0.2, least: int = 10, seed: int = 0) -> Tensor | None:
-    """Return a mask (n,) of the rows of a random share of the groups; None for fewer than ``least`` groups."""
+def hold_out(groups: Tensor, *, seed: int = 0) -> Tensor | None:
+    """Return a mask (n,) of the rows of a random fifth of the groups; None for fewer than ten groups."""
     names, group = groups.cpu().unique(return_inverse=True)
-    if len(names) < least:
+    if len(names) < 10:
         return None
     chosen = torch.zeros(len(names), dtype=torch.bool)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
-    chosen[order[: max(1, round(share * len(names)))]] = True
+    chosen[order[: round(0.2 * len(names))]] = True
     return chosen[group]
 
 
@@ -122,7 +122,7 @@ def subsample(rows: Tensor, most: int, seed: int) -> Tensor:
     return rows[chosen.to(rows.device)]
 
 
-def wilson(successes: float, trials: int, level: float = LEVEL) -> Interval | None:
+def wilson(successes: float, trials: int) -> Interval | None:
     """Return Wilson's interval for a share of independent trials (images, not tokens); None without a trial.
 
     >>> low, high = wilson(8, 10)
@@ -131,7 +131,7 @@ def wilson(successes: float, trials: int, level: float = LEVEL) -> Interval | No
     """
     if trials < 1:
         return None
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     share = successes / trials
     scale = 1 / (1 + z * z / trials)
     center = (share + z * z / (2 * trials)) * scale
@@ -145,9 +145,7 @@ def ratio(top: int, bottom: int) -> Statistic:
     return lambda sums: sums[:, top] / sums[:, bottom]
 
 
-def bootstrap(
-    sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed: int = 0, level: float = LEVEL
-) -> Interval | None:
+def bootstrap(sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed: int = 0) -> Interval | None:
     """Return the percentile interval of a statistic of sums, from images drawn with replacement.
 
     A draw is a matrix product over per-image sums, which takes far less time than resampling tokens.
@@ -157,7 +155,6 @@ def bootstrap(
         statistic: from totals (R, K) to numbers (R,); NaN where a draw allows none.
         resamples: number of draws.
         seed: seed of the draws.
-        level: confidence level.
 
     Returns:
         Both ends, or None for fewer than two images.
@@ -177,5 +174,5 @@ def bootstrap(
     found = found[~found.isnan()]
     if not len(found):
         return None
-    ends = found.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64))
+    ends = found.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64))
     return float(ends[0]), float(ends[1])

@@ -25,7 +25,7 @@ from vitrail.cli._output import Names, make_directory, write_image
 from vitrail.cli._prediction import cost_of, paint, predict
 from vitrail.cli._summary import Cost, Guesses, Result, Summary, as_data, markdown, markdown_row, write_summary
 from vitrail.cli.merge import check_images, file_names
-from vitrail.data import Dataset, open_dataset, samples, to_tensor
+from vitrail.data import Dataset, open_dataset, read_image, samples, to_tensor
 from vitrail.data.decode import EXTENSIONS
 from vitrail.data.sample_images import drawings
 from vitrail.errors import InvalidOption
@@ -43,7 +43,7 @@ MOST = 12
 
 UNMERGED = "unmerged"
 DRAWN = (
-    "The golf ball, the parachute and the church are drawn by code. Whatever an image shows, the model predicts one of "
+    "The golf ball, the parachute and the church are drawings. Whatever an image shows, the model predicts one of "
     "its own classes; predictions are shown as they are."
 )
 
@@ -103,9 +103,9 @@ def _default_images(folder: Path) -> list[Path]:
     """Write the drawings to a folder beside the results; return their paths and those of the samples."""
     place = make_directory(folder / "pictures")
     paths = []
-    for name, draw in drawings().items():
+    for name, drawing in drawings().items():
         paths.append(place / f"{name}.png")
-        write_image(paths[-1], draw())
+        write_image(paths[-1], read_image(drawing))
     return [*paths, *samples().values()]
 
 

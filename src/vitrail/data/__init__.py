@@ -43,21 +43,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "MAX_PIXELS": "decode",
-    "Arrays": "sources",
-    "Batch": "sample",
-    "Dataset": "dataset",
-    "InputSpec": "spec",
-    "Sample": "sample",
-    "Source": "sources",
-    "as_rgb": "decode",
-    "check_image": "decode",
-    "find_images": "decode",
-    "open_dataset": "dataset",
-    "read_image": "decode",
-    "samples": "sample_images",
-    "to_tensor": "spec",
+    "dataset": ("Dataset", "open_dataset"),
+    "decode": ("MAX_PIXELS", "as_rgb", "check_image", "find_images", "read_image"),
+    "sample": ("Batch", "Sample"),
+    "sample_images": ("samples",),
+    "sources": ("Arrays", "Source"),
+    "spec": ("InputSpec", "to_tensor"),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 _renamed = renamed_attributes(
     __name__,
@@ -70,9 +63,9 @@ _renamed = renamed_attributes(
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOMES:
         return _renamed(name)
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value  # a submodule that is imported under the same name later does not shadow it
     return value
 

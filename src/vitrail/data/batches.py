@@ -127,35 +127,21 @@ class Batches:
                 yield Batch(self.data[where], indices, _numbered(indices), labels)
 
     def _of_batches(self, rank: int, world_size: int) -> Iterator[Batch]:
+        end = float("inf") if self.limit is None else self.limit
+        end = end if self.only is None else min(end, max(self.only) + 1)
         start = 0
         for number, batch in enumerate(self.data):
             images, labels = batch_parts(batch, self.with_labels, self.frames)
-            if self.limit is not None:
-                images = images[: self.limit - start]
-                labels = None if labels is None else labels[: self.limit - start]
-            indices = tuple(range(start, start + len(images)))
-            start += len(images)
-            if number % world_size == rank:
-                piece = self._wanted(Batch(images, indices, _numbered(indices), labels))
-                if piece.indices:
-                    yield piece
-            if start >= self._end():
+            every = range(start, start + len(images))
+            indices = tuple(index for index in every if index < end and (self.only is None or index in self.only))
+            if indices and number % world_size == rank:
+                if len(indices) < len(every):
+                    rows = [index - start for index in indices]
+                    images, labels = images[rows], None if labels is None else labels[rows]
+                yield Batch(images, indices, _numbered(indices), labels)
+            start = every.stop
+            if start >= end:
                 return
-
-    def _wanted(self, batch: Batch) -> Batch:
-        """Drop samples that were not selected."""
-        if self.only is None:
-            return batch
-        rows = [row for row, index in enumerate(batch.indices) if index in self.only]
-        indices = tuple(batch.indices[row] for row in rows)
-        labels = None if batch.labels is None else batch.labels[rows]
-        return Batch(batch.images[rows], indices, _numbered(indices), labels)
-
-    def _end(self) -> float:
-        """Return the number of samples after which no more are needed."""
-        if self.only is not None:
-            return max(self.only, default=-1) + 1
-        return float("inf") if self.limit is None else self.limit
 
 
 def open_batches(

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from vitrail.data.decode import center_square
 from vitrail.data.loading.order import generator
-from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Box, Sample, TensorSpec
+from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
 from vitrail.data.sources import Labels, Source, open_source
 from vitrail.data.sources.base import LABEL, MAX_CLASSES
@@ -156,12 +157,7 @@ class Dataset:
         found = self._cache.setdefault(size, {})
         if row in found:
             return partial(_cached, found[row])
-        try:
-            decode = partial(_as_tensor, self._source.fetch(row, annotations=False), size)
-        except ImageError as error:
-            found[row] = str(error)
-            raise
-        return partial(_store, found, row, decode)
+        return partial(_store, found, row, partial(_as_tensor, self._source.fetch(row, annotations=False), size))
 
     def spec_at(self, size: int) -> TensorSpec:
         """Return shape and dtype of what :meth:`tensor` reads at a size."""
@@ -198,11 +194,11 @@ class Dataset:
             raise InvalidOption(f"rank={rank}, world_size={world_size}: expected a rank from 0 to world_size - 1")
         spec = spec if self._size is None else replace(spec, size=self._size)
         indices = (range(len(self)) if indices is None else indices)[rank::world_size]
-        ready: list[_Ready] = []
+        ready: list[Batch] = []
         reason, any_read = "", False
         for index in indices:
             try:
-                ready.append(_prepare(index, self.read(index), spec))
+                ready.append(self._prepare(index, spec))
             except ImageError as error:
                 self._skipped[index] = str(error)
                 reason = reason or str(error)
@@ -211,24 +207,35 @@ class Dataset:
                 continue
             any_read = True
             if len(ready) == batch_size:
-                yield self._collate(ready, spec)
+                yield _collate(ready)
                 ready = []
         if ready:
-            yield self._collate(ready, spec)
+            yield _collate(ready)
         if not any_read and world_size == 1:
             raise ImageError(f"none of the {len(indices)} images could be read. The first: {reason}")
 
-    def _collate(self, ready: Sequence[_Ready], spec: InputSpec) -> Batch:
-        unknown = torch.full(spec.size, UNKNOWN, dtype=torch.uint8)
-        indices = tuple(one.index for one in ready)
-        return Batch(
-            images=torch.cat([one.image for one in ready]),
-            indices=indices,
-            names=tuple(one.name for one in ready),
-            labels=self.labels[list(indices), 0] if self.classes else None,
-            masks=torch.stack([unknown if one.mask is None else one.mask for one in ready]) if self.has_masks else None,
-            boxes=[one.boxes for one in ready] if self.has_boxes else None,
-        )
+    def _prepare(self, index: int, spec: InputSpec) -> Batch:
+        """Read one sample as a batch, preprocessed; the original, which may be large, is gone."""
+        sample = self.read(index)
+        labels = self.labels[[index], 0] if self.classes else None
+        if spec.is_array:
+            if not isinstance(sample.image, Tensor) or len(sample.image) != len(spec.mean):
+                raise UnsupportedInput(
+                    f"{sample.name}: the model takes arrays of {len(spec.mean)} channels; pass Arrays"
+                )
+            return Batch(spec.normalize(sample.image[None]), (index,), (sample.name,), labels)
+        image, (height, width) = _image(sample), spec.size
+        masks = boxes = None
+        if self.has_masks:
+            masks = torch.full((1, height, width), UNKNOWN, dtype=torch.uint8)
+            if sample.mask is not None:
+                resized = Image.fromarray(sample.mask).resize((width, height), Image.Resampling.NEAREST)
+                masks[0] = torch.from_numpy(np.array(resized))
+        if self.has_boxes:
+            across, down = width / image.width, height / image.height
+            given = sample.boxes or ()
+            boxes = [tuple((x0 * across, y0 * down, x1 * across, y1 * down) for x0, y0, x1, y1 in given)]
+        return Batch(to_tensor([image], spec), (index,), (sample.name,), labels, masks, boxes)
 
     def cached(self) -> Dataset:
         """Return the same dataset, which keeps decoded images in host memory for as long as it exists.
@@ -465,28 +472,17 @@ def _shortened(names: Sequence[str]) -> str:
     return ", ".join([repr(name) for name in names[:5]] + ["..."] * (len(names) > 5))
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """One preprocessed sample; the original, which may be large, is gone."""
-
-    index: int
-    name: str
-    image: Tensor
-    mask: Tensor | None
-    boxes: tuple[Box, ...]
-
-
-def _prepare(index: int, sample: Sample, spec: InputSpec) -> _Ready:
-    if spec.is_array:
-        return _Ready(index, sample.name, spec.normalize(_array(sample, spec)[None]), None, ())
-    image, mask = _image(sample), None
-    height, width = spec.size
-    if sample.mask is not None:
-        resized = Image.fromarray(sample.mask).resize((width, height), Image.Resampling.NEAREST)
-        mask = torch.from_numpy(np.array(resized))
-    across, down = width / image.width, height / image.height
-    boxes = tuple((x0 * across, y0 * down, x1 * across, y1 * down) for x0, y0, x1, y1 in sample.boxes or ())
-    return _Ready(index, sample.name, to_tensor([image], spec), mask, boxes)
+def _collate(parts: Sequence[Batch]) -> Batch:
+    """Join batches that all have labels, masks and boxes, or none of them."""
+    images, indices, names, labels, masks, boxes = zip(*parts, strict=True)
+    return Batch(
+        torch.cat(images),
+        tuple(chain(*indices)),
+        tuple(chain(*names)),
+        None if labels[0] is None else torch.cat(labels),
+        None if masks[0] is None else torch.cat(masks),
+        None if boxes[0] is None else [*chain(*boxes)],
+    )
 
 
 def _image(sample: Sample) -> Image.Image:
@@ -499,13 +495,6 @@ def _image(sample: Sample) -> Image.Image:
             "(3, H, W) in uint8. Pass other arrays as a normalized tensor (B, C, H, W)"
         )
     return as_image(sample.image, sample.name)
-
-
-def _array(sample: Sample, spec: InputSpec) -> Tensor:
-    """Return a sample as an array with the channels that a model takes."""
-    if not isinstance(sample.image, Tensor) or len(sample.image) != len(spec.mean):
-        raise UnsupportedInput(f"{sample.name}: the model takes arrays of {len(spec.mean)} channels; pass Arrays")
-    return sample.image
 
 
 def _as_tensor(decode: Callable[[], Sample], size: int) -> Tensor:

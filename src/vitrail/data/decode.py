@@ -6,6 +6,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,8 +55,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         (451, 300)
     """
     path = Path(path)
-    _check_file(path)
-    return _read(path, path)
+    return _decode(path, path)
 
 
 def decode_image(data: bytes, name: str) -> Image.Image:
@@ -64,8 +64,7 @@ def decode_image(data: bytes, name: str) -> Image.Image:
     Raises:
         ImageError: as :func:`read_image` would.
     """
-    _check_data(data, name)
-    return _read(name, io.BytesIO(data))
+    return _decode(data, name)
 
 
 def decode_values(data: bytes, name: str) -> np.ndarray:
@@ -76,34 +75,12 @@ def decode_values(data: bytes, name: str) -> np.ndarray:
     Raises:
         ImageError: as :func:`read_image` would.
     """
-    _check_data(data, name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with _open(name, io.BytesIO(data)) as image:
-            _check_size(name, image.size)
-            try:
-                image.load()
-                values = np.asarray(image)
-            except Exception as error:  # decoders raise many kinds
-                raise _damaged(name, error) from error
+    with _opened(data, name) as image:
+        image.load()
+        values = np.asarray(image)
     if values.ndim == 3:
         values = values[..., : 3 if values.shape[-1] > 2 else 1].max(-1)  # without alpha
     return values
-
-
-def _read(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
-    with warnings.catch_warnings():  # Pillow warns about odd metadata
-        warnings.simplefilter("ignore")
-        image = _open(name, file)
-        with image:
-            _check_size(name, image.size)
-            try:
-                image.load()
-                return as_rgb(to_srgb(_to_8_bits(_upright(image))))
-            except ImageError as error:
-                raise ImageError(f"{name}: {error}") from error
-            except Exception as error:  # decoders raise many kinds: OSError, SyntaxError, struct.error, ...
-                raise _damaged(name, error) from error
 
 
 def check_image(path: str | os.PathLike[str]) -> int:
@@ -116,19 +93,18 @@ def check_image(path: str | os.PathLike[str]) -> int:
         ImageError: as :func:`read_image` would.
     """
     path = Path(path)
-    _check_file(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with _open(path, path) as image:
-            _check_size(path, image.size)
-            frames = _frames(image)
+    with _opened(path, path) as image:
+        # Further images in a photograph (MPO: a preview, a depth map) do not count.
+        several = image.format != "MPO"
         try:
-            with _open(path, path) as image:
-                image.verify()
-        except ImageError:
-            raise
-        except Exception:  # a wrong checksum may not matter: decoding decides
-            read_image(path)
+            frames = int(getattr(image, "n_frames", 1)) if several else 1
+        except Exception:  # a later frame is damaged; the first may be good
+            frames = 1
+    try:
+        with _opened(path, path) as image:
+            image.verify()
+    except ImageError:  # a wrong checksum may not matter: decoding decides
+        read_image(path)
     return frames
 
 
@@ -208,11 +184,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def to_srgb(image: Image.Image) -> Image.Image:
-    """Convert an image to sRGB by its embedded ICC profile, keeping transparency.
-
-    Without a profile, or with one that is damaged or for another color mode, the values are taken for sRGB. The result
-    has no profile.
-    """
+    """Convert an image to sRGB by its embedded ICC profile, if it has a usable one, keeping transparency."""
     data = image.info.pop("icc_profile", None)
     if not data:
         return image
@@ -266,12 +238,31 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _frames(image: Image.Image) -> int:
-    """Count frames or pages; further images in a photograph (MPO: a preview, a depth map) do not count."""
-    try:
-        return 1 if image.format == "MPO" else int(getattr(image, "n_frames", 1))
-    except Exception:  # a later frame is damaged; the first may be good
-        return 1
+def _decode(source: Path | bytes, name: Path | str) -> Image.Image:
+    with _opened(source, name) as image:
+        image.load()
+        return as_rgb(to_srgb(_to_8_bits(_upright(image))))
+
+
+@contextmanager
+def _opened(source: Path | bytes, name: Path | str) -> Iterator[Image.Image]:
+    """Open an image file or its bytes, and check its size; every error inside becomes an ImageError."""
+    if isinstance(source, Path):
+        _check_file(source)
+    elif not source:
+        raise ImageError(f"{name}: the image is empty; {_EXPECTED}. Fetch or export it again")
+    with warnings.catch_warnings():  # Pillow warns about odd metadata
+        warnings.simplefilter("ignore")
+        with _open(name, source if isinstance(source, Path) else io.BytesIO(source)) as image:
+            _check_size(name, image.size)
+            try:
+                yield image
+            except ImageError as error:
+                raise ImageError(f"{name}: {error}") from error
+            except Exception as error:  # decoders raise many kinds: OSError, SyntaxError, struct.error, ...
+                raise ImageError(
+                    f"{name}: the image is damaged or cut off ({_reason(error)}); fetch or export it again"
+                ) from error
 
 
 def _check_file(path: Path) -> None:
@@ -283,11 +274,6 @@ def _check_file(path: Path) -> None:
         raise ImageError(f"{path}: not a regular file; {_EXPECTED}. Save the image to a file first")
     if path.stat().st_size == 0:
         raise ImageError(f"{path}: the file is empty; {_EXPECTED}. Fetch or export it again")
-
-
-def _check_data(data: bytes, name: str) -> None:
-    if not data:
-        raise ImageError(f"{name}: the image is empty; {_EXPECTED}. Fetch or export it again")
 
 
 def _open(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
@@ -333,10 +319,6 @@ def _images_under(folder: Path) -> Iterator[Path]:
 
 def _missing(path: Path) -> ImageError:
     return ImageError(f"{path}: there is no such file; {_EXPECTED}. Check the path")
-
-
-def _damaged(name: Path | str, error: Exception) -> ImageError:
-    return ImageError(f"{name}: the image is damaged or cut off ({_reason(error)}); fetch or export it again")
 
 
 def _too_large(name: Path | str, size: str) -> ImageError:

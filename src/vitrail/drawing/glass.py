@@ -39,20 +39,20 @@ def stained_glass(image: Image.Image, groups: Any, *, lead: float | None = None)
         (300, 200)
     """
     cells = _check_groups(groups)
+    if lead is not None and not (np.isreal(lead) and np.isfinite(lead) and lead >= 0):
+        raise InvalidOption(f"lead={lead!r}: expected a width in pixels, 0 or more")
     pixels = np.asarray(as_rgb(image))
     height, width = pixels.shape[:2]
     if height * width == 0:
         raise UnsupportedInput(f"the image has no pixels ({width} × {height})")
     row, column = _Axis(height, cells.shape[0]), _Axis(width, cells.shape[1])
-    lead = _lead_width(row, column) if lead is None else min(_check_lead(lead), row.step, column.step)
+    lead = _lead_width(row, column) if lead is None else min(float(lead), row.step, column.step)
 
     palette = _mean_colors(pixels, cells, row, column)
     cell_colors = palette[cells][:, column.cell]  # (h, W, 3): rows of cells, as wide as the image
     painted = cell_colors[row.cell]
     if lead > 0:
-        leads = _Leads(cells, row, column, lead)
-        for top in range(0, height, _STRIP):
-            leads.draw(painted, slice(top, min(top + _STRIP, height)))
+        _draw_leads(painted, cells, row, column, lead)
     return Image.fromarray(painted)
 
 
@@ -94,47 +94,40 @@ def _mean_colors(pixels: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis,
     return np.rint(colors / np.maximum(area, 1)[:, None]).astype(np.uint8)
 
 
-class _Leads:
-    """Leads along the grid lines between cells of different groups, smooth at any resolution.
+def _draw_leads(painted: NDArray[np.uint8], cells: NDArray[np.intp], row: _Axis, column: _Axis, lead: float) -> None:
+    """Draw leads along the grid lines between cells of different groups, smooth at any resolution, in place.
 
     A pixel sees the four grid lines that meet in its nearest vertex. In its quarter of that vertex it is near the lead
     that runs across, the one that runs down, both (a corner of the pane, rounded like solder), or none (the outside of
     a bend, closed by a round cap).
     """
-
-    def __init__(self, cells: NDArray[np.intp], row: _Axis, column: _Axis, lead: float) -> None:
-        height, width = cells.shape
-        across = np.zeros((height + 1, width), dtype=bool)  # a lead above cell (y, x), for y in 0 … height
-        down = np.zeros((height, width + 1), dtype=bool)  # a lead left of cell (y, x), for x in 0 … width
-        across[1:-1] = cells[1:] != cells[:-1]
-        down[:, 1:-1] = cells[:, 1:] != cells[:, :-1]
-        bend = np.zeros((height + 1, width + 1), dtype=bool)
-        bend[:, 1:] |= across
-        bend[:, :-1] |= across
-        bend[1:] |= down
-        bend[:-1] |= down
-        self.across, self.down, self.bend = across, down, bend
-        self.row, self.column = row, column
-        self.half = lead / 2
-        self.round = min(1.6 * lead, 0.25 * min(row.step, column.step))
-
-    def draw(self, painted: NDArray[np.uint8], strip: slice) -> None:
-        """Draw the leads over some rows of the painted image, in place."""
-        row, column = self.row, self.column
-        y = row.distance[strip, None] - self.half  # distance from the edge of the lead that runs across here
-        x = column.distance[None, :] - self.half
-        across = self.across[row.vertex[strip]][:, column.cell]
-        down = self.down[row.cell[strip]][:, column.vertex]
-        bend = self.bend[row.vertex[strip]][:, column.vertex]
+    height, width = cells.shape
+    leads_across = np.zeros((height + 1, width), dtype=bool)  # a lead above cell (y, x), for y in 0 … height
+    leads_down = np.zeros((height, width + 1), dtype=bool)  # a lead left of cell (y, x), for x in 0 … width
+    leads_across[1:-1] = cells[1:] != cells[:-1]
+    leads_down[:, 1:-1] = cells[:, 1:] != cells[:, :-1]
+    bends = np.zeros((height + 1, width + 1), dtype=bool)
+    bends[:, 1:] |= leads_across
+    bends[:, :-1] |= leads_across
+    bends[1:] |= leads_down
+    bends[:-1] |= leads_down
+    half, radius = lead / 2, min(1.6 * lead, 0.25 * min(row.step, column.step))
+    color = np.array(LEAD_COLOR, dtype=np.float32)
+    for top in range(0, len(painted), _STRIP):
+        strip = slice(top, top + _STRIP)
+        y = row.distance[strip, None] - half  # distance from the edge of the lead that runs across here
+        x = column.distance[None, :] - half
+        across = leads_across[row.vertex[strip]][:, column.cell]
+        down = leads_down[row.cell[strip]][:, column.vertex]
+        bend = bends[row.vertex[strip]][:, column.vertex]
         gap = np.minimum(np.where(across, y, np.inf), np.where(down, x, np.inf))
-        corner = across & down & (y < self.round) & (x < self.round)
-        rounded = self.round - np.hypot(self.round - y, self.round - x)
+        corner = across & down & (y < radius) & (x < radius)
+        rounded = radius - np.hypot(radius - y, radius - x)
         gap = np.where(corner, np.minimum(gap, rounded), gap)
-        cap = np.hypot(y + self.half, x + self.half) - self.half
+        cap = np.hypot(y + half, x + half) - half
         gap = np.where(bend, np.minimum(gap, cap), gap)
         cover = np.clip(0.5 - gap, 0, 1).astype(np.float32)[..., None]
         part = painted[strip]
-        color = np.array(LEAD_COLOR, dtype=np.float32)
         part[...] = np.rint(part + (color - part) * cover).astype(np.uint8)
 
 
@@ -142,12 +135,6 @@ def _lead_width(row: _Axis, column: _Axis) -> float:
     """Return a width that looks alike at any resolution: a share of a cell, and at most one of the image."""
     cell, image = min(row.step, column.step), min(row.cell.size, column.cell.size)
     return max(min(0.1 * cell, 0.005 * image), min(1.0, 0.2 * cell))
-
-
-def _check_lead(lead: float) -> float:
-    if not (np.isreal(lead) and np.isfinite(lead) and lead >= 0):
-        raise InvalidOption(f"lead={lead!r}: expected a width in pixels, 0 or more")
-    return float(lead)
 
 
 def _check_groups(groups: Any) -> NDArray[np.intp]:

@@ -160,7 +160,7 @@ class Heads(nn.Module):
                     sizes[spec.name] = 0
             sizes = {PATCH: num_classes, **sizes}
         main, distilled = self._fused_names()
-        _check_fusion(main, distilled, num_classes, self._pool, self._fuse, self._specs)
+        self._check_fusion(main, distilled, num_classes)
         fused = {name: sizes[name] for name in (*main, *([distilled] if distilled else []))}
         if len(set(fused.values())) > 1:
             given = ", ".join(f"{name} {size}" for name, size in fused.items())
@@ -169,6 +169,26 @@ class Heads(nn.Module):
                 "class and distillation tokens, or use a task token"
             )
         return {name: size for name, size in sizes.items() if size}
+
+    def _check_fusion(self, main: Sequence[str], distilled: str | None, num_classes: int) -> None:
+        if self._fuse == "distillation" and distilled is None:
+            raise InvalidOption(
+                "fuse='distillation' needs a distillation token, and there is none; add "
+                "TokenSpec(..., role='distillation') or choose another fuse"
+            )
+        tasks_alone = distilled is None and num_classes == 0 and any(spec.role is Role.TASK for spec in self._specs)
+        if self._fuse != "distillation" and not main and not tasks_alone:
+            raise InvalidOption(
+                f"pool={self._pool!r} needs a class token, and there is none among "
+                f"{', '.join(f'{spec.name} ({spec.role})' for spec in self._specs) or 'no special tokens'}; add one, "
+                "pool the patches with pool='mean' or 'attention', or set num_classes=0 for a model with task tokens "
+                "alone"
+            )
+        kinds = {spec.kind for spec in self._specs if spec.name in (*main, distilled)}
+        if len(kinds) > 1:
+            raise InvalidOption("a classification head and a regression head cannot be fused; use fuse='class'")
+        if self._fuse == "softmax" and "regression" in kinds:
+            raise InvalidOption("fuse='softmax' needs classification heads; use fuse='logits' for regression")
 
     def _fused_names(self) -> tuple[list[str], str | None]:
         """Return the names of the fused heads: those of class tokens or patches, and the distillation head."""
@@ -236,30 +256,3 @@ def _check_options(pool: str, fuse: str, attention: AttentionPool | None, norm_e
         raise InvalidOption(f"an attention pooling module needs pool='attention'; got pool={pool!r}")
     if norm_eps is not None and pool == "token":
         raise InvalidOption("norm_eps applies to pooled patches only; use pool='mean' or 'attention'")
-
-
-def _check_fusion(
-    main: Sequence[str],
-    distilled: str | None,
-    num_classes: int,
-    pool: Pool,
-    fuse: Fuse,
-    specs: Sequence[TokenSpec],
-) -> None:
-    if fuse == "distillation" and distilled is None:
-        raise InvalidOption(
-            "fuse='distillation' needs a distillation token, and there is none; add "
-            "TokenSpec(..., role='distillation') or choose another fuse"
-        )
-    tasks_alone = distilled is None and num_classes == 0 and any(spec.role is Role.TASK for spec in specs)
-    if fuse != "distillation" and not main and not tasks_alone:
-        raise InvalidOption(
-            f"pool={pool!r} needs a class token, and there is none among "
-            f"{', '.join(f'{spec.name} ({spec.role})' for spec in specs) or 'no special tokens'}; add one, pool the "
-            "patches with pool='mean' or 'attention', or set num_classes=0 for a model with task tokens alone"
-        )
-    kinds = {spec.kind for spec in specs if spec.name in (*main, distilled)}
-    if len(kinds) > 1:
-        raise InvalidOption("a classification head and a regression head cannot be fused; use fuse='class'")
-    if fuse == "softmax" and "regression" in kinds:
-        raise InvalidOption("fuse='softmax' needs classification heads; use fuse='logits' for regression")

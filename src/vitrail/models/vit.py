@@ -116,16 +116,13 @@ class ViT(nn.Module):
 
     def forward_output(self, x: Tensor) -> Output:
         """Return the logits, the logits of each head by name, and the features of all tokens."""
-        return self._answer(self.forward_features(x))
+        features = self.forward_features(x)
+        return self.heads(features, self._layout_of(features))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor | Output:
         """Return the output of `forward` for features (B, N, D); with ``pre_logits`` the pooled features (B, D)."""
-        if pre_logits:
-            return self.heads.pooled(features, self._layout_of(features))
-        return self._short(self._answer(features))
-
-    def _answer(self, features: Tensor) -> Output:
-        return self.heads(features, self._layout_of(features))
+        layout = self._layout_of(features)
+        return self.heads.pooled(features, layout) if pre_logits else self._short(self.heads(features, layout))
 
     def _layout_of(self, features: Tensor) -> TokenLayout:
         """Return the layout of features (B, N, D) with any number of patches."""
@@ -343,16 +340,14 @@ def undecayed(model: nn.Module) -> set[str]:
     return found & set(named)
 
 
-def _weave(
-    specs: Sequence[TokenSpec], here: Sequence[TokenSpec], x: Tensor, joining: Mapping[str, Tensor] | None = None
-) -> Tensor:
+def _weave(specs: Sequence[TokenSpec], here: Sequence[TokenSpec], x: Tensor, joining: Mapping[str, Tensor]) -> Tensor:
     """Insert tokens into a sequence (B, N, D) that starts with the tokens of ``here``, in the order of ``specs``."""
     pieces, start = [], 0
     for spec in specs:
         if spec in here:
             pieces.append(x[:, start : start + spec.count])
             start += spec.count
-        elif joining is not None and spec.name in joining:
+        elif spec.name in joining:
             pieces.append(joining[spec.name])
     return torch.cat([*pieces, x[:, start:]], 1)
 

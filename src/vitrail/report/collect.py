@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,7 +198,7 @@ class Collector:
         foreground = self._foreground(batch, layout)
         most = self._most_features(last, batch.images)
         for row, (index, name) in enumerate(zip(batch.indices, map(str, batch.names), strict=True)):
-            label = _label(batch, row)
+            label = None if batch.labels is None or batch.labels[row] < 0 else int(batch.labels[row])
             self.collected.labelled += label is not None
             self.collected.add_name(index, name)
             if not finite[row]:
@@ -234,7 +233,7 @@ class Collector:
             last["attention"][row].half().cpu(),
             to_pixels(batch.images[row], self.spec),
             kept,
-            None if batch.boxes is None else _boxes(batch.boxes[row]),
+            None if batch.boxes is None else torch.tensor(batch.boxes[row], dtype=torch.float64).reshape(-1, 4),
         )
 
     def _has_objects(self, slot: int, most: int) -> bool:
@@ -337,17 +336,6 @@ def _completed(collected: Collected) -> Collected:
     collected.images = dict(sorted(collected.images.items()))
     collected.skipped.sort()
     return collected
-
-
-def _label(batch: Batch, row: int) -> int | None:
-    label = -1 if batch.labels is None else int(batch.labels[row])
-    return None if label < 0 else label
-
-
-def _boxes(boxes: Sequence[Any] | None) -> Tensor | None:
-    if boxes is None:
-        return None
-    return torch.tensor([[float(end) for end in box] for box in boxes], dtype=torch.float64).reshape(-1, 4)
 
 
 def _finite(x: Tensor) -> Tensor:

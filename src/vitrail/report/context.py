@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.analysis.norms import Norms
-from vitrail.analysis.probes import one_token_each
 from vitrail.data.batches import Batches
 from vitrail.data.sample import Batch
 from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedInput
 from vitrail.report.collect import Collected, HalfTensor, KeptImage, to_pixels
 from vitrail.report.report import ShownImage
-from vitrail.tokens import Role, TokenLayout
+from vitrail.tokens import Role, TokenLayout, token_names
 
 T = TypeVar("T")
 
@@ -132,9 +131,7 @@ class Context:
     @cached_property
     def special_names(self) -> tuple[str, ...]:
         """Names of the special tokens, as probes use them: "class", "register 1", ..."""
-        no_outliers = torch.zeros(1, self.layout.num_patches, dtype=torch.bool)
-        kinds = one_token_each(torch.zeros(1, self.layout.num_tokens, 1), self.layout, no_outliers)
-        return tuple(kinds)[: self.layout.num_special]
+        return token_names(self.layout.special)
 
     @cached_property
     def registers(self) -> tuple[int, ...]:

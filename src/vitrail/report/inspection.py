@@ -22,7 +22,6 @@ from vitrail.report.collect import Collected, Collector, gather
 from vitrail.report.context import Context, Progress
 from vitrail.report.report import Report
 from vitrail.report.sections.base import TURNED_OFF, Values, attempt
-from vitrail.tokens import TokenLayout
 
 MAX_NAMED = 100
 """Most skipped images that are listed by name."""
@@ -136,6 +135,7 @@ def _build_report(
     model: Values,
 ) -> Report:
     norms = collected.counts.result().to_dict()
+    layout = next(iter(collected.queries)) if context is None else context.layout
     kept = {"places": 0, "features": 0, "objects": 0}
     if context is not None:
         many = len(context.images), len(context.featured), len(context.with_objects)
@@ -150,7 +150,11 @@ def _build_report(
             "classes": list(source.class_names) if source.class_names else None,
             "kept": kept,
         },
-        layout=_describe_layout(context.layout if context is not None else next(iter(collected.queries))),
+        layout={
+            "special": [{"role": span.role.value, "name": span.name, "count": span.count} for span in layout.special],
+            "grid": list(layout.grid),
+            "num_tokens": layout.num_tokens,
+        },
         norms=norms,
         sections=values,
         problems=_problems(collected, norms, 0 if context is None else context.other_sizes),
@@ -199,14 +203,6 @@ def _library_name(trunk: nn.Module) -> str:
     if isinstance(config, dict) and config.get("architecture"):
         return str(config["architecture"])
     return str(getattr(getattr(trunk, "config", None), "_name_or_path", "") or type(trunk).__name__)
-
-
-def _describe_layout(layout: TokenLayout) -> Values:
-    return {
-        "special": [{"role": span.role.value, "name": span.name, "count": span.count} for span in layout.special],
-        "grid": list(layout.grid),
-        "num_tokens": layout.num_tokens,
-    }
 
 
 @contextmanager

@@ -136,7 +136,9 @@ def probe_classes(
         kinds = {name: _as_token_per_image(name, value, len(truth)) for name, value in given.items()}
         if not kinds:
             raise UnsupportedInput("there are no kinds of tokens to probe; expected at least one")
-        used = _have_all(kinds, len(truth)) if common else torch.ones(len(truth), dtype=torch.bool)
+        used = torch.ones(len(truth), dtype=torch.bool)
+        for one in kinds.values() if common else ():
+            used &= torch.isin(torch.arange(len(truth)), one.images.cpu())
         for name, one in kinds.items():
             outcomes.setdefault(name, []).append(_classify(one, truth, split, used, number))
     scores = {name: _score(name, found, len(truth)) for name, found in outcomes.items()}
@@ -210,11 +212,3 @@ def _as_token_per_image(name: str, value: Tensor | TokenPerImage, count: int) ->
             "expected one per image, or TokenPerImage(tokens, images) with each image once"
         )
     return TokenPerImage(tokens, one.images)
-
-
-def _have_all(kinds: Mapping[str, TokenPerImage], count: int) -> Tensor:
-    """Return a mask (B,) of the images that have all kinds."""
-    times = torch.zeros(count, dtype=torch.long)
-    for one in kinds.values():
-        times[one.images.cpu()] += 1
-    return times == len(kinds)

@@ -10,16 +10,16 @@ kind in each test part; otherwise it has a note with the reason.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from vitrail.analysis._inputs import as_features, as_mask, as_patches, check_count, check_share
-from vitrail.analysis.probes.linear import LinearRegressor, fit_classifier, fit_regressor
+from vitrail.analysis.probes.linear import fit_classifier, fit_regressor
 from vitrail.analysis.result import Result
 from vitrail.analysis.statistics import Estimate, Split, Statistic, bootstrap, ratio, split_images, subsample
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -157,17 +157,23 @@ def probe_positions(
     tokens, shape = as_patches(tokens, grid, "tokens")
     if tokens.shape[1] < 2:
         raise UnsupportedInput("a grid of one patch has only one position; there is nothing to probe")
-    runs = _Runs(train_on, seed, seeds, test_share, max_tokens)
     places = torch.cartesian_prod(*(torch.arange(n, device=tokens.device) for n in shape)).double()
 
     def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Score:
-        only = place.unique()
-        if len(only) == 1:  # outliers that are all in one place need no classifier
-            return lambda rows, _, true: _position_values(places, only.expand(len(rows)), true)
-        model = fit_classifier(rows, place, groups=image, seed=seed)
-        return lambda rows, _, true: _position_values(places, model.predict(rows), true)
+        only = place.unique()  # outliers that are all in one place need no classifier
+        model = fit_classifier(rows, place, groups=image, seed=seed) if len(only) > 1 else None
 
-    tallies, trained = runs.run(tokens, as_mask(outliers, tokens), fit)
+        def score(rows: Tensor, _: Tensor, true: Tensor) -> Tensor:
+            """Return (hit, distance, 1) for each token."""
+            found = only.expand(len(rows)) if model is None else model.predict(rows)
+            distance = (places[found] - places[true]).norm(dim=1)
+            return torch.stack([(found == true).double(), distance, torch.ones_like(distance)], 1)
+
+        return score
+
+    mask = as_mask(outliers, tokens)
+    numbers = range(seed, seed + check_count(seeds, "seeds"))
+    tallies, trained = _run(tokens, mask, fit, train_on, numbers, test_share, max_tokens)
     kinds = {
         kind: PositionScore(tally.tokens, tally.images, tally.mean(0), tally.mean(1), tally.note)
         for kind, tally in tallies.items()
@@ -202,32 +208,27 @@ def probe_pixels(
         raise UnsupportedInput(
             f"got patches {tuple(pixels.shape[:2])} and tokens {tuple(tokens.shape[:2])}; expected one patch per token"
         )
-    runs = _Runs(train_on, seed, seeds, test_share, max_tokens)
 
     def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Score:
         model = fit_regressor(rows, pixels[image, place], groups=image, seed=seed)
-        return partial(_pixel_values, model, pixels)
 
-    tallies, trained = runs.run(tokens, as_mask(outliers, tokens), fit)
+        def score(rows: Tensor, image: Tensor, place: Tensor) -> Tensor:
+            """Return (squared error, squared distance from the mean patch, error, 1) for each token."""
+            true = pixels[image, place].to(model.bias)
+            error = (model.scores(rows) - true).double().square().sum(1)
+            spread = (true - true.mean(0)).double().square().sum(1)
+            return torch.stack([error, spread, error.sqrt(), torch.ones_like(error)], 1)
+
+        return score
+
+    mask = as_mask(outliers, tokens)
+    numbers = range(seed, seed + check_count(seeds, "seeds"))
+    tallies, trained = _run(tokens, mask, fit, train_on, numbers, test_share, max_tokens)
     kinds = {}
     for kind, tally in tallies.items():
         r2 = tally.estimate(lambda sums: 1 - sums[:, 0] / sums[:, 1])
         kinds[kind] = PixelScore(tally.tokens, tally.images, tally.mean(2), r2, tally.note)
     return PixelProbe(kinds, train_on, trained, seeds)
-
-
-def _position_values(places: Tensor, found: Tensor, true: Tensor) -> Tensor:
-    """Return (hit, distance, 1) for each token."""
-    distance = (places[found] - places[true]).norm(dim=1)
-    return torch.stack([(found == true).double(), distance, torch.ones_like(distance)], 1)
-
-
-def _pixel_values(model: LinearRegressor, pixels: Tensor, rows: Tensor, image: Tensor, place: Tensor) -> Tensor:
-    """Return (squared error, squared distance from the mean patch, error, 1) for each token."""
-    true = pixels[image, place].to(model.bias)
-    error = (model.scores(rows) - true).double().square().sum(1)
-    spread = (true - true.mean(0)).double().square().sum(1)
-    return torch.stack([error, spread, error.sqrt(), torch.ones_like(error)], 1)
 
 
 def _chance_distance(grid: tuple[int, int, int]) -> float:
@@ -289,65 +290,47 @@ class _Tally:
         return self.estimate(ratio(column, -1))
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """The splits of one probe; attributes as the arguments of :func:`probe_positions`."""
+def _run(
+    tokens: Tensor, outliers: Tensor, fit: _Fit, train_on: TrainOn, seeds: range, test_share: float, most: int
+) -> tuple[dict[str, _Tally], int]:
+    """Fit and score probes on tokens (B, P, D); return tallies by kind, and the least number of training tokens."""
+    if train_on not in get_args(TrainOn):
+        raise InvalidOption(f"train_on must be one of {', '.join(get_args(TrainOn))}; got {train_on!r}")
+    check_count(most, "max_tokens", least=LEAST_TOKENS)
+    check_share(test_share, "test_share")
+    masks = {"normal": ~outliers, "outlier": outliers}
+    train_masks = {"all": torch.ones_like(outliers), **masks}
+    least = next(count for count in itertools.count(LEAST_IMAGES + 2) if round(test_share * count) >= LEAST_IMAGES)
+    if len(tokens) < least:
+        note = f"at least {least} images are needed, to leave {LEAST_IMAGES} for testing; got {len(tokens)}"
+        return {kind: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for kind, mask in masks.items()}, 0
 
-    train_on: TrainOn
-    seed: int
-    seeds: int
-    test_share: float
-    max_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.train_on not in get_args(TrainOn):
-            raise InvalidOption(f"train_on must be one of {', '.join(get_args(TrainOn))}; got {self.train_on!r}")
-        check_count(self.seeds, "seeds")
-        check_count(self.max_tokens, "max_tokens", least=LEAST_TOKENS)
-        check_share(self.test_share, "test_share")
-
-    def run(self, tokens: Tensor, outliers: Tensor, fit: _Fit) -> tuple[dict[str, _Tally], int]:
-        """Fit and score probes on tokens (B, P, D); return tallies by kind, and the least number of training tokens."""
-        masks = {"normal": ~outliers, "outlier": outliers}
-        train_masks = {"all": torch.ones_like(outliers), **masks}
-        least = self._least_images()
-        if len(tokens) < least:
-            note = f"at least {least} images are needed, to leave {LEAST_IMAGES} for testing; got {len(tokens)}"
-            return {kind: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for kind, mask in masks.items()}, 0
-        seeds = range(self.seed, self.seed + self.seeds)
-        splits = {seed: split_images(len(tokens), test_share=self.test_share, seed=seed) for seed in seeds}
-        tallies = {kind: _count_tests(kind, mask, splits.values()) for kind, mask in masks.items()}
-        fitted: dict[tuple[str, int], _Score] = {}
-        trained = []
-        for kind, tally in tallies.items():
-            source = kind if self.train_on == "own" else self.train_on
-            train_mask = train_masks[source]
-            count = min(int(train_mask[split.train.to(train_mask.device)].sum()) for split in splits.values())
-            if tally.note is None and count < LEAST_TOKENS:
-                tally.note = f"only {count} tokens to train the probe on; at least {LEAST_TOKENS} are needed"
-            if tally.note is not None:
-                continue
-            trained.append(min(count, self.max_tokens))
-            for seed, split in splits.items():
-                if (source, seed) not in fitted:
-                    fitted[source, seed] = fit(*self._rows(tokens, train_mask, split.train, seed), seed)
-                rows = self._rows(tokens, masks[kind], split.test, seed)
-                tally.add(fitted[source, seed](*rows), rows[1], len(tokens))
-        return tallies, min(trained, default=0)
-
-    def _rows(self, tokens: Tensor, mask: Tensor, images: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(mask: Tensor, images: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sample tokens under a mask from some images: tokens (n, D), their images and their places."""
         images = images.to(tokens.device)
-        found = subsample(mask[images].nonzero(), self.max_tokens, seed)
+        found = subsample(mask[images].nonzero(), most, seed)
         image, place = images[found[:, 0]], found[:, 1]
         return tokens[image, place], image, place
 
-    def _least_images(self) -> int:
-        """Return the least number of images that leaves enough for testing, and two for training."""
-        count = LEAST_IMAGES + 2
-        while round(self.test_share * count) < LEAST_IMAGES:
-            count += 1
-        return count
+    splits = {seed: split_images(len(tokens), test_share=test_share, seed=seed) for seed in seeds}
+    tallies = {kind: _count_tests(kind, mask, splits.values()) for kind, mask in masks.items()}
+    fitted: dict[tuple[str, int], _Score] = {}
+    trained = []
+    for kind, tally in tallies.items():
+        source = kind if train_on == "own" else train_on
+        train_mask = train_masks[source]
+        count = min(int(train_mask[split.train.to(train_mask.device)].sum()) for split in splits.values())
+        if tally.note is None and count < LEAST_TOKENS:
+            tally.note = f"only {count} tokens to train the probe on; at least {LEAST_TOKENS} are needed"
+        if tally.note is not None:
+            continue
+        trained.append(min(count, most))
+        for seed, split in splits.items():
+            if (source, seed) not in fitted:
+                fitted[source, seed] = fit(*sample(train_mask, split.train, seed), seed)
+            rows = sample(masks[kind], split.test, seed)
+            tally.add(fitted[source, seed](*rows), rows[1], len(tokens))
+    return tallies, min(trained, default=0)
 
 
 def _count_tests(kind: str, mask: Tensor, splits: Collection[Split]) -> _Tally:

@@ -41,100 +41,41 @@ class LoadedBatch(NamedTuple):
     indices: Tensor
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The samples that one of several processes sees."""
-
-    order: Order | None
-    count: int
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps in an epoch; 0 without an order."""
-        return 0 if self.order is None else self.order.steps_per_epoch
-
-    def step(self, number: int) -> Tensor:
-        """Return the indices of a step: this process's slice of the batch."""
-        if self.order is None:
-            raise InvalidOption("this loader has no batch size, and so no steps; make it with one")
-        size = self.order.batch // self.world_size
-        return self.order.indices(number)[self.rank * size : (self.rank + 1) * size]
-
-    def sweep(self, batch: int) -> list[Tensor]:
-        """Return all indices of this process in order, split into batches."""
-        if batch < 1:
-            raise InvalidOption(f"batch={batch}: expected 1 or more samples")
-        return [part for part in torch.arange(self.count)[self.rank :: self.world_size].split(batch) if len(part)]
-
-
-class Unreadable:
-    """Samples that could not be read; more than a share of them is an error."""
-
-    def __init__(self, dataset: Dataset, limit: float) -> None:
-        if not 0 <= limit <= 1:
-            raise InvalidOption(f"max_unreadable={limit}: expected a share from 0 to 1")
-        self._dataset = dataset
-        self._limit = limit
-        self._found: dict[int, str] = {}
-
-    def __contains__(self, index: int) -> bool:
-        return index in self._found
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    @property
-    def named(self) -> list[tuple[str, str]]:
-        """Names and reasons, in order."""
-        return [(self._dataset.name(index), reason) for index, reason in sorted(self._found.items())]
-
-    def add(self, index: int, reason: str) -> None:
-        """Count a sample.
-
-        Raises:
-            ImageError: there are more than the limit allows, or no sample is left.
-        """
-        self._found[index] = reason
-        count = len(self._dataset)
-        if len(self._found) > self._limit * count or len(self._found) == count:
-            shown = "\n".join(f"  {reason}" for _, reason in self.named[:5])
-            raise ImageError(
-                f"{len(self._found)} of {count} images cannot be read, and max_unreadable allows a share of "
-                f"{self._limit:g}:\n{shown}\nRepair or remove them, or allow more."
-            )
-
-
+@dataclass(eq=False)
 class Loader(ABC):
     """Loads the samples of any step, and all of them in order.
 
-    A sample that cannot be read is replaced in steps by the next one that can be, and left out of a sweep.
+    A sample that cannot be read is replaced in steps by the next one that can be, and left out of a sweep. Attributes
+    are the arguments of :func:`make_loader`, and:
 
     Attributes:
+        order: order of the samples in steps; None for a loader of sweeps alone.
         classes: names of the classes, by label column.
         count: number of samples, readable or not.
         steps_per_epoch: number of steps in an epoch; 0 for a loader without a batch size.
-        image_size: height and width of images; arrays have their own.
     """
 
-    def __init__(
-        self, dataset: Dataset, shard: Shard, image_size: int, device: torch.device, unreadable: Unreadable
-    ) -> None:
-        self.classes = dataset.classes
-        self.count = len(dataset)
-        self.steps_per_epoch = shard.steps_per_epoch
-        self.image_size = image_size
-        self._dataset = dataset
-        self._spec = dataset.spec_at(image_size)
-        self._shard = shard
-        self._device = device
-        self._unreadable = unreadable
+    dataset: Dataset
+    image_size: int
+    device: torch.device
+    order: Order | None
+    rank: int
+    world_size: int
+    workers: int
+    max_unreadable: float
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self.classes = self.dataset.classes
+        self.count = len(self.dataset)
+        self.steps_per_epoch = 0 if self.order is None else self.order.steps_per_epoch
+        self._spec = self.dataset.spec_at(self.image_size)
+        self._unreadable: dict[int, str] = {}
 
     @property
     def skipped(self) -> list[tuple[str, str]]:
         """Names of the samples that could not be read so far, each with the reason."""
-        return self._unreadable.named
+        return [(self.dataset.name(index), reason) for index, reason in sorted(self._unreadable.items())]
 
     @abstractmethod
     def batch(self, step: int) -> LoadedBatch:
@@ -147,6 +88,29 @@ class Loader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release workers and images."""
+
+    def _step_indices(self, step: int) -> Tensor:
+        """Return the indices of this process's part of a step."""
+        if self.order is None:
+            raise InvalidOption("this loader has no batch size, and so no steps; make it with one")
+        return self.order.indices(step, self.rank, self.world_size)
+
+    def _sweep_indices(self, batch: int) -> list[Tensor]:
+        """Return all indices of this process in order, split into batches."""
+        if batch < 1:
+            raise InvalidOption(f"batch={batch}: expected 1 or more samples")
+        return [part for part in torch.arange(self.count)[self.rank :: self.world_size].split(batch) if len(part)]
+
+    def _add_unreadable(self, index: int, reason: str) -> None:
+        """Count a sample that cannot be read; raise if there are more than the limit allows, or no sample is left."""
+        self._unreadable[index] = reason
+        number = len(self._unreadable)
+        if number > self.max_unreadable * self.count or number == self.count:
+            shown = "\n".join(f"  {reason}" for _, reason in self.skipped[:5])
+            raise ImageError(
+                f"{number} of {self.count} images cannot be read, and max_unreadable allows a share of "
+                f"{self.max_unreadable:g}:\n{shown}\nRepair or remove them, or allow more."
+            )
 
 
 def make_loader(
@@ -204,12 +168,12 @@ def make_loader(
         raise InvalidOption(f"keep={keep!r}: expected 'auto', 'device' or 'workers'")
     if workers is None:
         workers = 0 if dataset.tensor_spec is not None else min(cpu_count(), MAX_WORKERS)
-    unreadable = Unreadable(dataset, max_unreadable)
-    shard = Shard(order, len(dataset), rank, world_size)
-    fits = dataset.spec_at(image_size).nbytes * len(dataset) <= _room(device)
-    if keep == "device" or (keep == "auto" and fits):
-        return InMemoryLoader(dataset, shard, image_size, device, unreadable, workers, progress)
-    return WorkerLoader(dataset, shard, image_size, device, unreadable, workers)
+    if not 0 <= max_unreadable <= 1:
+        raise InvalidOption(f"max_unreadable={max_unreadable}: expected a share from 0 to 1")
+    room = torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE if device.type == "cuda" else HOST_BYTES
+    fits = dataset.spec_at(image_size).nbytes * len(dataset) <= room
+    kind = InMemoryLoader if keep == "device" or (keep == "auto" and fits) else WorkerLoader
+    return kind(dataset, image_size, device, order, rank, world_size, workers, max_unreadable, progress)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -217,10 +181,3 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
-
-
-def _room(device: torch.device) -> float:
-    """Return how many bytes of a dataset a device may keep."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE
-    return HOST_BYTES

@@ -6,12 +6,13 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vitrail.data.dataset import Dataset, Decode
-from vitrail.data.loading.loader import LoadedBatch, Loader, Progress, Shard, Unreadable, to_device
+from vitrail.data.loading.loader import LoadedBatch, Loader, to_device
 from vitrail.errors import ImageError
 
 CHUNK = 512
@@ -21,27 +22,18 @@ CHUNK = 512
 class InMemoryLoader(Loader):
     """Samples on the device; a batch is one lookup."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        shard: Shard,
-        image_size: int,
-        device: torch.device,
-        unreadable: Unreadable,
-        workers: int = 0,
-        progress: Progress | None = None,
-    ) -> None:
-        super().__init__(dataset, shard, image_size, device, unreadable)
-        self._labels = dataset.labels.to(device)
-        self._images = torch.empty(self.count, *self._spec.shape, dtype=self._spec.dtype, device=device)
-        self._fill(workers, progress)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._labels = self.dataset.labels.to(self.device)
+        self._images = torch.empty(self.count, *self._spec.shape, dtype=self._spec.dtype, device=self.device)
+        self._fill()
         self._places = self._replacements()
 
     def batch(self, step: int) -> LoadedBatch:
-        return self._at(self._places[self._shard.step(step)])
+        return self._at(self._places[self._step_indices(step)])
 
     def sweep(self, batch: int) -> Iterator[LoadedBatch]:
-        for indices in self._shard.sweep(batch):
+        for indices in self._sweep_indices(batch):
             readable = indices[self._places[indices] == indices]
             if len(readable):
                 yield self._at(readable)
@@ -50,24 +42,24 @@ class InMemoryLoader(Loader):
         self._images = self._images.new_empty(0, *self._spec.shape)  # a slice would keep the whole storage
 
     def _at(self, indices: Tensor) -> LoadedBatch:
-        there = to_device(indices, self._device)
+        there = to_device(indices, self.device)
         return LoadedBatch(self._images[there], self._labels[there], there)
 
-    def _fill(self, workers: int, progress: Progress | None) -> None:
+    def _fill(self) -> None:
         """Decode all samples and copy them to the device, a chunk at a time."""
         chunk = torch.empty(min(CHUNK, self.count), *self._spec.shape, dtype=self._spec.dtype)
         start = 0
-        for index, image in decoded(self._dataset, self.image_size, workers):
-            if isinstance(image, ImageError):
-                self._unreadable.add(index, str(image))
+        for index, decode in enumerate(_decoders(self.dataset, self.image_size, self.workers)):
+            try:
+                chunk[index - start] = decode()
+            except ImageError as error:
+                self._add_unreadable(index, str(error))
                 chunk[index - start] = 0
-            else:
-                chunk[index - start] = image
             if index + 1 == min(start + len(chunk), self.count):
-                self._images[start : index + 1] = chunk[: index + 1 - start].to(self._device)
+                self._images[start : index + 1] = chunk[: index + 1 - start].to(self.device)
                 start = index + 1
-                if progress is not None:
-                    progress(start, self.count)
+                if self.progress is not None:
+                    self.progress(start, self.count)
 
     def _replacements(self) -> Tensor:
         """Return for each sample the one that replaces it: itself, or the next that can be read."""
@@ -78,38 +70,25 @@ class InMemoryLoader(Loader):
         return places
 
 
-def decoded(dataset: Dataset, image_size: int, workers: int) -> Iterator[tuple[int, Tensor | ImageError]]:
-    """Yield all samples in order: bytes are read in this thread, decoded ahead in others; errors take their places."""
+def _decoders(dataset: Dataset, image_size: int, workers: int) -> Iterator[Decode]:
+    """Yield a function for each sample that returns it: bytes are read in this thread, decoded ahead in others."""
     if workers < 1:
         for index in range(len(dataset)):
-            yield index, _decode(_fetch(dataset, index, image_size))
+            yield partial(dataset.tensor, index, image_size)
         return
-    ahead: deque[tuple[int, Future[Tensor | ImageError]]] = deque()
+    ahead: deque[Future[Tensor]] = deque()
     # Decoding changes warning filters, which are not thread-safe: restore them at the end.
     with warnings.catch_warnings(), ThreadPoolExecutor(workers, "vitrail-decode") as pool:
         try:
             for index in range(len(dataset)):
-                while len(ahead) >= CHUNK:
-                    number, future = ahead.popleft()
-                    yield number, future.result()
-                ahead.append((index, pool.submit(_decode, _fetch(dataset, index, image_size))))
-            for number, future in ahead:
-                yield number, future.result()
+                if len(ahead) >= CHUNK:
+                    yield ahead.popleft().result
+                try:
+                    ahead.append(pool.submit(dataset.fetch(index, image_size)))
+                except ImageError as error:
+                    ahead.append(Future())
+                    ahead[-1].set_exception(error)
+            for future in ahead:
+                yield future.result
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _fetch(dataset: Dataset, index: int, image_size: int) -> Decode | ImageError:
-    try:
-        return dataset.fetch(index, image_size)
-    except ImageError as error:
-        return error
-
-
-def _decode(fetched: Decode | ImageError) -> Tensor | ImageError:
-    if isinstance(fetched, ImageError):
-        return fetched
-    try:
-        return fetched()
-    except ImageError as error:
-        return error

@@ -76,15 +76,16 @@ class Order:
         """Number of steps in an epoch; the last incomplete batch is dropped."""
         return self.count // self.batch
 
-    def indices(self, step: int) -> Tensor:
-        """Return the samples of a step, over all processes: (batch,) in int64, on the CPU."""
+    def indices(self, step: int, rank: int = 0, world_size: int = 1) -> Tensor:
+        """Return the samples of a step, or one process's slice of them: (batch / world_size,) in int64, on the CPU."""
         if step < 0:
             raise InvalidOption(f"step={step}: expected 0 or more")
         distinct = self.batch // self.repeats
         number, place = divmod(step, self.count // distinct)
         chosen = _permutation(self.count, self.seed, number)[place * distinct : (place + 1) * distinct]
         # Each copy is rolled by one place, so that its pairs of neighbors are different ones.
-        return torch.cat([chosen.roll(-copy) for copy in range(self.repeats)])
+        every = torch.cat([chosen.roll(-copy) for copy in range(self.repeats)])
+        return every.view(world_size, -1)[rank]
 
 
 @lru_cache(maxsize=4)

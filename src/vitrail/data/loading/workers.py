@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vitrail.data.dataset import Dataset
-from vitrail.data.loading.loader import LoadedBatch, Loader, Shard, Unreadable, to_device
+from vitrail.data.loading.loader import LoadedBatch, Loader, to_device
 from vitrail.errors import ImageError, TrainingError
 
 
@@ -25,29 +27,22 @@ class _Read(NamedTuple):
 class WorkerLoader(Loader):
     """Samples read on demand, some steps ahead; any step may be the first."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        shard: Shard,
-        image_size: int,
-        device: torch.device,
-        unreadable: Unreadable,
-        workers: int = 0,
-    ) -> None:
-        super().__init__(dataset, shard, image_size, device, unreadable)
-        self._workers = workers
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._next = -1
         self._batches: Iterator[_Read] = iter(())
 
     def batch(self, step: int) -> LoadedBatch:
         if step != self._next:
-            self._shard.step(step)  # raise an error here, not in a worker
-            self._batches = iter(self._loader(_Steps(self._shard, step), replace=True))
+            self._step_indices(step)  # raise an error here, not in a worker
+            assert self.order is not None
+            indices = partial(self.order.indices, rank=self.rank, world_size=self.world_size)
+            self._batches = iter(self._loader(map(indices, count(step)), replace=True))
         self._next = -1  # until the batch is there
         try:
             read = next(self._batches)
         except (RuntimeError, EOFError, OSError) as error:
-            if not self._workers:
+            if not self.workers:
                 raise
             self.close()
             raise TrainingError(
@@ -58,7 +53,7 @@ class WorkerLoader(Loader):
         return self._at(read)
 
     def sweep(self, batch: int) -> Iterator[LoadedBatch]:
-        for read in self._loader(self._shard.sweep(batch), replace=False):
+        for read in self._loader(self._sweep_indices(batch), replace=False):
             made = self._at(read)
             if len(made.indices):
                 yield made
@@ -69,37 +64,25 @@ class WorkerLoader(Loader):
     def _at(self, read: _Read) -> LoadedBatch:
         for index, reason in read.faults:
             if index not in self._unreadable:
-                self._unreadable.add(index, reason)
-        images = read.images.to(self._device, non_blocking=True)
-        labels = self._dataset.labels[read.indices]
-        return LoadedBatch(images, to_device(labels, self._device), to_device(read.indices, self._device))
+                self._add_unreadable(index, reason)
+        images = read.images.to(self.device, non_blocking=True)
+        labels = self.dataset.labels[read.indices]
+        return LoadedBatch(images, to_device(labels, self.device), to_device(read.indices, self.device))
 
     def _loader(self, parts: Any, *, replace: bool) -> DataLoader[_Read]:
         several: dict[str, Any] = {}
-        if self._workers:
-            several = {"prefetch_factor": 2, "multiprocessing_context": _context()}
+        if self.workers:
+            # A clean process: the parent may hold a device and threads.
+            clean = "forkserver" if "forkserver" in torch.multiprocessing.get_all_start_methods() else "spawn"
+            several = {"prefetch_factor": 2, "multiprocessing_context": clean}
         return DataLoader(
-            _Reader(self._dataset.bare(), self.image_size, replace),  # type: ignore[arg-type]
+            _Reader(self.dataset.bare(), self.image_size, replace),  # type: ignore[arg-type]
             batch_size=None,
             sampler=parts,
-            num_workers=self._workers,
-            pin_memory=self._device.type == "cuda",
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
             **several,
         )
-
-
-class _Steps:
-    """The indices of one step after the other, from a step on, without an end."""
-
-    def __init__(self, shard: Shard, start: int) -> None:
-        self._shard = shard
-        self._start = start
-
-    def __iter__(self) -> Iterator[Tensor]:
-        step = self._start
-        while True:
-            yield self._shard.step(step)
-            step += 1
 
 
 class _Reader:
@@ -132,8 +115,3 @@ class _Reader:
         spec = self._dataset.spec_at(self._image_size)
         empty = torch.empty(0, *spec.shape, dtype=spec.dtype)
         return _Read(torch.stack(images) if images else empty, torch.tensor(places).long(), sorted(faults.items()))
-
-
-def _context() -> str:
-    """Return the start method of workers: a clean process, as the parent may hold a device and threads."""
-    return "forkserver" if "forkserver" in torch.multiprocessing.get_all_start_methods() else "spawn"

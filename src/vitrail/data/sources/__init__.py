@@ -61,25 +61,17 @@ def are_paths(source: Any) -> bool:
 
 def _open_files(given: Sequence[PathLike]) -> Source:
     """Open parquet files, shards or images, by what the paths are."""
-    if all(os.fspath(path).endswith(".tar") or _has_shards(Path(path)) for path in given):
+    if all(os.fspath(path).endswith(".tar") or any(Path(path).glob("*.tar")) for path in given):
         return ShardSource([shard for path in given for shard in find_shards(os.fspath(path))])
-    paths = [found for path in given for found in _matches(path)]
+    paths: list[Path] = []
+    for path in given:
+        pattern = has_magic(os.fspath(path)) and not Path(path).exists()
+        paths += (matching(os.fspath(path)) if pattern else []) or [Path(path)]
     tables = _find_tables(paths)
     if tables:
         return ParquetSource(tables)
     root = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     return FolderSource(find_images(paths), root)
-
-
-def _matches(path: PathLike) -> list[Path]:
-    """Return the files that a glob pattern matches; a path that exists, or matches nothing, is returned unchanged."""
-    text = os.fspath(path)
-    found = [] if Path(path).exists() or not has_magic(text) else matching(text)
-    return found or [Path(path)]
-
-
-def _has_shards(path: Path) -> bool:
-    return path.is_dir() and any(path.glob("*.tar"))
 
 
 def _find_tables(paths: Sequence[Path]) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -42,10 +41,11 @@ class HubSource(Source):
         return Labels(found.numbers, tuple(clean(str(name)) for name in names)) if names else found
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
-        stored = self._images[row][self._image] or {}
-        if stored.get("bytes") or stored.get("path"):
-            return partial(_decode, stored.get("bytes"), stored.get("path"), self.names[row])
-        raise ImageError(f"{self.names[row]}: the row has no image")
+        stored, name = self._images[row][self._image] or {}, self.names[row]
+        data, path = stored.get("bytes"), stored.get("path") or ""
+        if not data and not path:
+            raise ImageError(f"{name}: the row has no image")
+        return lambda: Sample(decode_image(data, name) if data else read_image(path), name)
 
     def _dtype(self, name: str) -> str:
         return str(getattr(self._dataset.features[name], "dtype", ""))
@@ -76,7 +76,3 @@ def open_hub(source: str) -> HubSource:
     except Exception as error:  # network, Hub, script or name: datasets raises many kinds
         raise ImageError(f"hf:{source}: the dataset could not be opened ({error})") from error
     return HubSource(dataset, name)
-
-
-def _decode(data: bytes | None, path: str | None, name: str) -> Sample:
-    return Sample(decode_image(data, name) if data else read_image(path or ""), name)

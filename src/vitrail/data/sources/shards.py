@@ -12,7 +12,6 @@ import re
 import tarfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,8 @@ class ShardSource(Source):
             raise ImageError(f"{path}: the shard cannot be read ({error.strerror}); check that it is there") from error
         if len(data) < size:
             raise ImageError(f"{path.name}, {self.names[row]}: the shard is cut off; fetch or write it again")
-        return partial(_decode, data, self.names[row], path.name)
+        name = self.names[row]
+        return lambda: Sample(decode_image(data, f"{path.name}, {name}"), name)
 
 
 def find_shards(source: str) -> list[Path]:
@@ -104,10 +104,6 @@ def _expanded(source: str) -> Iterator[str]:
         else:
             choices.append(piece.split(","))
     return ("".join(parts) for parts in product(*choices))
-
-
-def _decode(data: bytes, name: str, shard: str) -> Sample:
-    return Sample(decode_image(data, f"{shard}, {name}"), name)
 
 
 def _samples(path: Path) -> Iterator[tuple[str, tuple[int, int], dict[str, Any]]]:

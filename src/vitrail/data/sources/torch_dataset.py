@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,8 @@ class TorchSource(Source):
         return Labels(numbers, tuple(clean(_first(name)) for name in names) if listed and names else None)
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
-        return partial(_sample, self._item(row)[0], self.names[row])
+        value, name = self._item(row)[0], self.names[row]
+        return lambda: Sample(as_image(value, name), name)
 
     def _item(self, row: int) -> Sequence[Any]:
         try:
@@ -128,10 +128,6 @@ def as_image(value: Any, name: str) -> Image.Image:
         f"{name}: not an image; expected a PIL image, or a tensor (3, H, W) of bytes or of numbers from 0 to 1. Leave "
         "out transforms that normalize: that is done here"
     )
-
-
-def _sample(value: Any, name: str) -> Sample:
-    return Sample(as_image(value, name), name)
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:

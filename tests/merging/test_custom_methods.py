@@ -306,3 +306,81 @@ def test_registering() -> None:
         register_method("tome")(type("Other", (Method,), {}))
     with pytest.raises(InvalidOption, match="subclasses"):
         register_method("nothing")(int)  # type: ignore[type-var]
+
+
+class Returning(Method):
+    """A method that returns whatever it is given."""
+
+    def __init__(self, result: Any, amount: Any = 3) -> None:
+        super().__init__()
+        self.result, self.removes = result, amount
+
+    def amount(self, context: Context, planned: int) -> Any:
+        return self.removes
+
+    def reduce(self, context: Context, r: int | Tensor) -> Any:
+        return self.result
+
+
+PAIRS = torch.arange(37).clamp(max=33).expand(5, 37)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (Returning(None), "Reduction"),
+        (Returning(PAIRS), "Reduction"),
+        (Returning(Assignment(PAIRS, 34)), "Reduction"),
+        (Returning(Reduction(Assignment(PAIRS[:1], 34))), "shape"),
+        (Returning(Reduction(Assignment(PAIRS.double(), 34))), "int64"),
+        (Returning(Reduction(Assignment(PAIRS + 5, 34))), "indices below 34"),
+        (Returning(Reduction(Assignment((PAIRS - 3).clamp(min=0), 34))), "protected"),
+        (Returning(Reduction(Assignment(PAIRS, 34), weight=torch.ones(5, 3))), "weight"),
+        (Returning(Reduction(Assignment(PAIRS, 34), memory={"mine": torch.ones(5, 3)})), "mine"),
+        (Returning(Reduction(Assignment(PAIRS, 34), soft=torch.ones(5, 37, 3))), "soft"),
+        (Returning(None, amount=None), "amount"),
+        (Returning(None, amount=-1), "amount"),
+        (Returning(None, amount=torch.ones(3, dtype=torch.long)), "one per image"),
+        (Returning(None, amount=torch.ones(5)), "integer"),
+    ],
+)
+def test_what_a_method_returns_is_checked(method: Method, words: str) -> None:
+    model, x = model_of()
+    with vitrail.merge(model, r=3, method=method), pytest.raises(InvalidOption, match=words):
+        model(x)
+
+
+def test_methods_that_are_not_registered_travel_as_themselves() -> None:
+    model, _ = model_of()
+    method = Returning(None)
+    with vitrail.merge(model, r=3, method=method) as merging:
+        assert merging.config["method"] is method
+    with vitrail.merge(model, **merging.config) as again:
+        assert again.method is method
+    for wrong in (Threshold, KMeans):
+        with pytest.raises(InvalidOption, match="instance"):
+            vitrail.merge(model, r=3, method=wrong)
+    with pytest.raises(InvalidOption, match="takes a name"):
+        register_method(KMeans)  # type: ignore[arg-type]
+    method.place = "behind"  # type: ignore[misc, assignment]
+    with pytest.raises(InvalidOption, match="place"):
+        vitrail.merge(model, r=3, method=method)
+
+
+def test_a_block_may_be_left_as_it_is() -> None:
+    class Nothing(Returning):
+        static = False
+
+    model, x = model_of()
+    with torch.no_grad():
+        before = model(x)
+        with vitrail.merge(model, r=3, method=Nothing(None)) as merging, merging.track() as trace:
+            assert torch.equal(model(x), before)
+        assert trace.tokens_per_layer.unique().tolist() == [37]
+        assert trace.flops.tolist() == [merging.flops(merged=False)] * 5
+
+
+def test_an_empty_batch() -> None:
+    model, x = model_of()
+    with torch.no_grad(), vitrail.merge(model, r=3):
+        assert model(x[:0]).shape == (0, 5)

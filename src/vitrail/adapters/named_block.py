@@ -122,9 +122,10 @@ class NamedBlock(BlockAdapter):
         width = self.head_shape(block)[1] if names.head_dim is None else find_part(block, names.head_dim)
         projected = self.project(block, h)
         if isinstance(projected, Tensor):
-            q, k, v = projected.reshape(batch, length, 3, -1, width).permute(2, 0, 3, 1, 4).unbind(0)
+            heads = projected.shape[2] // (3 * width)
+            q, k, v = projected.reshape(batch, length, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
         else:
-            q, k, v = (part.reshape(batch, length, -1, width).transpose(1, 2) for part in projected)
+            q, k, v = (part.reshape(batch, length, part.shape[2] // width, width).transpose(1, 2) for part in projected)
         return _apply(block, names.q_norm, q), _apply(block, names.k_norm, k), v
 
     def project(self, block: nn.Module, h: Tensor) -> Tensor | Sequence[Tensor]:

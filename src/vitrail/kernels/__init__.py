@@ -23,6 +23,7 @@ from torch import Tensor
 from vitrail.kernels import ops
 from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
 from vitrail.merging.bipartite import Order, Protected
+from vitrail.merging.method import check_reduction
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -136,6 +137,7 @@ def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "pa
         if r and isinstance(context.protected, int) and serves_tome(k, context.protected):
             return Reduction(match(k, r, context.protected))
     reduction = method.reduce(context, r)
+    check_reduction(method, reduction, context)
     if reduction is None:
         return None
     if order == "original" or not method.places_groups:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption
@@ -43,6 +44,7 @@ class Context:
         archive: the method's own tensors, carried unchanged through the pass.
         guide: maps from outside (B, N, …), such as a saliency map; 0 for special tokens, merged along with the tokens.
         padded: whether images of the batch may keep different numbers of tokens.
+        planned: number of tokens planned to merge in this block.
         project: computes queries, keys and values; called on first use.
         attend: computes attention weights; see :meth:`attention`.
     """
@@ -56,6 +58,7 @@ class Context:
     archive: Mapping[str, Tensor] = field(default_factory=dict)
     guide: Mapping[str, Tensor] = field(default_factory=dict)
     padded: bool = False
+    planned: int | None = None
     project: Callable[[], Projections] | None = None
     attend: Callable[[Sequence[int] | None], Tensor] | None = None
     _projected: Projections | None = None
@@ -167,9 +170,16 @@ class Method(nn.Module):
         return {}
 
     @property
-    def config(self) -> str | dict[str, Any]:
-        """The method as plain data: its name, or a dict with its name and options."""
+    def config(self) -> str | dict[str, Any] | Method:
+        """The method as plain data: its name, or a dict with name and options; itself where it is not registered."""
+        if METHODS.get(self.name) is not type(self):
+            return self
         return {"name": self.name, **self.options} if self.options else self.name
+
+    @property
+    def label(self) -> str:
+        """Name for messages: the registered name, or that of the class."""
+        return self.name if METHODS.get(self.name) is type(self) else type(self).__name__
 
     def build(self, shape: ModelShape) -> None:
         """Create parameters for a model; called once, before the model is changed."""
@@ -184,11 +194,12 @@ class Method(nn.Module):
         return planned
 
     def reduce(self, context: Context, r: int | Tensor) -> Reduction | None:
-        """Return which tokens become one; None to leave the tokens of this block as they are.
+        """Return which tokens become one.
 
-        A static method removes exactly ``r`` tokens from every image.
+        A static method removes exactly ``r`` tokens from every image. Others may return None, to leave the tokens of
+        this block as they are.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not implement reduce(context, r)")
 
     def pool(self, x: Tensor, assignment: Assignment, weight: Tensor | None) -> Tensor:
         """Combine the tokens (B, N, D) of each group into one; by default their weighted mean."""
@@ -223,6 +234,9 @@ AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 def register_method(name: str) -> Callable[[AnyMethod], AnyMethod]:
     """Register a method under a name, so that ``vitrail.merge(model, method=name)`` and the commands find it."""
 
+    if not isinstance(name, str) or not name:
+        raise InvalidOption(f'register_method takes a name: @register_method("kmeans"); got {name!r}')
+
     def register(method: AnyMethod) -> AnyMethod:
         if not isinstance(method, type) or not issubclass(method, Method):
             raise InvalidOption(f"register_method registers subclasses of vitrail.Method; got {method!r}")
@@ -241,7 +255,14 @@ def register_method(name: str) -> Callable[[AnyMethod], AnyMethod]:
 def as_method(method: str | Mapping[str, Any] | Method) -> Method:
     """Return a method by name, by name and options (``Method.config``), or unchanged."""
     if isinstance(method, Method):
+        if method.place not in ("before", "between") or method.scope not in ("pass", "block"):
+            raise InvalidOption(
+                f"{method.label}: place is 'before' or 'between' and scope 'pass' or 'block'; got {method.place!r} and "
+                f"{method.scope!r}"
+            )
         return method
+    if isinstance(method, type) and issubclass(method, Method):
+        raise InvalidOption(f"method takes an instance, not a class: method={method.__name__}()")
     options = dict(method) if isinstance(method, Mapping) else {"name": method}
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in METHODS:
@@ -253,3 +274,66 @@ def as_method(method: str | Mapping[str, Any] | Method) -> Method:
         return METHODS[name](**options)
     except TypeError as error:
         raise InvalidOption(f"method {name!r} does not take these options: {error}") from error
+
+
+def check_amount(method: Method, r: object, context: Context) -> None:
+    """Raise ``InvalidOption`` if a method's amount is neither a number nor one per image."""
+    x = context.x
+    if isinstance(r, Tensor):
+        valid = r.shape == x.shape[:1] and not r.is_floating_point()
+    else:
+        valid = isinstance(r, int) and not isinstance(r, bool) and r >= 0 and (not method.static or r < x.shape[1])
+    if not valid:
+        given = f"a {r.dtype} tensor of shape {tuple(r.shape)}" if isinstance(r, Tensor) else repr(r)
+        raise InvalidOption(
+            f"{method.label}.amount returns a number of tokens, or an integer tensor with one per image "
+            f"({x.shape[0]},); got {given}"
+        )
+
+
+def check_reduction(method: Method, reduction: object, context: Context) -> None:
+    """Raise ``InvalidOption`` if what a method returned does not fit the tokens."""
+    shape, name = tuple(context.x.shape[:2]), method.label
+    if reduction is None and not method.static:
+        return
+    if not isinstance(reduction, Reduction) or not isinstance(reduction.assignment, Assignment):
+        raise InvalidOption(
+            f"{name}.reduce returns a Reduction(Assignment(target, length)){'' if method.static else ' or None'}; got "
+            f"{type(reduction).__name__}"
+        )
+    target, length = reduction.assignment.target, reduction.assignment.length
+    if tuple(target.shape) != shape or target.dtype != torch.int64 or length < 1:
+        raise InvalidOption(
+            f"{name}: the target of an Assignment is int64 of shape {shape}, its length 1 or more; got {target.dtype} "
+            f"of shape {tuple(target.shape)} and length {length}"
+        )
+    for entry, value in (("weight", reduction.weight), ("size", reduction.size), *reduction.memory.items()):
+        if value is not None and tuple(value.shape[:2]) != shape:
+            raise InvalidOption(
+                f"{name}: {entry} of a Reduction has shape {shape} or more axes; got {tuple(value.shape)}"
+            )
+    if reduction.soft is not None and tuple(reduction.soft.shape) != (*shape, length):
+        raise InvalidOption(
+            f"{name}: soft of a Reduction has shape {(*shape, length)}; got {tuple(reduction.soft.shape)}"
+        )
+    removed = shape[1] - length
+    if method.static and reduction.soft is None and context.planned not in (None, removed):
+        raise InvalidOption(
+            f"{name} removed {removed} of {shape[1]} tokens, where {context.planned} were planned; a method whose "
+            "numbers vary declares `static = False`"
+        )
+    if not method.places_groups and not target.is_cuda and not torch.compiler.is_compiling():
+        _check_values(name, reduction.assignment, context)
+
+
+def _check_values(name: str, assignment: Assignment, context: Context) -> None:
+    """Raise if an index is out of range or a protected token is not alone; not on a GPU, where it would synchronize."""
+    target = assignment.target
+    if int(target.min()) < 0 or int(target.max()) >= assignment.length:
+        raise InvalidOption(
+            f"{name}: targets are indices below {assignment.length}; got {int(target.min())} to {int(target.max())}"
+        )
+    members = assignment.merge_sizes(torch.ones_like(target)).gather(1, target)
+    protected = protected_mask(context.protected, target.shape[1], target.device)
+    if bool(((members > 1) & protected).any()):
+        raise InvalidOption(f"{name} merged a protected token; choose among the tokens where context.mergeable is True")

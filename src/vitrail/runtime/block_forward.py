@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Rotary, repeat_heads
-from vitrail.errors import BrokenPass, InvalidOption, UnsupportedInput
+from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import Context, MergeState
 from vitrail.merging.attention import key_bias
+from vitrail.merging.method import check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.side_tokens import Reading, finish, prepare, read, widen
@@ -134,18 +135,13 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
         planned = min(planned, method.capacity(x.shape[1], state.protected))
     if not planned:
         return x, state
+    context.planned = planned
     r = method.amount(context, planned)
+    check_amount(method, r, context)
     if isinstance(r, int) and r == 0 and not state.padded:
         return x, state
     reduction = kernels.reduce(method, context, r, plan.order)
-    if reduction is None:
-        return x, state
-    if method.static and reduction.soft is None and reduction.assignment.length != x.shape[1] - planned:
-        raise InvalidOption(
-            f"{type(method).__name__} returned {reduction.assignment.length} of {x.shape[1]} tokens, where {planned} "
-            "tokens were planned to merge; a method whose numbers vary declares `static = False`"
-        )
-    return state.apply(x, reduction, method)
+    return (x, state) if reduction is None else state.apply(x, reduction, method)
 
 
 def _dense_forward(

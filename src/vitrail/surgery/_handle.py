@@ -46,6 +46,7 @@ class Handle(ABC):
         """Restore the model; raise :class:`~vitrail.errors.NotApplied` if the change was removed before."""
 
     def __enter__(self) -> Self:
+        self._check_active()
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -262,7 +262,7 @@ class Merging(Handle):
         """Return the merges per layer; raise where they depend on the images."""
         if not self.method.static:
             raise InvalidOption(
-                f"with method {self.method.name or type(self.method).__name__} the number of tokens depends on the "
+                f"with method {self.method.label} the number of tokens depends on the "
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )

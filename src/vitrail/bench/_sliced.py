@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
+from vitrail.adapters.base import BlockAdapter, repeat_heads
 from vitrail.errors import InvalidOption
 from vitrail.runtime.class_swap import swap
 
@@ -40,21 +40,18 @@ class SlicedBlock:
             x, args = args[0], args[1:]
         else:
             x = kwargs.pop(mine.parts.input_name)
-        return _sliced_forward(mine, self, x, mine.parts.read_call(args, kwargs))  # type: ignore[arg-type]
-
-
-def _sliced_forward(mine: Slice, block: nn.Module, x: Tensor, call: BlockCall) -> Tensor:
-    parts, length = mine.parts, mine.length
-    h = parts.attend_norm(block, x)
-    q, k, v = parts.qkv(block, h)
-    if call.rope is not None:
-        table = call.rope[..., : q.shape[2] - mine.special, :]
-        q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
-    attended = _attend(parts, block, q, *repeat_heads(q, k, v))
-    branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
-    # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
-    x = x[:, :length] + branch[:, :length]
-    return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
+        block: Any = self
+        parts, length, call = mine.parts, mine.length, mine.parts.read_call(args, kwargs)
+        h = parts.attend_norm(block, x)
+        q, k, v = parts.qkv(block, h)
+        if call.rope is not None:
+            table = call.rope[..., : q.shape[2] - mine.special, :]
+            q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
+        attended = _attend(parts, block, q, *repeat_heads(q, k, v))
+        branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
+        # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
+        x = x[:, :length] + branch[:, :length]
+        return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
 
 
 def _attend(parts: BlockAdapter, block: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

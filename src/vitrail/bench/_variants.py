@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters import find, load_model, size_options
+from vitrail.adapters import Found, find, load_model, size_options
 from vitrail.bench._sliced import slice_tokens
 from vitrail.bench.config import BenchConfig
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.surgery import Merging, merge
+from vitrail.tokens import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,12 @@ class Baseline:
 
 def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
     """Load the configured model, or use the given one, and count what merging saves."""
-    module = _load(config) if module is None else module
+    if module is None:
+        torch.manual_seed(0)
+        module = load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
     found = find(module)
     size = config.size or found.adapter.preprocessing(found.trunk).size
-    try:
-        layout = found.adapter.layout(found.trunk, size)
-    except ValueError as error:
-        raise _wrong_size(config.model, size) from error
-    if size[0] % layout.grid[1] or size[1] % layout.grid[2]:
-        raise _wrong_size(config.model, size)
+    layout = layout_for(found, size, config.model)
     module = module.to(config.torch_device, config.weight_dtype).eval()
     r = list(config.r) if isinstance(config.r, tuple) else config.r
     options = {"r": r, "schedule": config.schedule, "proportional": config.proportional}
@@ -101,7 +99,7 @@ def random_batches(config: BenchConfig, size: tuple[int, ...], device: torch.dev
 def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
     """Run one image through the model: libraries check the input size only when called."""
     try:
-        with torch.inference_mode(), torch.autocast(batch.device.type, config.compute_dtype, enabled=config.autocast):
+        with torch.inference_mode(), torch.autocast(batch.device.type, config.autocast_dtype, enabled=config.autocast):
             base.module(batch[:1])
     except (AssertionError, ValueError) as error:
         height, width = base.size
@@ -110,11 +108,6 @@ def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
             f"{config.model} does not accept images of 3 × {height} × {width} ({reason})"
             f"{'' if config.size is None else '. Leave the size out'}"
         ) from error
-
-
-def _load(config: BenchConfig) -> nn.Module:
-    torch.manual_seed(0)
-    return load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
 
 
 def _memory(device: torch.device) -> int | None:
@@ -126,8 +119,15 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
-def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
-    return InvalidOption(
-        f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
-        "(often 16 or 14) in each direction, or leave the size out"
-    )
+def layout_for(found: Found, size: tuple[int, ...], name: str) -> TokenLayout:
+    """Return a model's layout for an input size; raise if the size is not a whole number of patches."""
+    try:
+        layout = found.adapter.layout(found.trunk, size)
+    except ValueError:
+        layout = None
+    if layout is None or size[0] % layout.grid[1] or size[1] % layout.grid[2]:
+        raise InvalidOption(
+            f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
+            "(often 16 or 14) in each direction, or leave the size out"
+        )
+    return layout

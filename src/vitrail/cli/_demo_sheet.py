@@ -59,7 +59,8 @@ def draw_sheet(title: str, detail: str, columns: Sequence[Column]) -> Image.Imag
         _fit(original.size, WIDE, TALL),
         _fit(original.size, (WIDE - 2 * SMALL_GAP) // ACROSS, WIDE // ACROSS),
     )
-    lines = sum(len(best) for best in columns[0].guesses.values()) + len(columns[0].guesses) * _titled(columns[0])
+    guesses = columns[0].guesses
+    lines = sum(len(best) for best in guesses.values()) + (len(guesses) if len(guesses) > 1 else 0)
     rows = -(-len(columns[0].maps) // ACROSS)
     top = MARGIN + TITLE + NOTE + 3 * SMALL_GAP
     bars = top + image[1] + HEADING + TEXT + 3 * SMALL_GAP
@@ -129,11 +130,6 @@ def _draw_maps(sheet: Image.Image, place: tuple[int, int], maps: dict[str, NDArr
         sheet.paste(over(image, values), (left + (space - image.width) // 2, upper))
         middle = (left + space / 2, upper + image.height + SMALL_GAP)
         draw.text(middle, _short(name, NOTE, space), INK, _font(NOTE), anchor="mm")
-
-
-def _titled(column: Column) -> bool:
-    """Return whether label columns are named: if there are several."""
-    return len(column.guesses) > 1
 
 
 def _fit(size: tuple[int, int], wide: int, tall: int) -> tuple[int, int]:

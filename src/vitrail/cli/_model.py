@@ -60,7 +60,10 @@ def load(
 
     With ``shown=False`` the model need not accept images, only tensors of their shape.
     """
-    place = _device(device)
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise InvalidOption("--device cuda: no CUDA device is available. Use --device cpu, or leave it out.")
+    place = torch.device(device or ("cuda" if available else "cpu"))
     options = size_options(name, size)
     torch.manual_seed(seed)
     origin, rest = split_name(name)
@@ -77,11 +80,19 @@ def load(
         expected = replace(expected, size=size)
     try:
         layout = found.adapter.layout(found.trunk, expected.size)
-    except ValueError as error:
-        raise _wrong_size(name, expected.size) from error
-    if size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2]):
-        raise _wrong_size(name, size)
-    return Loaded(name, model.to(place), expected, layout, place, random, _questions(model))
+    except ValueError:
+        layout = None
+    if layout is None or (size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2])):
+        raise InvalidOption(
+            f"--size {expected.size[0]}x{expected.size[1]} is not a whole number of patches of {name}. Choose a "
+            "multiple of its patch size (often 16 or 14) in each direction, or leave --size out."
+        )
+    questions: tuple[Target, ...] = ()
+    if names := vitrail.class_names(model):
+        from vitrail.training.objective.targets import assign_targets
+
+        questions = assign_targets(model, names)
+    return Loaded(name, model.to(place), expected, layout, place, random, questions)
 
 
 def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
@@ -106,16 +117,6 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
         f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
         "labels.preprocessing normalises arrays for it."
     )
-
-
-def _questions(model: nn.Module) -> tuple[Target, ...]:
-    """Say which of a model's outputs are which classes, where these have names."""
-    names = vitrail.class_names(model)
-    if not names:
-        return ()
-    from vitrail.training.objective.targets import assign_targets
-
-    return assign_targets(model, names)
 
 
 def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:
@@ -209,17 +210,3 @@ def _quiet_hub(offline: bool) -> Iterator[None]:
     finally:
         settings.HF_HUB_OFFLINE = before[0]
         log.set_verbosity(before[1])
-
-
-def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
-    return InvalidOption(
-        f"--size {size[0]}x{size[1]} is not a whole number of patches of {name}. Choose a multiple of its patch size "
-        "(often 16 or 14) in each direction, or leave --size out."
-    )
-
-
-def _device(name: str | None) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise InvalidOption("--device cuda: no CUDA device is available. Use --device cpu, or leave it out.")
-    return torch.device(name or ("cuda" if available else "cpu"))

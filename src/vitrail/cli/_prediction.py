@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,12 @@ def predict(loaded: Loaded, image: Image.Image) -> Prediction:
     batch = to_tensor([image], loaded.preprocessing).to(loaded.device)
     start = _now(loaded.device)
     try:
-        output = _call(loaded, batch)
+        if loaded.questions:
+            from vitrail.training.evaluation.outputs import forward_output
+
+            output: Any = forward_output(loaded.model, batch)
+        else:
+            output = loaded.model(batch)
     except (AssertionError, ValueError) as error:  # how libraries refuse a size
         height, width = loaded.preprocessing.size
         raise UnsupportedInput(
@@ -65,19 +71,24 @@ def paint(
         after = predict(loaded, image)
     groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
     panes = int(trace.groups[0].unique().numel())
+    norms = float(before.values.norm() * after.values.norm())
+    cosine = float(before.values @ after.values) / norms if norms > 0 else math.nan
+    same = None
+    if before.guesses:
+        same = all(best[0].name == after.guesses[name][0].name for name, best in before.guesses.items())
+    elif before.is_classes:
+        same = bool(before.values.argmax() == after.values.argmax())
     result = Result(
-        name, panes, _cosine(before, after), _same(before, after), before.seconds, after.seconds, before.guesses,
-        after.guesses,
-    )  # fmt: skip
+        picture=name,
+        panes=panes,
+        cosine=None if math.isnan(cosine) else min(max(cosine, -1.0), 1.0),
+        same_top1=same,
+        seconds_before=before.seconds,
+        seconds_after=after.seconds,
+        guesses_before=before.guesses,
+        guesses_after=after.guesses,
+    )
     return stained_glass(image, groups), result
-
-
-def _call(loaded: Loaded, batch: Tensor) -> Any:
-    if not loaded.questions:
-        return loaded.model(batch)
-    from vitrail.training.evaluation.outputs import forward_output
-
-    return forward_output(loaded.model, batch)
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:
@@ -89,20 +100,6 @@ def _guesses(loaded: Loaded, output: Any) -> Guesses:
         pairs = zip(places.tolist(), likely.tolist(), strict=True)
         found[question.name] = [Guess(question.classes[place], probability) for place, probability in pairs]
     return found
-
-
-def _same(before: Prediction, after: Prediction) -> bool | None:
-    """Return whether the most likely class stays the same, in every label column; None without classes."""
-    if before.guesses:
-        return all(best[0].name == after.guesses[name][0].name for name, best in before.guesses.items())
-    return bool(before.values.argmax() == after.values.argmax()) if before.is_classes else None
-
-
-def _cosine(before: Prediction, after: Prediction) -> float | None:
-    """Return the cosine of two outputs; None if one is zero or not finite."""
-    norms = float(before.values.norm() * after.values.norm())
-    cosine = float(before.values @ after.values) / norms if norms > 0 else float("nan")
-    return min(max(cosine, -1.0), 1.0) if cosine == cosine else None
 
 
 def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:

@@ -16,10 +16,10 @@ from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
 from vitrail.models.registry import model_config
-from vitrail.tokens import Role, TokenSpec
+from vitrail.tokens import Role
 from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_tokens
-from vitrail.training.input_size import adapted, own_form
+from vitrail.training.input_size import own_form
 from vitrail.training.objective.teacher import expected_by
 from vitrail.training.run_directory import Labels, load_trained
 
@@ -42,7 +42,8 @@ def build(config: Config, classes: Classes) -> Built:
     if own is None:
         return _build(config, classes)
     standard = InputSpec.of_arrays((0.0,) * own.channels, (1.0,) * own.channels)
-    return replace(_build(adapted(config, own), classes), preprocessing=standard)
+    adapted = replace(config, image_size=own.sizes, options={**config.options, "in_chans": own.channels})
+    return replace(_build(adapted, classes), preprocessing=standard)
 
 
 def _build(config: Config, classes: Classes) -> Built:
@@ -77,8 +78,11 @@ def own_config(config: Config, classes: Classes) -> Any:
         tokens = read_tokens(",".join(tasks), tasks)
     else:
         tokens = base.tokens
-    if base.class_attention:
-        tokens = tuple(_gathering(spec) for spec in tokens)
+    if base.class_attention:  # tokens with a head enter where it begins; registers are among the patches from the start
+        tokens = tuple(
+            spec if spec.role is Role.REGISTER or spec.enters == -1 else replace(spec, enters=-1, position=False)
+            for spec in tokens
+        )
     answered = {spec.name for spec in tokens if spec.role is Role.TASK}
     options: dict[str, Any] = {
         "tokens": tokens,
@@ -95,13 +99,6 @@ def own_config(config: Config, classes: Classes) -> Any:
         return model_config(config.model, **options, **config.options)
     except InvalidOption as error:
         raise InvalidOption(f"model={config.model!r}: {error}") from error
-
-
-def _gathering(spec: TokenSpec) -> TokenSpec:
-    """Let a token with a head enter where class attention begins; registers are among the patches from the start."""
-    if spec.role is Role.REGISTER or spec.enters == -1:
-        return spec
-    return replace(spec, enters=-1, position=False)
 
 
 def _go_on(config: Config, request: ModelRequest) -> Built:

@@ -84,11 +84,11 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
     """Raise if a directory is not empty, unless it holds a run that may be overwritten."""
     is_run = (folder / SETTINGS).is_file()
     taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if taken and not (is_run and overwrite):
-        if not is_run:
-            raise TrainingError(
-                f"{folder} is not empty and not a run directory; nothing was changed. Choose another one, out= (-o)"
-            )
+    if taken and not is_run:
+        raise TrainingError(
+            f"{folder} is not empty and not a run directory; nothing was changed. Choose another one, out= (-o)"
+        )
+    if taken and not overwrite:
         raise TrainingError(
             f"{folder} already holds a run; nothing was changed. Resume it with resume=True (--resume), replace it "
             "with overwrite=True (--overwrite), or choose another directory, out= (-o)"
@@ -105,25 +105,25 @@ def lock(folder: Path, until: ExitStack) -> None:
             f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
         ) from error
     except OSError as error:
-        raise _cannot_create(folder, error) from error
+        raise TrainingError(
+            f"cannot create {folder} ({error.strerror or error}); choose another directory, out= (-o)"
+        ) from error
 
 
 def claim(folder: Path, *, overwrite: bool) -> None:
     """Create the directory of a new run, and remove the files of the run that it overwrites."""
     check_free(folder, overwrite=overwrite)
     try:
-        if overwrite and folder.exists():
+        if overwrite:
             for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in (LOG, SETTINGS):
                 (folder / name).unlink(missing_ok=True)
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except OSError as error:
-        raise _cannot_create(folder, error) from error
-
-
-def _cannot_create(folder: Path, error: OSError) -> TrainingError:
-    return TrainingError(f"cannot create {folder} ({error.strerror or error}); choose another directory, out= (-o)")
+        raise TrainingError(
+            f"cannot write to {folder} ({error.strerror or error}); choose another directory, out= (-o)"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

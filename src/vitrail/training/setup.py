@@ -115,7 +115,12 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
-    dataset = _with_known_classes(config, open_dataset(config.data, labels=columns, labeled=True))
+    dataset = open_dataset(config.data, labels=columns, labeled=True)
+    if not config.own and is_saved(config.model):  # number the same classes as the model does, so that its heads fit
+        known = read_labels(model_folder(named(config.model))).get("classes", {})
+        theirs, ours = ({name: set(names) for name, names in each.items()} for each in (known, dataset.classes))
+        if ours and theirs == ours:
+            dataset = open_dataset(dataset, classes=known, labeled=True)
     held = None
     if isinstance(config.validation, float) and columns is not None:
         dataset, held = dataset.split(config.validation, config.seed)
@@ -125,22 +130,17 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     return dataset.take(config.share, config.seed), held
 
 
-def _with_known_classes(config: Config, dataset: Dataset) -> Dataset:
-    """Number the classes as the model to fine-tune does, if they are the same, so that its heads fit."""
-    if config.own or not is_saved(config.model):
-        return dataset
-    known = read_labels(model_folder(named(config.model))).get("classes", {})
-    same = {name: set(names) for name, names in known.items()} == {n: set(own) for n, own in dataset.classes.items()}
-    return open_dataset(dataset, classes=known, labeled=True) if same and dataset.classes else dataset
-
-
 def make_models(config: Config, classes: Classes, world: World) -> Models:
     """Build the model, its teacher, its objective and its merging."""
     torch.manual_seed(mix(config.seed, INITIALIZATION))
     built = build(config, classes)
     built.model.train()
     if config.recipe != "labels":
-        return Models(built, _make_self_learner(config, built.model).to(world.device))
+        known = [name for name in signature(SelfLearner).parameters if name != "model"]
+        for name in config.recipe_options:
+            if name not in known:
+                raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
+        return Models(built, SelfLearner(built.model, **config.recipe_options).to(world.device))
     assign_targets(built.model, classes)  # before a teacher is loaded
     teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
     objective = Objective.from_config(config, built.model, classes, teacher)
@@ -160,14 +160,6 @@ def _use_channels_last(model: nn.Module, world: World) -> None:
     """Use the channels-last memory format for convnets on CUDA, where it is faster."""
     if world.device.type == "cuda" and sum(isinstance(part, nn.Conv2d) for part in model.modules()) > 2:
         model.to(memory_format=torch.channels_last)
-
-
-def _make_self_learner(config: Config, model: nn.Module) -> nn.Module:
-    known = [name for name in signature(SelfLearner).parameters if name != "model"]
-    for name in config.recipe_options:
-        if name not in known:
-            raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    return SelfLearner(model, **config.recipe_options)
 
 
 def _make_teacher(config: Config, built: Built, classes: Classes, world: World) -> Teacher:

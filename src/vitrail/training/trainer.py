@@ -7,11 +7,11 @@ import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from vitrail._checks import is_number
 from vitrail._distributed import World, distributed
 from vitrail.errors import InvalidOption
 from vitrail.training.config import OPTIONS, Config
@@ -50,24 +50,21 @@ def train(
     if "tell" in options:
         warnings.warn("train(tell=…) is deprecated; use on_event", DeprecationWarning, stacklevel=2)
         on_event = options.pop("tell")
-    until = _deadline(seconds)
+    if seconds is not None and (not is_number(seconds) or seconds <= 0):
+        raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
+    until = math.inf if seconds is None else time.monotonic() + seconds
     if resume and overwrite:
         raise InvalidOption("resume continues a run and overwrite replaces it; give one of them")
     if config is not None:
         options = {**_changed(config), **options}
-    with distributed(options.get("device")) as world:
+    with distributed(options.get("device")) as world, ExitStack() as stack:
         requested = world.run(lambda: resume_config(options) if resume else Config.from_dict(options))
-        return _train(
-            requested, world, resume, overwrite, on_event if on_event and world.is_main else ignore_event, until
-        )
-
-
-def _deadline(seconds: float | None) -> float:
-    if seconds is None:
-        return math.inf
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
-    return time.monotonic() + seconds
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        if world.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        listener = on_event if on_event and world.is_main else ignore_event
+        loop, start = _prepare(requested, world, resume, overwrite, listener, stack)
+        return loop.run(start, until)
 
 
 def _changed(config: Config) -> dict[str, Any]:
@@ -75,16 +72,6 @@ def _changed(config: Config) -> dict[str, Any]:
     default = Config(data=config.data)
     values = {name: getattr(config, name) for name in OPTIONS}
     return {name: value for name, value in values.items() if name == "data" or value != getattr(default, name)}
-
-
-def _train(config: Config, world: World, resume: bool, overwrite: bool, on_event: OnEvent, until: float) -> Run:
-    precision = torch.get_float32_matmul_precision()
-    if world.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    with ExitStack() as stack:
-        stack.callback(torch.set_float32_matmul_precision, precision)
-        loop, start = _prepare(config, world, resume, overwrite, on_event, stack)
-        return loop.run(start, until)
 
 
 def _prepare(
@@ -120,7 +107,13 @@ def _prepare(
         if opened is not None:
             stack.callback(opened.close)
     loop = Loop(setup)
-    world.run_on_main(lambda: _create_directory(folder, resume, overwrite, directory))
+
+    def create_directory() -> None:
+        lock(folder, directory)
+        if not resume:
+            claim(folder, overwrite=overwrite)
+
+    world.run_on_main(create_directory)
     start = load_checkpoint(loop, len(dataset)) if resume else 0
     world.run_on_main(lambda: write_text(folder / SETTINGS, config.to_yaml()))
     setup.log.trim(start)
@@ -130,12 +123,6 @@ def _prepare(
         setup.log.write("note", step=start, text=text)
         setup.note(text)
     return loop, start
-
-
-def _create_directory(folder: Path, resume: bool, overwrite: bool, stack: ExitStack) -> None:
-    lock(folder, stack)
-    if not resume:
-        claim(folder, overwrite=overwrite)
 
 
 def _introduce(setup: Setup, start: int, total: int) -> None:

@@ -74,7 +74,7 @@ def _parse_compile(value: Any) -> Any:
 
 
 def _parse_interval(value: Any) -> Any:
-    read_interval(value)
+    read_interval(value, 1)
     return value
 
 

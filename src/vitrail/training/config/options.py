@@ -14,6 +14,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
 from vitrail.training.config._yaml import read_value
 
@@ -123,7 +124,7 @@ def integer(minimum: int) -> Kind:
     """Accept integers from a minimum on."""
 
     def parse(value: Any) -> int:
-        _require(isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
+        _require(is_int(value, minimum))
         return int(value)
 
     return Kind(f"an integer of at least {minimum}", "N", parse, int)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.analysis.roles import Roles, measure_roles
-from vitrail.bench.timing import clock_for, measure
+from vitrail.bench.timing import Clock, measure
 from vitrail.errors import UnsupportedModel, VitrailError
 from vitrail.runtime.layout import layout_of
 from vitrail.surgery.recording import stream
@@ -85,7 +85,7 @@ def throughput(model: nn.Module, images: Tensor, seconds: float, dtype: torch.dt
         with torch.no_grad(), autocast(images.device, dtype):
             model(images)
 
-    return len(images) / measure({"model": step}, clock_for(images.device), seconds)["model"].median
+    return len(images) / measure({"model": step}, Clock(images.device), seconds)["model"].median
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from vitrail.adapters import ModelRequest, load_model
-from vitrail.adapters.registry import library_of, split_name
+from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import named
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError
@@ -20,7 +20,6 @@ from vitrail.tokens import Role
 from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_tokens
 from vitrail.training.input_size import own_form
-from vitrail.training.objective.teacher import expected_by
 from vitrail.training.run_directory import Labels, load_trained
 
 Classes = Mapping[str, Sequence[str]]
@@ -119,7 +118,7 @@ def _go_on(config: Config, request: ModelRequest) -> Built:
 
 def _expected(model: nn.Module, size: Size) -> InputSpec:
     sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
-    found = expected_by(model) or InputSpec(sides or (224, 224), MEAN, STD)
+    found = declared_spec(model) or InputSpec(sides or (224, 224), MEAN, STD)
     return replace(found, size=sides) if sides else found
 
 

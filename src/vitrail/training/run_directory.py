@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._atomic_files import directory_lock, write_bytes
-from vitrail.adapters.registry import library_of
+from vitrail.adapters.registry import declared_spec, library_of
 from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels, saved_library
 from vitrail.analysis.roles import Disagreement
 from vitrail.data.spec import InputSpec
@@ -30,7 +30,6 @@ from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models.saving import CONFIG
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
-from vitrail.training.objective.teacher import expected_by
 
 SETTINGS, LOG, CHECKPOINTS = "config.yaml", "log.jsonl", "checkpoints"
 BEST, LAST = "best", "last"
@@ -150,7 +149,7 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     model, architecture = load_saved(folder), saved_library(folder).describe(read_config(folder))
     values = read_labels(folder)
     expects = values.get("preprocessing")
-    preprocessing = InputSpec.from_dict(expects) if expects else expected_by(model)
+    preprocessing = InputSpec.from_dict(expects) if expects else declared_spec(model)
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
     return model, Labels(classes, preprocessing, values.get("trained", {}), architecture, folder)
 

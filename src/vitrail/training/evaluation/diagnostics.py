@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -65,16 +64,15 @@ def diagnose_tokens(model: nn.Module, images: Tensor) -> TokenDiagnostics:
         special = layout_of(find(model)).num_special
     except UnsupportedModel:
         return TokenDiagnostics()
-    notes: list[str] = []
-
-    def attempt(what: str, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except VitrailError as error:
-            notes.append(f"{what}: {error}")
-
-    norms = attempt("norms", lambda: _norms(model, images))
-    roles = attempt("roles", lambda: measure_roles(model, images, batch_size=BATCH)) if special else None
+    norms, roles, notes = None, None, []
+    try:
+        norms = _norms(model, images)
+    except VitrailError as error:
+        notes.append(f"norms: {error}")
+    try:
+        roles = measure_roles(model, images, batch_size=BATCH) if special else None
+    except VitrailError as error:
+        notes.append(f"roles: {error}")
     return TokenDiagnostics(roles, norms, tuple(notes))
 
 

@@ -51,18 +51,13 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str =
     for group, own in zip(optimizer.param_groups, names, strict=True):
         group["names"] = own
         for parameter in group["params"]:
-            optimizer.state[parameter] = _initial_state(parameter, fused, group.get("orthogonal", False))
+            kinds = ("momentum",) if group.get("orthogonal") else ("exp_avg", "exp_avg_sq")
+            state = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in kinds}
+            if not group.get("orthogonal"):
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+                state = {"step": step, **state}
+            optimizer.state[parameter] = state
     return optimizer
-
-
-def _initial_state(parameter: Tensor, fused: bool, orthogonal: bool) -> dict[str, Tensor]:
-    if orthogonal:
-        return {"momentum": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -23,16 +23,7 @@ from vitrail.tokens import TokenLayout
 
 @dataclass(frozen=True)
 class Baseline:
-    """The model that all variants are copies of, and its cost.
-
-    Attributes:
-        size: height and width of the input.
-        merging: options of ``vitrail.merge``.
-        tokens: tokens that leave each block when merged.
-        tokens_before: tokens without merging.
-        flops_before: multiply-adds per image without merging.
-        flops_after: multiply-adds per image with merging.
-    """
+    """The model that all variants are copies of, and its cost; ``tokens`` leave each block when merged."""
 
     module: nn.Module
     size: tuple[int, ...]

@@ -84,13 +84,7 @@ def measure(
     """Time several steps interleaved: one sample of each per round, in a new random order each round.
 
     Thermal drift and other load on the machine then affect all steps alike.
-
-    Args:
-        steps: what to time.
-        clock: how to time it.
-        seconds: when to stop, after at least :data:`MIN_ROUNDS` rounds.
-        inputs: number of inputs to rotate through.
-        seed: seed of the order.
+    Stop after ``seconds`` and at least :data:`MIN_ROUNDS` rounds; rotate through the indices of ``inputs`` inputs.
     """
     loops = {key: _warm_up(step, clock, inputs) for key, step in steps.items()}
     samples: dict[Key, list[float]] = {key: [] for key in steps}

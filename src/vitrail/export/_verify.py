@@ -100,12 +100,7 @@ def _largest(values: Tensor) -> float:
 
 
 def count_tokens(file: ExportedFile, feeds: Sequence[Sequence[str]]) -> list[int]:
-    """Return the number of tokens that leave each block of a file: the length of what its MLP computes.
-
-    Args:
-        file: the exported file.
-        feeds: for each block, the names of its MLP modules.
-    """
+    """Return the number of tokens that leave each block of a file: the length of what its MLP modules compute."""
     lengths: list[set[int | None]] = [set() for _ in feeds]
     for scopes, shape in file.values():
         if len(shape) != 3:

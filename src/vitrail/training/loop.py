@@ -21,8 +21,7 @@ from vitrail.training.evaluation.metrics import all_reduce
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
 from vitrail.training.log import Event, Meter
-from vitrail.training.optim.optimizer import optimizer_tensors
-from vitrail.training.optim.schedule import lr_at
+from vitrail.training.optim.optimizer import lr_at, optimizer_tensors
 from vitrail.training.run_directory import BEST, LAST, Labels, Run, gather_full, last_evaluation, write_model
 from vitrail.training.setup import Setup
 from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention

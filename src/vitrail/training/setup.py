@@ -25,7 +25,7 @@ from vitrail.models import ViT
 from vitrail.surgery import Merging, merge
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config
-from vitrail.training.config.checks import NO_LABELS
+from vitrail.training.config.config import NO_LABELS
 from vitrail.training.config.options import suggest
 from vitrail.training.distributed import find_blocks, wrap_ddp, wrap_fsdp
 from vitrail.training.input_size import check_fits, prepares
@@ -48,15 +48,7 @@ INITIALIZATION = 0
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run.
-
-    Attributes:
-        built: the model to train.
-        learner: model and objective; what checkpoints hold.
-        teacher: the teacher of distillation.
-        merging: handle of the model's merging.
-        final_r: merged tokens per layer at the end of the ramp.
-    """
+    """The models of a run; ``final_r`` is the merging at the end of its ramp."""
 
     built: Built
     learner: nn.Module
@@ -74,12 +66,8 @@ class Models:
 class Setup:
     """Everything that the training loop works with.
 
-    Attributes:
-        wrapped: the learner as it is called: itself, or in DDP.
-        loader: data loader of the training data.
-        data: fingerprint of the training data.
-        held_out: data loader of the held-out data.
-        plain_augment: replaces ``augment`` in the final plain epochs.
+    ``wrapped`` is the learner as it is called: itself, or in DDP. ``data`` is the fingerprint of the training data.
+    ``plain_augment`` replaces ``augment`` in the final plain epochs.
     """
 
     config: Config

@@ -33,12 +33,7 @@ def sweep(
 ) -> Iterator[BenchResult]:
     """Run the benchmark for each value of a setting; yield each result as soon as it is ready.
 
-    Args:
-        config: what to measure.
-        name: the setting, ``r`` or ``batch``.
-        values: its values.
-        model: a model to use each time instead of loading the configured one.
-        tell: called with a short text when a stage begins.
+    ``name`` is ``r`` or ``batch``; ``model`` and ``tell`` are those of `run`.
     """
     _check_swept(name)
     for value in values:

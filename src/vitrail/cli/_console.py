@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import TextIO
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from vitrail.errors import VitrailError, VitrailWarning
@@ -80,6 +82,14 @@ def notes() -> Iterator[None]:
         warnings.simplefilter("always", VitrailWarning)
         warnings.showwarning = show
         yield
+
+
+def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
+    """Return an empty table whose first ``left`` columns are text and the others numbers."""
+    made = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in made.columns[left:]:
+        column.justify, column.no_wrap = "right", True
+    return made
 
 
 def progress() -> Progress:

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.bench._modes import output_tensor
 from vitrail.cli._model import Loaded
 from vitrail.cli._summary import Cost, Guess, Guesses, Result
 from vitrail.data import to_tensor
@@ -104,18 +105,12 @@ def _guesses(loaded: Loaded, output: Any) -> Guesses:
 
 def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
     """Return a model's output for the whole image: class scores, else pooled features, else all tokens."""
-    if isinstance(output, Tensor):
-        return output, output.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
-    for name in ("logits", "pooler_output", "last_hidden_state"):
-        value = getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return value, name == "logits"
-    if isinstance(output, Output):  # task tokens alone
+    if isinstance(output, Output) and output.logits is None:  # task tokens alone
         return torch.cat([scores.flatten(1) for scores in output.by_role.values()], 1), False
-    raise UnsupportedInput(
-        f"the model returned a {type(output).__name__}; expected a tensor, or an output with logits, pooler_output or "
-        "last_hidden_state. Use vitrail.merge from Python for this model"
-    )
+    values = output_tensor(output)
+    if values is output:
+        return values, values.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
+    return values, values is getattr(output, "logits", None)
 
 
 def _now(device: torch.device) -> float:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from vitrail import __version__
+from vitrail.cli import _console as console
 from vitrail.cli._output import write_text
 
 COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
@@ -115,9 +115,7 @@ class Summary:
 
 def table(runs: Sequence[Summary], title: str) -> Table:
     """Return the table for the terminal."""
-    made = Table(*COLUMNS, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in made.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+    made = console.table(*COLUMNS, title=title)
     for run in runs:
         for row in run.rows():
             made.add_row(*row)

@@ -21,13 +21,12 @@ from vitrail.data.loading.loader import Loader, make_loader
 from vitrail.data.loading.order import mix
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, VitrailError
-from vitrail.models import ViT
 from vitrail.surgery import Merging, merge
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config
 from vitrail.training.config.config import NO_LABELS
 from vitrail.training.config.options import suggest
-from vitrail.training.distributed import find_blocks, wrap_ddp, wrap_fsdp
+from vitrail.training.distributed import wrap
 from vitrail.training.input_size import check_fits, prepares
 from vitrail.training.log import Event, Log, OnEvent
 from vitrail.training.model import Built, build, load_teacher
@@ -229,22 +228,6 @@ def make_setup(
         log=Log(folder / LOG, folder / "tensorboard" if config.tensorboard else None) if world.is_main else Log(None),
         on_event=on_event,
     )
-
-
-def wrap(learner: nn.Module, config: Config, world: World) -> nn.Module:
-    """Compile a learner as configured, and wrap it in DDP or FSDP if there are several ranks."""
-    model: nn.Module = learner.model  # type: ignore[assignment]
-    sharded = config.shard == "fsdp" and world.world_size > 1
-    if config.compile == "blocks" or (config.compile == "whole" and sharded):
-        for block in find_blocks(learner):
-            block.compile()
-    elif config.compile == "whole":
-        learner.compile()
-    if world.world_size == 1:
-        return learner
-    if sharded:
-        return wrap_fsdp(learner, model, world, config.dtype or "fp32")
-    return wrap_ddp(learner, world, unused=not isinstance(model, ViT))
 
 
 def _make_loader(config: Config, world: World, dataset: Dataset, on_event: OnEvent, what: str, **steps: int) -> Loader:

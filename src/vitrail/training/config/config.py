@@ -226,16 +226,13 @@ class Config:
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
             object.__setattr__(self, name, declared.check(getattr(self, name)))
-        for check in (
-            _check_model,
-            _check_distillation,
-            _check_patch_drop,
-            _check_bf16_weights,
-            _check_tasks,
-            _check_recipe,
-            _check_schedule,
-        ):
-            check(self)
+        _check_model(self)
+        _check_distillation(self)
+        _check_patch_drop(self)
+        _check_bf16_weights(self)
+        _check_tasks(self)
+        _check_recipe(self)
+        _check_schedule(self)
 
     @property
     def own(self) -> bool:
@@ -377,11 +374,9 @@ def _check_distillation(config: Config) -> None:
                 f"{'model' if config.tokens is None else 'tokens'}: a distillation token needs a teacher. Give one "
                 "(a run directory, timm:NAME, hf:REPO), or tokens without it, such as tokens='cls'"
             )
-        for name in ("distillation", "distillation_weight", "temperature"):
-            if getattr(config, name) is not None:
+        for name in ("distillation", "distillation_weight", "temperature", "feature_weight"):
+            if getattr(config, name):
                 raise InvalidOption(f"{name}={getattr(config, name)!r} needs a teacher")
-        if config.feature_weight:
-            raise InvalidOption(f"feature_weight={config.feature_weight} needs a teacher")
     if config.temperature is not None and config.distillation != "soft":
         raise InvalidOption(f"temperature needs distillation='soft'; got distillation={config.distillation!r}")
 

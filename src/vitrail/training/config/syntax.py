@@ -25,9 +25,7 @@ MAX_STAGES = 4
 def read_tokens(value: Any, tasks: Mapping[str, int]) -> tuple[TokenSpec, ...]:
     """Return token specs for text such as ``"cls,distillation,register=4"``, or for a list of specs or their dicts.
 
-    Args:
-        value: the tokens.
-        tasks: number of classes of each task; a task token is named after its task.
+    ``tasks`` holds the number of classes of each task; a task token is named after its task.
     """
     if isinstance(value, str):
         value = [_read_token(part.strip(), tasks) for part in value.split(",") if part.strip()]

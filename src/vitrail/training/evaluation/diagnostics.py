@@ -66,7 +66,11 @@ def diagnose_tokens(model: nn.Module, images: Tensor) -> TokenDiagnostics:
         return TokenDiagnostics()
     norms, roles, notes = None, None, []
     try:
-        norms = _norms(model, images)
+        found: NormAccumulator | None = None
+        for seen in stream(model, images, "norms", batch_size=BATCH, device="cpu"):
+            found = found or NormAccumulator(len(seen.layers))
+            found.add(torch.stack([seen.norms[layer][:, seen.layout.patches] for layer in seen.layers]))
+        norms = None if found is None else found.result()
     except VitrailError as error:
         notes.append(f"norms: {error}")
     try:
@@ -89,12 +93,3 @@ def throughput(model: nn.Module, images: Tensor, seconds: float, dtype: torch.dt
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """Return an autocast context; None and float32 disable it."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype not in (None, torch.float32))
-
-
-def _norms(model: nn.Module, images: Tensor) -> Norms:
-    found: NormAccumulator | None = None
-    for seen in stream(model, images, "norms", batch_size=BATCH, device="cpu"):
-        found = found or NormAccumulator(len(seen.layers))
-        found.add(torch.stack([seen.norms[layer][:, seen.layout.patches] for layer in seen.layers]))
-    assert found is not None
-    return found.result()

@@ -148,11 +148,9 @@ def evaluate_model(
         known: the same for everything that the model predicts, if the data has labels for only some of it.
         prepare: turns images of a data loader, and integer images, into model inputs (``Augment.plain``).
             Floating-point batches are taken as prepared.
-        merge: options of `vitrail.merge` in place of the model's merging; ``{"r": 0}`` disables it, None keeps it.
+        merge, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
         batch: batch size for a data loader.
         dtype: autocast dtype; the model's own by default.
-        look: number of images for token diagnostics; 0 disables them.
-        seconds: time spent on measuring throughput; 0 disables it.
         progress: called with the number of samples done.
     """
     names = classes if classes is not None else getattr(data, "classes", None)

@@ -83,7 +83,13 @@ class Objective(nn.Module):
         self.heads = find_heads(model)
         self.targets = assign_targets(model, classes)
         self.distillation, self.smoothing, self.temperature = distillation, smoothing, temperature
-        self._check_heads()
+        if self.heads.distilled is not None and distillation == "features":
+            raise InvalidOption(
+                f"distillation='features' does not train the head of the token {self.heads.distilled!r}: use 'hard' or "
+                "'soft' (with feature_weight for features), or remove the token"
+            )
+        if distillation in ("hard", "soft") and not self.heads.fused:
+            raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
         self.share = DISTILLATION_WEIGHTS[distillation] if share is None and distillation else share or 0.0
         self.feature_weight = self.share if distillation == "features" else feature_weight
         self._outputs = required_outputs(self.heads, self.targets)
@@ -163,16 +169,6 @@ class Objective(nn.Module):
             target = F.interpolate(target, features.shape[2:], mode="bilinear", antialias=True)
         student = self.projector(features.flatten(2).transpose(1, 2))
         return feature_distillation(student, target.flatten(2).transpose(1, 2))
-
-    def _check_heads(self) -> None:
-        head = self.heads.distilled
-        if head is not None and self.distillation == "features":
-            raise InvalidOption(
-                f"distillation='features' does not train the head of the token {head!r}: use 'hard' or 'soft' (with "
-                "feature_weight for features), or remove the token"
-            )
-        if self.distillation in ("hard", "soft") and not self.heads.fused:
-            raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
 
     def _check_outputs(self, output: Output, taught: TeacherOutput | None) -> None:
         """Check the number of outputs, which some models reveal only when they run."""

@@ -20,7 +20,7 @@ FUSED = "fused"
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model: ``own`` are those of class tokens or of pooled patches; ``sizes`` their outputs if known."""
+    """The heads of a model: ``own`` are those of class tokens or of pooled patches, ``sizes`` numbers of outputs."""
 
     own: tuple[str, ...]
     distilled: str | None

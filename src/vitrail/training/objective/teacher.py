@@ -16,12 +16,7 @@ from vitrail.training.evaluation.outputs import feature_width, forward_output, f
 
 
 class TeacherOutput(NamedTuple):
-    """Output of a teacher in float32.
-
-    Attributes:
-        logits: (B, C).
-        features: (B, D, h, w), if requested.
-    """
+    """Output of a teacher in float32: logits (B, C), and features (B, D, h, w) if requested."""
 
     logits: Tensor
     features: Tensor | None = None

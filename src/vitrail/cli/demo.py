@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from rich import box
-from rich.table import Table
 
 import vitrail
 from vitrail.adapters.registry import split_name
@@ -189,9 +187,7 @@ def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks
     text = markdown(list(runs.values()), f"Vitrail's demo, {loaded.name}", [*remarks, "\n".join(short)])
     write_summary(folder, {**data, "runs": [asdict(run) for run in runs.values()]}, text)
 
-    table = Table(
-        *head, title=f"{loaded.name}: predictions", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = console.table(*head, left=len(head), title=f"{loaded.name}: predictions")
     for number, row in enumerate(rows):
         table.add_row(*row, end_section=number == len(rows) - 4)
     for remark in remarks:

@@ -149,18 +149,13 @@ class BenchResult:
         from before 0.3 for ``mode``, ``modes`` and ``images``.
         """
         check = None if self.check is None else {**asdict(self.check), "pictures": self.check.images}
+        figures = (
+            "speedup", "efficiency", "eager_speedup", "eager_efficiency", "flops_ratio", "flops_before", "flops_after",
+            "tokens_before", "tokens_per_layer", "size",
+        )  # fmt: skip
         data = {
             "rows": [{**asdict(row), "form": row.mode} for row in self.rows],
-            "speedup": self.speedup,
-            "efficiency": self.efficiency,
-            "eager_speedup": self.eager_speedup,
-            "eager_efficiency": self.eager_efficiency,
-            "flops_ratio": self.flops_ratio,
-            "flops_before": self.flops_before,
-            "flops_after": self.flops_after,
-            "tokens_before": self.tokens_before,
-            "tokens_per_layer": self.tokens_per_layer,
-            "size": self.size,
+            **{name: getattr(self, name) for name in figures},
             "check": check,
             "kernels": self.kernels,
             "startup_s": self.startup_s,

@@ -109,11 +109,12 @@ def _go_on(config: Config, request: ModelRequest) -> Built:
     library = library_of(labels.architecture)
     same = request.classes == labels.classes
     made = library.rebuild(model, labels.folder, labels.architecture, request, keep_heads=same)
-    of_images = expects is not None and not expects.is_array
-    built = _built(made, config.image_size or (expects.size[0] if expects is not None and of_images else None))
-    if expects is not None and of_images and not built.preprocessing.is_array:
-        return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
-    return built
+    if expects is None or expects.is_array:
+        return _built(made, config.image_size)
+    built = _built(made, config.image_size or expects.size[0])
+    if built.preprocessing.is_array:
+        return built
+    return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
 
 
 def _expected(model: nn.Module, size: Size) -> InputSpec:

@@ -74,7 +74,7 @@ def load(
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)
-    _check_takes_pictures(name, found, shown)
+    _check_takes_images(name, found, shown)
     expected = found.adapter.preprocessing(found.trunk)
     if size is not None:
         expected = replace(expected, size=size)
@@ -95,8 +95,8 @@ def load(
     return Loaded(name, model.to(place), expected, layout, place, random, questions)
 
 
-def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
-    """Refuse a model that was made for other arrays: spectrograms, clips, numbers on a scale of their own."""
+def _check_takes_images(name: str, found: Found, shown: bool) -> None:
+    """Raise if a model takes other arrays than images: spectrograms, clips, unnormalized numbers."""
     told = read_labels(model_folder(named(name))).get("preprocessing") if is_saved(name) else None
     trunk = found.trunk
     shape: tuple[int, ...] = (3, *found.adapter.preprocessing(trunk).size)
@@ -163,7 +163,7 @@ def _guess(name: str) -> str | None:
 
 
 def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError | None:
-    """Say what keeps a model from being merged even with random weights; tried without memory or network."""
+    """Return why a model cannot be merged even with random weights, or None; uses neither memory nor network."""
     with _quiet_hub(offline=True), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
@@ -174,9 +174,8 @@ def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError 
 
 
 def _unreachable_hub(seconds: float = 3.0) -> str | None:
-    """Give the Hub's host if no connection to it can be made.
+    """Return the Hub's host if it cannot be reached; its own library would retry for most of a minute.
 
-    Its own library would find out only after many tries, most of a minute; how often it tries cannot be set.
     Behind a proxy, only the proxy knows.
     """
     try:
@@ -194,7 +193,7 @@ def _unreachable_hub(seconds: float = 3.0) -> str | None:
 
 @contextmanager
 def _quiet_hub(offline: bool) -> Iterator[None]:
-    """Keep the Hub's library from announcing each retry, and from asking at all where there is no network."""
+    """Silence the Hub library's retries; with ``offline``, do not let it connect."""
     try:
         settings: Any = import_module("huggingface_hub.constants")
         log: Any = import_module("huggingface_hub.utils.logging")  # sets its level when it is imported, so before us

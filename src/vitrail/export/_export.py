@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._atomic_files import rename_all
-from vitrail._checks import is_int, is_number
+from vitrail._checks import is_int
 from vitrail.adapters import find
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel, VitrailError
 from vitrail.export._trace import PlainModel, first_line, surface_interrupts, trace
@@ -108,7 +108,7 @@ def export(
     dtype = _dtype(model, example)
     kind.check(dtype, opset)
     tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
-    if not is_number(tolerance) or tolerance <= 0:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance > 0:
         raise InvalidOption(f"tolerance must be a relative error above 0; got {tolerance!r}")
     try:
         merging = Merging.of(model)
@@ -157,7 +157,7 @@ def export(
         outputs={name: (free, *value.shape[1:]) for name, value in outputs.items()},
         tokens=tokens,
         comparisons=comparisons,
-        tolerance=tolerance,
+        tolerance=float(tolerance),
     )
 
 

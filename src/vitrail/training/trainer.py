@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from vitrail._checks import is_number
 from vitrail._distributed import World, distributed
 from vitrail.data.dataset import fingerprint_difference
 from vitrail.errors import InvalidOption, TrainingError
@@ -51,7 +50,7 @@ def train(
     if "tell" in options:
         warnings.warn("train(tell=…) is deprecated; use on_event", DeprecationWarning, stacklevel=2)
         on_event = options.pop("tell")
-    if seconds is not None and (not is_number(seconds) or seconds <= 0):
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
         raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
     until = math.inf if seconds is None else time.monotonic() + seconds
     if resume and overwrite:

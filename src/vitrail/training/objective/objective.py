@@ -134,8 +134,10 @@ class Objective(nn.Module):
             each.append(torch.stack(losses).mean())
             parts.update({target.label: each[-1]} if target.task else zip(heads, losses, strict=True))
         losses_T = torch.stack(each)
-        weighted = (losses_T * self._weights).sum()
-        total = weighted if self.log_variance is None else uncertainty(losses_T, self.log_variance)
+        if self.log_variance is None:
+            total = (losses_T * self._weights).sum()
+        else:
+            total = uncertainty(losses_T, self.log_variance)
         if taught is not None and self.distillation is not None:
             total = (1 - self.share) * total
             if self.distillation != "features":

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any
 
 import typer
 from rich import box
@@ -65,16 +65,9 @@ def notes() -> Iterator[None]:
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
             if not issubclass(category, VitrailWarning):
-                usual(message, category, filename, lineno, file, line)
+                usual(message, category, *place, **more)
             elif str(message) not in seen:
                 seen.add(str(message))
                 note(str(message))

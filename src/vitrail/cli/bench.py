@@ -193,7 +193,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
     with console.err.status(f"Loading {config.model}") as status:
         loaded = load(config.model, random=not config.pretrained, size=config.size, device="cpu", shown=False)
         try:
-            for result in sweep(config, name, values, model=loaded.model, tell=lambda text: status.update(text)):
+            for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
                 _print(result, legend=not results)
                 results.append(result)

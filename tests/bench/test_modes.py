@@ -12,8 +12,7 @@ from tests.bench.models import quick, tiny
 from tests.extras import always
 from vitrail.bench import VARIANTS
 from vitrail.bench._modes import CapturedGraph, output_tensor, prepare
-from vitrail.bench._sliced import slice_tokens
-from vitrail.bench._variants import build, copy_model, random_batches
+from vitrail.bench._variants import build, copy_model, random_batches, slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model
 from vitrail.surgery import Merging, merge

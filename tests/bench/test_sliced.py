@@ -9,8 +9,7 @@ import torch
 import vitrail
 from tests.extras import always
 from tests.surgery.models import ALL, FEW, distance, leaving, main_output, run, trunk_blocks
-from vitrail.bench._sliced import slice_tokens
-from vitrail.bench._variants import copy_model
+from vitrail.bench._variants import copy_model, slice_tokens
 from vitrail.errors import InvalidOption
 
 CASES = [name for name in ALL if "backbone" not in name]  # feature maps of a backbone need every patch

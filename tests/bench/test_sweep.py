@@ -46,14 +46,13 @@ def test_one_benchmark_per_value(name: str, values: list[int], monkeypatch: pyte
 
 def test_series_use_the_best_modes() -> None:
     lines = series(results(), "r")
-    assert lines.values == [2, 4]
-    assert lines.throughput["unmerged"] == pytest.approx([800.0, 400.0])
-    assert lines.throughput["merged"] == pytest.approx([1000.0, 640.0])
-    assert math.isnan(lines.throughput["sliced"][0])
-    assert lines.throughput["sliced"][1] == pytest.approx(8 / 0.012)
-    assert lines.speedup == pytest.approx([1.25, 1.6])
-    assert math.isnan(lines.efficiency[0])
-    assert lines.efficiency[1] == pytest.approx(0.96)
+    assert lines["unmerged"] == pytest.approx([800.0, 400.0])
+    assert lines["merged"] == pytest.approx([1000.0, 640.0])
+    assert math.isnan(lines["sliced"][0])
+    assert lines["sliced"][1] == pytest.approx(8 / 0.012)
+    assert lines["speed-up"] == pytest.approx([1.25, 1.6])
+    assert math.isnan(lines["efficiency"][0])
+    assert lines["efficiency"][1] == pytest.approx(0.96)
 
 
 def test_unknown_setting() -> None:

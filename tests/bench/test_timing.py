@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vitrail.bench import timing
-from vitrail.bench.timing import CpuClock, CudaClock, Spread, clock_for, measure
+from vitrail.bench.timing import Clock, Spread, measure
 
 
 class FakeClock:
@@ -110,8 +110,7 @@ def test_zero_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wall_clock() -> None:
-    clock = clock_for(torch.device("cpu"))
-    assert isinstance(clock, CpuClock)
+    clock = Clock(torch.device("cpu"))
     assert 0.02 <= clock.time(lambda: time.sleep(0.02)) < 2
     before = clock.now()
     assert clock.now() >= before
@@ -137,8 +136,7 @@ def test_cuda_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("idle"))
-    clock = clock_for(torch.device("cuda"))
-    assert isinstance(clock, CudaClock)
+    clock = Clock(torch.device("cuda"))
     assert clock.time(lambda: log.append("work")) == 1.5
     assert log[2:] == ["idle", "event 0 recorded", "work", "event 1 recorded", "event 1 reached"]
     log.clear()

@@ -101,7 +101,7 @@ def test_stopping_prints_a_message(photos: Path, tmp_path: Path, monkeypatch: py
     def loop(*_: object) -> None:
         raise Interrupted("Stopped after step 3 of 4. Go on with --resume.")
 
-    monkeypatch.setattr(training, "_train", loop)
+    monkeypatch.setattr(training, "_prepare", loop)
     result = run("train", "--data", photos, *SMALL, "-o", tmp_path / "run")
     assert result.exit_code == 130
     assert one_line(result.stderr) == "Error: Stopped after step 3 of 4. Go on with --resume."

@@ -12,10 +12,9 @@ from tests.export.models import EXAMPLES
 from vitrail.export import ExportError, _export, export
 from vitrail.export._trace import PlainModel, named_tensors, trace
 from vitrail.export._verify import compare, count_tokens
-from vitrail.export.formats import ExportedFile
 
 
-class Fake(ExportedFile):
+class Fake:
     """A file with given errors, one per batch, and values of given shapes."""
 
     def __init__(

@@ -212,10 +212,10 @@ def test_sizes_in_a_config(tmp_path: Path) -> None:
         ({"options": {"in_chans": 3}}, "in_chans=3"),
         ({"patch_size": (2, 8, 8)}, r"patch_size=\(2, 8, 8\).*one number, or \(height, width\)"),
         ({"patch_size": 7}, r"image_size \(16, 24\) is not a whole number of patches"),
-        ({"side": 16}, "side=16 is for pictures"),
-        ({"augment": "flip"}, "augment='flip' is for pictures; arrays know none, light"),
-        ({"recipe": "dino", "tasks": "", "labels": "tone"}, "recipe='dino' is for pictures"),
-        ({"teacher": "timm:resnet10t"}, "teacher='timm:resnet10t' is for pictures"),
+        ({"side": 16}, "side=16 is for images"),
+        ({"augment": "flip"}, "augment='flip' is for images; arrays take none, light"),
+        ({"recipe": "dino", "tasks": "", "labels": "tone"}, "recipe='dino' is for images"),
+        ({"teacher": "timm:resnet10t"}, "teacher='timm:resnet10t' is for images"),
         ({"validation": clips(4)}, "labels='tone': no such column"),
         (
             {"labels": "tone", "tasks": "", "validation": Arrays(torch.zeros(4, 1, 8, 8), {"tone": [0] * 4})},
@@ -236,7 +236,7 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     columns = {"tone": [0] * 4, "voice": ["dark"] * 4}
     with pytest.raises(InvalidOption, match="trained on floating point numbers of 1 channels, and the data is arrays"):
         evaluate(run.last, Arrays(torch.zeros(4, 1, 16, 24, dtype=torch.uint8), columns))
-    with pytest.raises(InvalidOption, match="ViT does not say how numbers are normalised"):
+    with pytest.raises(InvalidOption, match="ViT has no known normalization"):
         evaluate(load_trained(run.last)[0], sounds(4), labels=("tone", "voice"))
     images = [(torch.zeros(3, 16, 16), 0)] * 16
     with pytest.raises(InvalidOption, match="was trained on arrays"):
@@ -248,5 +248,5 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "vitrail.training.evaluation.evaluator.load_trained", lambda path: (load_trained(run.last)[0], labels)
     )
-    with pytest.raises(InvalidOption, match="ViT was trained on arrays; give Arrays, not pictures"):
+    with pytest.raises(InvalidOption, match="trained on arrays"):
         evaluate(run.last, images)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail import kernels
 from vitrail._deprecation import renamed_property
@@ -117,10 +117,9 @@ def _observe(base: Baseline, batch: Tensor, autocast: torch.dtype | None, gradie
     with base.merge(module) as merging, merging.track() as trace, grad_mode:
         with torch.autocast(batch.device.type, autocast, enabled=autocast is not None):
             output = output_tensor(module(batch))
-        return Observed(output.detach(), trace.groups, _gradient(module, output) if gradients else None)
-
-
-def _gradient(module: nn.Module, output: Tensor) -> Tensor:
-    weights = [weight for weight in module.parameters() if weight.requires_grad]
-    found = torch.autograd.grad(output.float().square().mean(), weights, allow_unused=True)
-    return torch.cat([gradient.flatten() for gradient in found if gradient is not None])
+        gradient = None
+        if gradients:
+            weights = [weight for weight in module.parameters() if weight.requires_grad]
+            found = torch.autograd.grad(output.float().square().mean(), weights, allow_unused=True)
+            gradient = torch.cat([each.flatten() for each in found if each is not None])
+        return Observed(output.detach(), trace.groups, gradient)

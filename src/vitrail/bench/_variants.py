@@ -1,4 +1,10 @@
-"""The baseline model and its variants: copies that are merged, sliced or left unchanged."""
+"""The baseline model and its variants: copies that are merged, sliced or left unchanged.
+
+The sliced model is the lower bound on time. Each of its blocks attends with the library's modules and PyTorch's plain
+attention, drops the last tokens instead of merging any, and feeds the rest. It has as many tokens in each layer as the
+merged model but no sizes, no matching and no unmerging. Its output is useless; its time is what merging would take if
+it cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters import find, load_model, size_options
-from vitrail.bench._sliced import slice_tokens
+from vitrail.adapters import Found, find, load_model, size_options
+from vitrail.adapters.base import BlockAdapter, repeat_heads
 from vitrail.bench.config import BenchConfig
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.runtime.class_swap import swap
 from vitrail.surgery import Merging, merge
+from vitrail.tokens import TokenLayout
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The model that all variants are copies of, and its cost.
-
-    Attributes:
-        size: height and width of the input.
-        merging: options of ``vitrail.merge``.
-        tokens: tokens that leave each block when merged.
-        tokens_before: tokens without merging.
-        flops_before: multiply-adds per image without merging.
-        flops_after: multiply-adds per image with merging.
-    """
+    """The model that all variants are copies of, and its cost; ``tokens`` leave each block when merged."""
 
     module: nn.Module
     size: tuple[int, ...]
@@ -59,15 +59,12 @@ class Baseline:
 
 def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
     """Load the configured model, or use the given one, and count what merging saves."""
-    module = _load(config) if module is None else module
+    if module is None:
+        torch.manual_seed(0)
+        module = load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
     found = find(module)
     size = config.size or found.adapter.preprocessing(found.trunk).size
-    try:
-        layout = found.adapter.layout(found.trunk, size)
-    except ValueError as error:
-        raise _wrong_size(config.model, size) from error
-    if size[0] % layout.grid[1] or size[1] % layout.grid[2]:
-        raise _wrong_size(config.model, size)
+    layout = layout_for(found, size, config.model)
     module = module.to(config.torch_device, config.weight_dtype).eval()
     r = list(config.r) if isinstance(config.r, tuple) else config.r
     options = {"r": r, "schedule": config.schedule, "proportional": config.proportional}
@@ -101,7 +98,7 @@ def random_batches(config: BenchConfig, size: tuple[int, ...], device: torch.dev
 def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
     """Run one image through the model: libraries check the input size only when called."""
     try:
-        with torch.inference_mode(), torch.autocast(batch.device.type, config.compute_dtype, enabled=config.autocast):
+        with torch.inference_mode(), torch.autocast(batch.device.type, config.autocast_dtype, enabled=config.autocast):
             base.module(batch[:1])
     except (AssertionError, ValueError) as error:
         height, width = base.size
@@ -110,11 +107,6 @@ def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
             f"{config.model} does not accept images of 3 × {height} × {width} ({reason})"
             f"{'' if config.size is None else '. Leave the size out'}"
         ) from error
-
-
-def _load(config: BenchConfig) -> nn.Module:
-    torch.manual_seed(0)
-    return load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
 
 
 def _memory(device: torch.device) -> int | None:
@@ -126,8 +118,71 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
-def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
-    return InvalidOption(
-        f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
-        "(often 16 or 14) in each direction, or leave the size out"
-    )
+def layout_for(found: Found, size: tuple[int, ...], name: str) -> TokenLayout:
+    """Return a model's layout for an input size; raise if the size is not a whole number of patches."""
+    try:
+        layout = found.adapter.layout(found.trunk, size)
+    except ValueError:
+        layout = None
+    if layout is None or size[0] % layout.grid[1] or size[1] % layout.grid[2]:
+        raise InvalidOption(
+            f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
+            "(often 16 or 14) in each direction, or leave the size out"
+        )
+    return layout
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Settings of a sliced block: tokens that leave it, special tokens in front, and the block's adapter."""
+
+    length: int
+    special: int
+    parts: BlockAdapter
+
+
+class SlicedBlock:
+    """Mixin in front of a library's block: attend, cut, feed."""
+
+    _vitrail_slice: Slice
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        mine = self._vitrail_slice
+        if args:
+            x, args = args[0], args[1:]
+        else:
+            x = kwargs.pop(mine.parts.input_name)
+        block: Any = self
+        parts, length, call = mine.parts, mine.length, mine.parts.read_call(args, kwargs)
+        h = parts.attend_norm(block, x)
+        q, k, v = parts.qkv(block, h)
+        if call.rope is not None:
+            table = call.rope[..., : q.shape[2] - mine.special, :]
+            q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
+        attended = _attend(parts, block, q, *repeat_heads(q, k, v))
+        branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
+        # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
+        x = x[:, :length] + branch[:, :length]
+        return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
+
+
+def _attend(parts: BlockAdapter, block: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+    if parts.fused:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+    scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
+    return F.dropout(parts.weigh(block, scores), dropout) @ v
+
+
+def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
+    """Change a model in place so that ``lengths[i]`` tokens leave block ``i``; this cannot be undone.
+
+    Special tokens come first and stay.
+    """
+    found = find(model)
+    if len(lengths) != len(found.blocks):
+        raise InvalidOption(f"expected one length for each of {len(found.blocks)} blocks; got {len(lengths)}")
+    special = found.adapter.layout(found.trunk).num_special
+    for block, parts, length in zip(found.blocks, found.block_adapters, lengths, strict=True):
+        block._vitrail_slice = Slice(length, special, parts)  # type: ignore[assignment]
+        swap(block, SlicedBlock)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import as_tuple
 from vitrail._deprecation import renamed_arguments, renamed_property
 from vitrail.bench._agreement import compare, kernels_used, relative_error
 from vitrail.bench._modes import Runner, fresh_compiler, output_tensor, prepare, prepare_inference
 from vitrail.bench._variants import Baseline, build, copy_model, random_batches, try_input_size
 from vitrail.bench.config import (
+    ATTENTION,
     COMPILE_MODES,
     MODES,
     BenchConfig,
@@ -26,7 +28,7 @@ from vitrail.bench.config import (
 )
 from vitrail.bench.machine import describe_machine
 from vitrail.bench.result import BenchResult, Failure, Row
-from vitrail.bench.timing import Clock, Key, Spread, Step, clock_for, measure
+from vitrail.bench.timing import Clock, Key, Spread, Step, measure
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 
 Tell = Callable[[str], object]
@@ -50,7 +52,6 @@ class Entry:
     difference: float | None = None
 
     def row(self, config: BenchConfig, spread: Spread, flops: int) -> Row:
-        """Return the table row for measured times."""
         passes = 3 if config.train else 1
         return Row(
             variant=self.variant,
@@ -86,8 +87,11 @@ def run(
     """
     tell = tell or (lambda text: None)
     config.check_here()
-    device, notes = config.torch_device, _notes(config)
-    clock = clock or clock_for(device)
+    device, notes = config.torch_device, []
+    if device.type == "cpu" and config.dtype == "fp16":
+        notes = ["fp16 on a CPU is emulated and slow, so its times mean little. Use fp32 or bf16"]
+        warnings.warn(notes[0], VitrailWarning, stacklevel=2)
+    clock = clock or Clock(device)
     with _settings(config), _explain_out_of_memory(config):
         began = clock.now()
         tell(f"building {config.model}")
@@ -204,25 +208,15 @@ def _settings(config: BenchConfig) -> Iterator[None]:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.threads)
         if config.attention != "auto":
-            stack.enter_context(_attention_backend(config.attention))
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            chosen = SDPBackend.__members__[ATTENTION[config.attention]]
+            # the others are fallbacks for shapes that the chosen backend does not support
+            order = [chosen, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+            stack.enter_context(sdpa_kernel(order, set_priority=True))
         if uses_compiler(config.modes):
             stack.enter_context(fresh_compiler(config.cold))
         stack.callback(gc.collect)
-        yield
-
-
-@contextmanager
-def _attention_backend(name: str) -> Iterator[None]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-    # the others are fallbacks for shapes that the chosen backend does not support
-    with sdpa_kernel([backends[name], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
         yield
 
 
@@ -247,14 +241,6 @@ def _reason(error: BaseException) -> str:
     """Return why a mode failed, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
-
-
-def _notes(config: BenchConfig) -> list[str]:
-    if config.torch_device.type != "cpu" or config.dtype != "fp16":
-        return []
-    text = "fp16 on a CPU is emulated and slow, so its times mean little. Use fp32 or bf16"
-    warnings.warn(text, VitrailWarning, stacklevel=3)
-    return [text]
 
 
 @dataclass(frozen=True)
@@ -324,7 +310,15 @@ def time_models(
     _check_batches(batches)
     device = batches[0].device
     _check_models(models, device)
-    wanted = _modes_by_model(models, modes)
+    given = modes if isinstance(modes, Mapping) else dict.fromkeys(models, modes)
+    if given.keys() != models.keys():
+        raise InvalidOption(
+            f"modes has the keys {', '.join(map(repr, given)) or 'nothing'}, but models has "
+            f"{', '.join(map(repr, models))}; use the same keys, or give modes for all models"
+        )
+    wanted = {name: as_tuple(given[name]) for name in models}
+    for own in wanted.values():
+        check_choices("modes", own, MODES)
     every = {mode for own in wanted.values() for mode in own}
     check_graphs(every, device)
     check_choices("compile_mode", (compile_mode,), COMPILE_MODES)
@@ -339,7 +333,7 @@ def time_models(
                 steps[name, mode] = step
             except Exception as error:
                 failed[name, mode] = _reason(error)
-        spreads = measure(steps, clock or clock_for(device), seconds, inputs=len(batches))
+        spreads = measure(steps, clock or Clock(device), seconds, inputs=len(batches))
     times = {
         key: Timed(spread.median, len(batches[0]) / spread.median, spread.relative, spread.samples)
         for key, spread in spreads.items()
@@ -351,19 +345,6 @@ def time_models(
         )
         for name, own in wanted.items()
     }
-
-
-def _modes_by_model(models: Mapping[Key, nn.Module], modes: Modes | Mapping[Key, Modes]) -> dict[Key, tuple[str, ...]]:
-    given = modes if isinstance(modes, Mapping) else dict.fromkeys(models, modes)
-    if given.keys() != models.keys():
-        raise InvalidOption(
-            f"modes has the keys {', '.join(map(repr, given)) or 'nothing'}, but models has "
-            f"{', '.join(map(repr, models))}; use the same keys, or give modes for all models"
-        )
-    wanted = {name: (own,) if isinstance(own, str) else tuple(own) for name, own in ((n, given[n]) for n in models)}
-    for own in wanted.values():
-        check_choices("modes", own, MODES)
-    return wanted
 
 
 def _check_models(models: Mapping[Key, nn.Module], device: torch.device) -> None:
@@ -381,14 +362,16 @@ def _check_models(models: Mapping[Key, nn.Module], device: torch.device) -> None
 
 
 def _check_batches(batches: Sequence[Tensor]) -> None:
-    if not batches or not all(isinstance(batch, Tensor) for batch in batches):
-        got = ", ".join(type(batch).__name__ for batch in batches) or "nothing"
-        raise UnsupportedInput(f"images must be a tensor, or a sequence of tensors; got {got}")
-    first = batches[0]
-    if first.dim() < 4 or not len(first):
-        raise UnsupportedInput(
-            f"images must be a batch, such as (8, 3, 224, 224); got {tuple(first.shape)}. Pass one image as image[None]"
-        )
-    if len({(batch.shape, batch.dtype, batch.device) for batch in batches}) > 1:
-        got = ", ".join(f"{tuple(batch.shape)} in {batch.dtype} on {batch.device}" for batch in batches)
-        raise UnsupportedInput(f"all batches must have one shape, dtype and device; got {got}")
+    is_batch = [isinstance(batch, Tensor) and batch.dim() >= 4 and len(batch) > 0 for batch in batches]
+    if all(is_batch) and len({(batch.shape, batch.dtype, batch.device) for batch in batches}) == 1:
+        return
+    got = [
+        f"{tuple(batch.shape)} in {batch.dtype} on {batch.device}"
+        if isinstance(batch, Tensor)
+        else type(batch).__name__
+        for batch in batches
+    ]
+    raise UnsupportedInput(
+        "images must be a batch, such as (8, 3, 224, 224), or a sequence of batches of one shape, dtype and device; "
+        f"got {', '.join(got) or 'nothing'}. Pass one image as image[None]"
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_arguments, renamed_property
 from vitrail.errors import InvalidOption
 
@@ -21,8 +21,14 @@ block compiled on its own; blocks compiled and captured."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
-"""Backends of ``scaled_dot_product_attention``; ``auto`` leaves the choice to PyTorch."""
+ATTENTION = {
+    "auto": "",
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+"""Names of ``SDPBackend`` by option; ``auto`` leaves the choice to PyTorch."""
 
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
@@ -84,7 +90,7 @@ class BenchConfig:
         check_choices("variants", self.variants, VARIANTS)
         check_choices("modes", self.modes, MODES)
         check_choices("dtype", (self.dtype,), tuple(DTYPES))
-        check_choices("attention", (self.attention,), ATTENTION)
+        check_choices("attention", (self.attention,), tuple(ATTENTION))
         check_choices("compile_mode", (self.compile_mode,), COMPILE_MODES)
         check_choices("device", (self.device,), (None, "cpu", "cuda"))
         _check_integers("batch", (self.batch,), least=1)
@@ -95,9 +101,6 @@ class BenchConfig:
         check_time("seconds", self.seconds)
         if self.limit is not None:
             check_time("limit", self.limit)
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
         if self.train and any(uses_graph(mode) for mode in self.modes):
             raise InvalidOption(
                 "train=True does not work with CUDA graphs: gradients and optimizer state would have to be part of "
@@ -138,7 +141,7 @@ class BenchConfig:
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype for ``torch.autocast``; None without it."""
-        return self.compute_dtype if self.autocast else None
+        return DTYPES[self.dtype] if self.autocast else None
 
 
 def uses_compiler(modes: Iterable[str]) -> bool:
@@ -159,7 +162,7 @@ def check_graphs(modes: Iterable[str], device: torch.device) -> None:
 
 def check_time(name: str, value: object) -> None:
     """Raise unless a value is a positive, finite number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not is_number(value) or value <= 0:
         raise InvalidOption(f"{name} must be a positive number of seconds; got {value!r}")
 
 
@@ -172,7 +175,7 @@ def check_choices(name: str, given: Collection[object], known: Sequence[str | No
 
 
 def _check_integers(name: str, values: Sequence[object], *, least: int, length: int | None = None) -> None:
-    valid = all(isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values)
+    valid = all(is_int(value, least) for value in values)
     if not valid or length not in (None, len(values)):
         kind = "an integer" if len(values) == 1 and length is None else "integers"
         raise InvalidOption(f"{name} must be {kind} of at least {least}; got {', '.join(map(repr, values))}")

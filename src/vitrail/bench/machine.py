@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,12 @@ PACKAGES = ("triton", "timm", "transformers")
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the device, the processor, the versions and the date."""
+    from vitrail import __version__
+
+    versions = {"vitrail": __version__, "torch": torch.__version__}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": _processor(),
@@ -23,7 +30,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "versions": _versions(),
+        "versions": versions,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -43,18 +50,6 @@ def machine_line(machine: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     cuda = f", CUDA {machine['cuda']}" if machine.get("cuda") else f", {machine['threads']} of {machine['cores']} cores"
     return f"{machine['device']}{cuda}; Python {machine['python']}, {versions}; {machine['date']}"
-
-
-def _versions() -> dict[str, str]:
-    from vitrail import __version__
-
-    found = {"vitrail": __version__, "torch": torch.__version__}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _processor() -> str:

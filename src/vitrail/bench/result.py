@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from vitrail._deprecation import renamed_property
+from vitrail.analysis.result import plain
 from vitrail.bench._agreement import Check
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.machine import machine_line
@@ -150,18 +149,13 @@ class BenchResult:
         from before 0.3 for ``mode``, ``modes`` and ``images``.
         """
         check = None if self.check is None else {**asdict(self.check), "pictures": self.check.images}
+        figures = (
+            "speedup", "efficiency", "eager_speedup", "eager_efficiency", "flops_ratio", "flops_before", "flops_after",
+            "tokens_before", "tokens_per_layer", "size",
+        )  # fmt: skip
         data = {
             "rows": [{**asdict(row), "form": row.mode} for row in self.rows],
-            "speedup": self.speedup,
-            "efficiency": self.efficiency,
-            "eager_speedup": self.eager_speedup,
-            "eager_efficiency": self.eager_efficiency,
-            "flops_ratio": self.flops_ratio,
-            "flops_before": self.flops_before,
-            "flops_after": self.flops_after,
-            "tokens_before": self.tokens_before,
-            "tokens_per_layer": self.tokens_per_layer,
-            "size": self.size,
+            **{name: getattr(self, name) for name in figures},
             "check": check,
             "kernels": self.kernels,
             "startup_s": self.startup_s,
@@ -170,8 +164,8 @@ class BenchResult:
             "config": {**asdict(self.config), "forms": self.config.modes},
             "machine": self.machine,
         }
-        plain: dict[str, Any] = _plain(data)
-        return plain
+        values: dict[str, Any] = plain(data)
+        return values
 
 
 def title(result: BenchResult) -> str:
@@ -212,24 +206,24 @@ def summary(result: BenchResult) -> list[str]:
 
 def _ratios(result: BenchResult) -> list[str]:
     merged, unmerged, sliced = (result.best(variant) for variant in ("merged", "unmerged", "sliced"))
+    eager_speedup, eager_efficiency = (
+        "" if value is None else f" Eager only: {value:.2f}."
+        for value in (result.eager_speedup, result.eager_efficiency)
+    )
     lines = []
     if merged is not None and unmerged is not None:
         lines.append(
             f"Speed-up {result.speedup:.2f}: merged ({merged.mode}, {merged.ms:.4g} ms) against unmerged "
             f"({unmerged.mode}, {unmerged.ms:.4g} ms), each in its best mode. Ideal by multiply-adds: "
-            f"{result.flops_ratio:.2f}.{_eager(result.eager_speedup)}"
+            f"{result.flops_ratio:.2f}.{eager_speedup}"
         )
     if merged is not None and sliced is not None:
         lines.append(
             f"Efficiency {result.efficiency:.2f}: the same model with tokens cut off for free ({sliced.mode}, "
             f"{sliced.ms:.4g} ms) over merged. At 1, merging is free; below, matching, sizes and unmerging cost time; "
-            f"above, the merged model's kernels are faster than the library's.{_eager(result.eager_efficiency)}"
+            f"above, the merged model's kernels are faster than the library's.{eager_efficiency}"
         )
     return lines
-
-
-def _eager(value: float | None) -> str:
-    return "" if value is None else f" Eager only: {value:.2f}."
 
 
 def _agreement(check: Check) -> str:
@@ -244,13 +238,3 @@ def _agreement(check: Check) -> str:
     return (
         f"{text} Gradients differ by {check.gradient_error:.1e} (rounding alone: {check.gradient_error_of_dtype:.1e})."
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -33,66 +33,46 @@ def sweep(
 ) -> Iterator[BenchResult]:
     """Run the benchmark for each value of a setting; yield each result as soon as it is ready.
 
-    Args:
-        config: what to measure.
-        name: the setting, ``r`` or ``batch``.
-        values: its values.
-        model: a model to use each time instead of loading the configured one.
-        tell: called with a short text when a stage begins.
+    ``name`` is ``r`` or ``batch``; ``model`` and ``tell`` are those of `run`.
     """
     _check_swept(name)
     for value in values:
-        prefixed = None if tell is None else _prefixed(tell, f"{name} = {value}")
-        yield run(replace(config, **{name: value}), model=model, tell=prefixed)  # type: ignore[arg-type]
+        told = None if tell is None else (lambda text, value=value: tell(f"{name} = {value}: {text}"))
+        yield run(replace(config, **{name: value}), model=model, tell=told)  # type: ignore[arg-type]
 
 
-def _prefixed(tell: Tell, prefix: str) -> Tell:
-    return lambda text: tell(f"{prefix}: {text}")
+def series(results: Sequence[BenchResult], name: str) -> dict[str, list[float]]:
+    """Return the lines of a sweep: the throughput of each variant in its best mode, speed-up and efficiency.
 
-
-@dataclass(frozen=True)
-class Series:
-    """A sweep as lines: one number per value, NaN where it was not measured."""
-
-    values: list[int]
-    throughput: dict[str, list[float]]
-    speedup: list[float]
-    efficiency: list[float]
-
-
-def series(results: Sequence[BenchResult], name: str) -> Series:
-    """Return the lines of a sweep, each variant in its best mode."""
+    NaN stands for what was not measured.
+    """
     _check_swept(name)
     variants = dict.fromkeys(row.variant for result in results for row in result.rows)
     best = {variant: [result.best(variant) for result in results] for variant in variants}
-    return Series(
-        values=[getattr(result.config, name) for result in results],
-        throughput={
-            variant: [math.nan if row is None else row.images_per_s for row in rows] for variant, rows in best.items()
-        },
-        speedup=[math.nan if result.speedup is None else result.speedup for result in results],
-        efficiency=[math.nan if result.efficiency is None else result.efficiency for result in results],
-    )
+    lines = {variant: [None if row is None else row.images_per_s for row in rows] for variant, rows in best.items()}
+    lines["speed-up"] = [result.speedup for result in results]
+    lines["efficiency"] = [result.efficiency for result in results]
+    return {name: [math.nan if value is None else value for value in line] for name, line in lines.items()}
 
 
 def plot(results: Sequence[BenchResult], name: str, form: str = "png") -> bytes:
     """Plot throughput, speed-up and efficiency over the swept value; return the file's content."""
     figure = require_matplotlib(form)(figsize=(10, 4), layout="constrained")
-    lines = series(results, name)
+    values, lines = [getattr(result.config, name) for result in results], series(results, name)
     left, right = figure.subplots(1, 2)
-    for variant, throughput in lines.throughput.items():
-        left.plot(lines.values, throughput, "o-", label=variant, color=COLORS.get(variant))
+    for variant in (one for one in COLORS if one in lines):
+        left.plot(values, lines[variant], "o-", label=variant, color=COLORS[variant])
     left.set_ylabel("images/s, best mode")
     left.set_ylim(bottom=0)
-    right.plot(lines.values, lines.speedup, "o-", label="speed-up over unmerged", color="#1f5fa8")
-    right.plot(lines.values, lines.efficiency, "s--", label="efficiency (sliced ÷ merged)", color="#d9a441")
+    right.plot(values, lines["speed-up"], "o-", label="speed-up over unmerged", color="#1f5fa8")
+    right.plot(values, lines["efficiency"], "s--", label="efficiency (sliced ÷ merged)", color="#d9a441")
     right.set_ylabel("ratio of medians")
     right.axhline(1.0, color="#7f7f7f", linewidth=0.8)
     for axes in (left, right):
         axes.set_xlabel(SWEPT[name])
         if name == "batch":
             axes.set_xscale("log", base=2)
-        axes.set_xticks(lines.values, [str(value) for value in lines.values])
+        axes.set_xticks(values, [str(value) for value in values])
         axes.legend()
         axes.grid(alpha=0.3)
     config, machine, (height, width) = results[0].config, results[0].machine, results[0].size

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,39 +23,27 @@ MIN_ROUNDS, MAX_ROUNDS, MAX_LOOPS = 5, 5000, 200
 WARM_STEPS, WARM_S = 3, 0.3
 
 
-class Clock(Protocol):
-    """A way to time work on a device."""
+class Clock:
+    """Times work on a device: by the wall clock, or by CUDA events.
 
-    def now(self) -> float:
-        """Return the time in seconds, after all work queued so far has finished."""
-
-    def time(self, work: Callable[[], object]) -> float:
-        """Run work and return the seconds it took on the device."""
-
-
-class CpuClock:
-    """The wall clock."""
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def time(self, work: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
-
-class CudaClock:
-    """CUDA events, from an idle device to the end of the work, so launch overhead counts where it is not hidden."""
+    Events measure from an idle device to the end of the work, so launch overhead counts where it is not hidden.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def now(self) -> float:
-        torch.cuda.synchronize(self.device)
+        """Return the time in seconds, after all work queued so far has finished."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def time(self, work: Callable[[], object]) -> float:
+        """Run work and return the seconds it took on the device."""
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         start.record()
@@ -65,22 +53,11 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3
 
 
-def clock_for(device: torch.device) -> Clock:
-    """Return the clock of a device."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
-
-
 @dataclass(frozen=True)
 class Spread:
     """Summary of samples, each in seconds per step.
 
-    Attributes:
-        median: the median.
-        low: the first quartile.
-        high: the third quartile.
-        least: the minimum.
-        samples: number of samples.
-        loops: steps in each sample.
+    ``low`` and ``high`` are the quartiles, ``least`` the minimum; each of the ``samples`` has ``loops`` steps.
     """
 
     median: float
@@ -92,7 +69,6 @@ class Spread:
 
     @classmethod
     def of(cls, samples: list[float], loops: int = 1) -> Spread:
-        """Summarize samples."""
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
         return cls(median, low, high, min(samples), len(samples), loops)
 
@@ -108,13 +84,7 @@ def measure(
     """Time several steps interleaved: one sample of each per round, in a new random order each round.
 
     Thermal drift and other load on the machine then affect all steps alike.
-
-    Args:
-        steps: what to time.
-        clock: how to time it.
-        seconds: when to stop, after at least :data:`MIN_ROUNDS` rounds.
-        inputs: number of inputs to rotate through.
-        seed: seed of the order.
+    Stop after ``seconds`` and at least :data:`MIN_ROUNDS` rounds; rotate through the indices of ``inputs`` inputs.
     """
     loops = {key: _warm_up(step, clock, inputs) for key, step in steps.items()}
     samples: dict[Key, list[float]] = {key: [] for key in steps}

@@ -6,11 +6,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from vitrail.errors import VitrailError, VitrailWarning
@@ -63,16 +65,9 @@ def notes() -> Iterator[None]:
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
             if not issubclass(category, VitrailWarning):
-                usual(message, category, filename, lineno, file, line)
+                usual(message, category, *place, **more)
             elif str(message) not in seen:
                 seen.add(str(message))
                 note(str(message))
@@ -80,6 +75,14 @@ def notes() -> Iterator[None]:
         warnings.simplefilter("always", VitrailWarning)
         warnings.showwarning = show
         yield
+
+
+def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
+    """Return an empty table whose first ``left`` columns are text and the others numbers."""
+    made = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in made.columns[left:]:
+        column.justify, column.no_wrap = "right", True
+    return made
 
 
 def progress() -> Progress:

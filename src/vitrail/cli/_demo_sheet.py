@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.cli._summary import Guess, Guesses
+from vitrail.cli._summary import Guesses
 from vitrail.report.page.images import colors
 
 PAPER, INK, SOFT, LINE = (251, 249, 245), (38, 36, 42), (112, 108, 116), (226, 221, 212)
@@ -59,7 +59,8 @@ def draw_sheet(title: str, detail: str, columns: Sequence[Column]) -> Image.Imag
         _fit(original.size, WIDE, TALL),
         _fit(original.size, (WIDE - 2 * SMALL_GAP) // ACROSS, WIDE // ACROSS),
     )
-    lines = sum(len(best) for best in columns[0].guesses.values()) + len(columns[0].guesses) * _titled(columns[0])
+    guesses = columns[0].guesses
+    lines = sum(len(best) for best in guesses.values()) + (len(guesses) if len(guesses) > 1 else 0)
     rows = -(-len(columns[0].maps) // ACROSS)
     top = MARGIN + TITLE + NOTE + 3 * SMALL_GAP
     bars = top + image[1] + HEADING + TEXT + 3 * SMALL_GAP
@@ -99,20 +100,15 @@ def _draw_guesses(draw: ImageDraw.ImageDraw, place: tuple[int, int], guesses: Gu
             _write(draw, (x, y + SMALL_GAP), question, NOTE, SOFT)
             y += BAR
         for rank, guess in enumerate(best):
-            changed = rank == 0 and guess.name != unmerged[question][0].name
-            _draw_bar(draw, (x, y), guess, CHANGED if changed else LIKELY)
+            color = CHANGED if rank == 0 and guess.name != unmerged[question][0].name else LIKELY
+            high, share = BAR - 5, f"{100 * guess.probability:.1f} %"
+            draw.rounded_rectangle((x, y, x + WIDE, y + high), 4, fill=TRACK)
+            draw.rounded_rectangle((x, y, x + max(round(WIDE * guess.probability), 4), y + high), 4, fill=color)
+            room = WIDE - 3 * SMALL_GAP - _font(NOTE).getlength(share)
+            middle = y + high / 2
+            draw.text((x + SMALL_GAP, middle), _short(guess.name, NOTE, room), INK, _font(NOTE), anchor="lm")
+            draw.text((x + WIDE - SMALL_GAP, middle), share, INK, _font(NOTE), anchor="rm")
             y += BAR
-
-
-def _draw_bar(draw: ImageDraw.ImageDraw, place: tuple[int, int], guess: Guess, color: tuple[int, int, int]) -> None:
-    x, y = place
-    high, share = BAR - 5, f"{100 * guess.probability:.1f} %"
-    draw.rounded_rectangle((x, y, x + WIDE, y + high), 4, fill=TRACK)
-    draw.rounded_rectangle((x, y, x + max(round(WIDE * guess.probability), 4), y + high), 4, fill=color)
-    room = WIDE - 3 * SMALL_GAP - _font(NOTE).getlength(share)
-    middle = y + high / 2
-    draw.text((x + SMALL_GAP, middle), _short(guess.name, NOTE, room), INK, _font(NOTE), anchor="lm")
-    draw.text((x + WIDE - SMALL_GAP, middle), share, INK, _font(NOTE), anchor="rm")
 
 
 def _draw_maps(sheet: Image.Image, place: tuple[int, int], maps: dict[str, NDArray[Any]], image: Image.Image) -> None:
@@ -129,11 +125,6 @@ def _draw_maps(sheet: Image.Image, place: tuple[int, int], maps: dict[str, NDArr
         sheet.paste(over(image, values), (left + (space - image.width) // 2, upper))
         middle = (left + space / 2, upper + image.height + SMALL_GAP)
         draw.text(middle, _short(name, NOTE, space), INK, _font(NOTE), anchor="mm")
-
-
-def _titled(column: Column) -> bool:
-    """Return whether label columns are named: if there are several."""
-    return len(column.guesses) > 1
 
 
 def _fit(size: tuple[int, int], wide: int, tall: int) -> tuple[int, int]:

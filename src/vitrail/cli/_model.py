@@ -60,7 +60,10 @@ def load(
 
     With ``shown=False`` the model need not accept images, only tensors of their shape.
     """
-    place = _device(device)
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise InvalidOption("--device cuda: no CUDA device is available. Use --device cpu, or leave it out.")
+    place = torch.device(device or ("cuda" if available else "cpu"))
     options = size_options(name, size)
     torch.manual_seed(seed)
     origin, rest = split_name(name)
@@ -71,21 +74,29 @@ def load(
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)
-    _check_takes_pictures(name, found, shown)
+    _check_takes_images(name, found, shown)
     expected = found.adapter.preprocessing(found.trunk)
     if size is not None:
         expected = replace(expected, size=size)
     try:
         layout = found.adapter.layout(found.trunk, expected.size)
-    except ValueError as error:
-        raise _wrong_size(name, expected.size) from error
-    if size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2]):
-        raise _wrong_size(name, size)
-    return Loaded(name, model.to(place), expected, layout, place, random, _questions(model))
+    except ValueError:
+        layout = None
+    if layout is None or (size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2])):
+        raise InvalidOption(
+            f"--size {expected.size[0]}x{expected.size[1]} is not a whole number of patches of {name}. Choose a "
+            "multiple of its patch size (often 16 or 14) in each direction, or leave --size out."
+        )
+    questions: tuple[Target, ...] = ()
+    if names := vitrail.class_names(model):
+        from vitrail.training.objective.targets import assign_targets
+
+        questions = assign_targets(model, names)
+    return Loaded(name, model.to(place), expected, layout, place, random, questions)
 
 
-def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
-    """Raise if a model takes other arrays than images: spectrograms, clips, values on another scale."""
+def _check_takes_images(name: str, found: Found, shown: bool) -> None:
+    """Raise if a model takes other arrays than images: spectrograms, clips, unnormalized numbers."""
     told = read_labels(model_folder(named(name))).get("preprocessing") if is_saved(name) else None
     trunk = found.trunk
     shape: tuple[int, ...] = (3, *found.adapter.preprocessing(trunk).size)
@@ -106,16 +117,6 @@ def _check_takes_pictures(name: str, found: Found, shown: bool) -> None:
         f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
         "labels.preprocessing normalizes arrays for it."
     )
-
-
-def _questions(model: nn.Module) -> tuple[Target, ...]:
-    """Return which outputs of a model predict which classes, if these have names."""
-    names = vitrail.class_names(model)
-    if not names:
-        return ()
-    from vitrail.training.objective.targets import assign_targets
-
-    return assign_targets(model, names)
 
 
 def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:
@@ -162,7 +163,7 @@ def _guess(name: str) -> str | None:
 
 
 def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError | None:
-    """Return the error of building and merging a model with random weights, without memory or network."""
+    """Return why a model cannot be merged even with random weights, or None; uses neither memory nor network."""
     with _quiet_hub(offline=True), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
@@ -173,9 +174,8 @@ def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError 
 
 
 def _unreachable_hub(seconds: float = 3.0) -> str | None:
-    """Return the Hub's host if no connection to it can be made.
+    """Return the Hub's host if it cannot be reached; its own library would retry for most of a minute.
 
-    Its own library would find out only after many tries, most of a minute; how often it tries cannot be set.
     Behind a proxy, only the proxy knows.
     """
     try:
@@ -193,7 +193,7 @@ def _unreachable_hub(seconds: float = 3.0) -> str | None:
 
 @contextmanager
 def _quiet_hub(offline: bool) -> Iterator[None]:
-    """Silence the retries of the Hub's library, and make it work offline where there is no network."""
+    """Silence the Hub library's retries; with ``offline``, do not let it connect."""
     try:
         settings: Any = import_module("huggingface_hub.constants")
         log: Any = import_module("huggingface_hub.utils.logging")  # sets its level when it is imported, so before us
@@ -209,17 +209,3 @@ def _quiet_hub(offline: bool) -> Iterator[None]:
     finally:
         settings.HF_HUB_OFFLINE = before[0]
         log.set_verbosity(before[1])
-
-
-def _wrong_size(name: str, size: tuple[int, ...]) -> InvalidOption:
-    return InvalidOption(
-        f"--size {size[0]}x{size[1]} is not a whole number of patches of {name}. Choose a multiple of its patch size "
-        "(often 16 or 14) in each direction, or leave --size out."
-    )
-
-
-def _device(name: str | None) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise InvalidOption("--device cuda: no CUDA device is available. Use --device cpu, or leave it out.")
-    return torch.device(name or ("cuda" if available else "cpu"))

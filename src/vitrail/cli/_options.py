@@ -67,17 +67,15 @@ def merge_options(
     r: str | None, keep: float | None, gflops: float | None, schedule: str, order: Order, proportional: bool
 ) -> dict[str, Any]:
     """Return keyword arguments for ``vitrail.merge``."""
-    given: dict[str, Any] = {"r": parse_r(r), "keep": keep, "gflops": gflops}
+    given: dict[str, Any] = {"r": None if r is None else parse_r(r), "keep": keep, "gflops": gflops}
     amount = {name: value for name, value in given.items() if value is not None}
     if len(amount) != 1:
         raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
     return amount | {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
 
 
-def parse_r(text: str | None) -> int | list[int] | None:
+def parse_r(text: str) -> int | list[int]:
     """Parse ``16``, or ``16,16,8,8`` for each layer."""
-    if text is None:
-        return None
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:

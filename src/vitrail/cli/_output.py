@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 
@@ -26,13 +26,11 @@ def check_writable(path: Path, option: str) -> None:
         raise OutputError(
             f"{option} {path}: no file can be written there. Expected a file name in an existing directory."
         )
-    try:
+    with _explained(path, option):
         if _is_special(path):
             path.open("ab").close()
         else:
             tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise _unwritable(path, error, option) from error
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], option: str = "-o") -> None:
@@ -40,25 +38,27 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object], option: s
 
     Pipes and devices, like ``/dev/stdout``, are written directly.
     """
-    try:
-        with (
-            nullcontext([path]) if _is_special(path) else temporary_files(path) as (target,),
-            target.open("wb") as file,
-        ):
-            write(file)
-    except OSError as error:
-        raise _unwritable(path, error, option) from error
+    with (
+        _explained(path, option),
+        nullcontext([path]) if _is_special(path) else temporary_files(path) as (target,),
+        target.open("wb") as file,
+    ):
+        write(file)
 
 
 def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def _unwritable(path: Path, error: OSError, option: str) -> OutputError:
-    return OutputError(
-        f"{path} could not be written ({error.strerror or error}). Name another file with {option}, in a writable "
-        "directory with enough space."
-    )
+@contextmanager
+def _explained(path: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path} could not be written ({error.strerror or error}). Name another file with {option}, in a writable "
+            "directory with enough space."
+        ) from error
 
 
 def write_image(path: Path, image: Image.Image) -> None:

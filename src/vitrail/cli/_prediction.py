@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.bench._modes import output_tensor
 from vitrail.cli._model import Loaded
 from vitrail.cli._summary import Cost, Guess, Guesses, Result
 from vitrail.data import to_tensor
@@ -46,7 +48,12 @@ def predict(loaded: Loaded, image: Image.Image) -> Prediction:
     batch = to_tensor([image], loaded.preprocessing).to(loaded.device)
     start = _now(loaded.device)
     try:
-        output = _call(loaded, batch)
+        if loaded.questions:
+            from vitrail.training.evaluation.outputs import forward_output
+
+            output: Any = forward_output(loaded.model, batch)
+        else:
+            output = loaded.model(batch)
     except (AssertionError, ValueError) as error:  # how libraries refuse a size
         height, width = loaded.preprocessing.size
         raise UnsupportedInput(
@@ -65,19 +72,24 @@ def paint(
         after = predict(loaded, image)
     groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
     panes = int(trace.groups[0].unique().numel())
+    norms = float(before.values.norm() * after.values.norm())
+    cosine = float(before.values @ after.values) / norms if norms > 0 else math.nan
+    same = None
+    if before.guesses:
+        same = all(best[0].name == after.guesses[name][0].name for name, best in before.guesses.items())
+    elif before.is_classes:
+        same = bool(before.values.argmax() == after.values.argmax())
     result = Result(
-        name, panes, _cosine(before, after), _same(before, after), before.seconds, after.seconds, before.guesses,
-        after.guesses,
-    )  # fmt: skip
+        picture=name,
+        panes=panes,
+        cosine=None if math.isnan(cosine) else min(max(cosine, -1.0), 1.0),
+        same_top1=same,
+        seconds_before=before.seconds,
+        seconds_after=after.seconds,
+        guesses_before=before.guesses,
+        guesses_after=after.guesses,
+    )
     return stained_glass(image, groups), result
-
-
-def _call(loaded: Loaded, batch: Tensor) -> Any:
-    if not loaded.questions:
-        return loaded.model(batch)
-    from vitrail.training.evaluation.outputs import forward_output
-
-    return forward_output(loaded.model, batch)
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:
@@ -91,34 +103,14 @@ def _guesses(loaded: Loaded, output: Any) -> Guesses:
     return found
 
 
-def _same(before: Prediction, after: Prediction) -> bool | None:
-    """Return whether the most likely class stays the same, in every label column; None without classes."""
-    if before.guesses:
-        return all(best[0].name == after.guesses[name][0].name for name, best in before.guesses.items())
-    return bool(before.values.argmax() == after.values.argmax()) if before.is_classes else None
-
-
-def _cosine(before: Prediction, after: Prediction) -> float | None:
-    """Return the cosine of two outputs; None if one is zero or not finite."""
-    norms = float(before.values.norm() * after.values.norm())
-    cosine = float(before.values @ after.values) / norms if norms > 0 else float("nan")
-    return min(max(cosine, -1.0), 1.0) if cosine == cosine else None
-
-
 def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
     """Return a model's output for the whole image: class scores, else pooled features, else all tokens."""
-    if isinstance(output, Tensor):
-        return output, output.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
-    for name in ("logits", "pooler_output", "last_hidden_state"):
-        value = getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return value, name == "logits"
-    if isinstance(output, Output):  # task tokens alone
+    if isinstance(output, Output) and output.logits is None:  # task tokens alone
         return torch.cat([scores.flatten(1) for scores in output.by_role.values()], 1), False
-    raise UnsupportedInput(
-        f"the model returned a {type(output).__name__}; expected a tensor, or an output with logits, pooler_output or "
-        "last_hidden_state. Use vitrail.merge from Python for this model"
-    )
+    values = output_tensor(output)
+    if values is output:
+        return values, values.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
+    return values, values is getattr(output, "logits", None)
 
 
 def _now(device: torch.device) -> float:

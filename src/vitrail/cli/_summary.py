@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from vitrail import __version__
+from vitrail.cli import _console as console
 from vitrail.cli._output import write_text
 
 COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
@@ -68,7 +68,10 @@ class Result:
             return "–"
         if not self.guesses_before:
             return "same" if self.same_top1 else "other"
-        before, after = first_names(self.guesses_before), first_names(self.guesses_after)
+        before, after = (
+            ", ".join(best[0].name for best in guesses.values())
+            for guesses in (self.guesses_before, self.guesses_after)
+        )
         return f"same: {before}" if before == after else f"{before} → {after}"
 
 
@@ -110,16 +113,9 @@ class Summary:
         ]
 
 
-def first_names(guesses: Guesses) -> str:
-    """Return the most likely class of each label column, joined by commas."""
-    return ", ".join(best[0].name for best in guesses.values())
-
-
 def table(runs: Sequence[Summary], title: str) -> Table:
     """Return the table for the terminal."""
-    made = Table(*COLUMNS, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in made.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+    made = console.table(*COLUMNS, title=title)
     for run in runs:
         for row in run.rows():
             made.add_row(*row)
@@ -133,7 +129,17 @@ def markdown(runs: Sequence[Summary], heading: str, remarks: Sequence[str] = ())
     lines += [markdown_row(COLUMNS), "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
     lines += [markdown_row(row) for run in runs for row in run.rows()]
     lines += ["", LEGEND, ""]
-    lines += dict.fromkeys(line for run in runs for line in _details(run))  # once where runs agree
+    details = []
+    for run in runs:
+        height, width = run.input_size
+        settings = ", ".join(f"{name}={value}" for name, value in run.merging.items())
+        tokens = " ".join(str(count) for count in run.cost.tokens_after)
+        details.append(
+            f"- {run.model} ({run.weights} weights, {run.device}), input {height} × {width}, merged with "
+            f"{settings}: {tokens} tokens after each block, instead of {run.cost.tokens_before[-1]}."
+        )
+        details += [f"- Skipped: {skipped.reason}" for skipped in run.skipped]
+    lines += dict.fromkeys(details)  # once where runs agree
     return "\n".join([*lines, "", f"Written by Vitrail {__version__}.", ""])
 
 
@@ -142,24 +148,8 @@ def markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _details(run: Summary) -> list[str]:
-    height, width = run.input_size
-    settings = ", ".join(f"{name}={value}" for name, value in run.merging.items())
-    tokens = " ".join(str(count) for count in run.cost.tokens_after)
-    return [
-        f"- {run.model} ({run.weights} weights, {run.device}), input {height} × {width}, merged with "
-        f"{settings}: {tokens} tokens after each block, instead of {run.cost.tokens_before[-1]}.",
-        *(f"- Skipped: {skipped.reason}" for skipped in run.skipped),
-    ]
-
-
 def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
     """Write ``summary.json`` and ``summary.md``."""
     content = json.dumps({"vitrail": __version__, **data}, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(folder / "summary.json", content + "\n")
     write_text(folder / "summary.md", text)
-
-
-def as_data(run: Summary) -> dict[str, Any]:
-    """Return a summary as JSON values."""
-    return asdict(run)

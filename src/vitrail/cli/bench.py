@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
 from vitrail.cli import _console as console
@@ -137,7 +136,8 @@ def parse_counts(name: str, text: str, least: int) -> list[int]:
 
 def table(result: BenchResult) -> Table:
     """Return the table of one benchmark."""
-    made = _table(*COLUMNS, left=2)
+    made = console.table(*COLUMNS, left=2)
+    made.columns[0].no_wrap = made.columns[1].no_wrap = True
     best = {variant: result.best(variant) for variant in result.config.variants}
     for row in result.rows:
         made.add_row(*cells(row), style="bold" if row is best[row.variant] else "")
@@ -161,7 +161,9 @@ def cells(row: Row) -> tuple[str, ...]:
 def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
     """Return the summary table of a sweep: one line per value, every variant in its best mode."""
     variants = results[0].config.variants
-    made = _table(name, "tokens", "GFLOPs", *(f"{variant} ms" for variant in variants), "speed-up", "efficiency")
+    made = console.table(
+        name, "tokens", "GFLOPs", *(f"{variant} ms" for variant in variants), "speed-up", "efficiency", left=0
+    )
     for result in results:
         rows = [result.best(variant) for variant in variants]
         made.add_row(
@@ -171,13 +173,6 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
             *("–" if row is None else f"{row.ms:.4g}" for row in rows),
             *("–" if ratio is None else f"{ratio:.2f}" for ratio in (result.speedup, result.efficiency)),
         )
-    return made
-
-
-def _table(*columns: str, left: int = 0) -> Table:
-    made = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, column in enumerate(made.columns):
-        column.justify, column.no_wrap = "left" if number < left else "right", True
     return made
 
 
@@ -198,7 +193,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
     with console.err.status(f"Loading {config.model}") as status:
         loaded = load(config.model, random=not config.pretrained, size=config.size, device="cpu", shown=False)
         try:
-            for result in sweep(config, name, values, model=loaded.model, tell=lambda text: status.update(text)):
+            for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
                 _print(result, legend=not results)
                 results.append(result)

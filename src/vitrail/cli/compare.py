@@ -86,10 +86,8 @@ def load_or_inspect(names: tuple[str, str], settings: Settings, world: World) ->
     """Load or make both reports; return them on rank 0, None on the others."""
     from vitrail.report import Report
 
-    def load() -> dict[str, Report]:
-        return {name: Report.load(name) for name in names if is_report(name)}
-
-    found = world.run(load)  # damaged files are found before a model is loaded
+    # damaged files are found before a model is loaded
+    found = world.run(lambda: {name: Report.load(name) for name in names if is_report(name)})
     models = [name for name in names if name not in found]
     if models:
         collection = world.run(settings.open)

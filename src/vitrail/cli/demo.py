@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from rich import box
-from rich.table import Table
 
 import vitrail
 from vitrail.adapters.registry import split_name
@@ -23,7 +22,7 @@ from vitrail.cli._demo_sheet import Column, draw_sheet
 from vitrail.cli._model import Loaded, load
 from vitrail.cli._output import Names, make_directory, write_image
 from vitrail.cli._prediction import cost_of, paint, predict
-from vitrail.cli._summary import Cost, Guesses, Result, Summary, as_data, markdown, markdown_row, write_summary
+from vitrail.cli._summary import Cost, Guesses, Result, Summary, markdown, markdown_row, write_summary
 from vitrail.cli.merge import check_images, file_names
 from vitrail.data import Dataset, open_dataset, read_image, samples, to_tensor
 from vitrail.data.decode import EXTENSIONS
@@ -56,10 +55,17 @@ def run_demo(out: Path, model: str | None = None, images: Sequence[Path] = ()) -
         model: run directory, model folder or name; by default the model that comes with the package.
         images: any source of images; by default the samples, and three drawings.
     """
-    given = _open_readable(images) if images else None
+    given = open_dataset(images) if images else None
+    if given is not None:
+        given = given.select(check_images(given)[0])
     loaded = _load(model or MODEL)
     folder = make_directory(out)
-    dataset = open_dataset(_default_images(folder)) if given is None else given
+    if given is None:
+        drawn = {make_directory(folder / "pictures") / f"{name}.png": source for name, source in drawings().items()}
+        for path, source in drawn.items():
+            write_image(path, read_image(source))
+        given = open_dataset([*drawn, *samples().values()])
+    dataset = given
     if len(dataset) > MOST:
         console.note(f"Only the first {MOST} of {len(dataset)} images are shown.")
         dataset = dataset.select(range(MOST))
@@ -71,11 +77,6 @@ def run_demo(out: Path, model: str | None = None, images: Sequence[Path] = ()) -
             report.save(folder / "report.html")
     _conclude(loaded, runs, folder, [] if images else [DRAWN])
     return list(runs.values())
-
-
-def _open_readable(images: Sequence[Path]) -> Dataset:
-    dataset = open_dataset(images)
-    return dataset.select(check_images(dataset)[0])
 
 
 def _load(name: str) -> Loaded:
@@ -99,16 +100,6 @@ def _load(name: str) -> Loaded:
     return loaded
 
 
-def _default_images(folder: Path) -> list[Path]:
-    """Write the drawings to a folder beside the results; return their paths and those of the samples."""
-    place = make_directory(folder / "pictures")
-    paths = []
-    for name, drawing in drawings().items():
-        paths.append(place / f"{name}.png")
-        write_image(paths[-1], read_image(drawing))
-    return [*paths, *samples().values()]
-
-
 def _show(loaded: Loaded, dataset: Dataset, folder: Path) -> dict[str, Summary]:
     """Write a sheet for each image; return the results by strength."""
     paths = file_names(dataset)
@@ -121,9 +112,9 @@ def _show(loaded: Loaded, dataset: Dataset, folder: Path) -> dict[str, Summary]:
         for index, path in enumerate(paths):
             file = names.for_image(path)["sheet"]
             sample = dataset.read(index)
-            sheet, found = _one_image(
-                loaded, sample.image, _title(sample.name), {name: cost for name, (cost, _) in costs.items()}
-            )
+            name = Path(sample.name)
+            title = name.stem if name.suffix.lower() in EXTENSIONS else sample.name
+            sheet, found = _one_image(loaded, sample.image, title, {name: cost for name, (cost, _) in costs.items()})
             write_image(file, sheet)
             for strength, result in found.items():
                 result.files["sheet"] = file.name
@@ -156,24 +147,22 @@ def _one_image(
     """Run one image at every strength; return the sheet, and the results by strength."""
     before = predict(loaded, image)
     cost = next(iter(costs.values()))
-    columns = [_column(loaded, image, image, UNMERGED, (cost.tokens_before[-1], cost.flops_before), before.guesses)]
+    columns: list[Column] = []
     found = {}
+
+    def add_column(shown: Image.Image, name: str, tokens: int, flops: int, guesses: Guesses) -> None:
+        detail = f"{tokens} tokens, {flops / 1e9:.3g} GFLOPs"
+        columns.append(Column(shown, name, detail, guesses, attention_maps(loaded, image)))
+
+    add_column(image, UNMERGED, cost.tokens_before[-1], cost.flops_before, before.guesses)
     for strength, spent in costs.items():
         with vitrail.merge(loaded.model, keep=STRENGTHS[strength]) as merging:
             glass, found[strength] = paint(loaded, merging, image, f"{title}, {strength}", before)
-            after = spent.tokens_after[-1], spent.flops_after
-            columns.append(_column(loaded, image, glass, strength, after, found[strength].guesses_after))
+            add_column(glass, strength, spent.tokens_after[-1], spent.flops_after, found[strength].guesses_after)
     height, width = loaded.preprocessing.size
     special = loaded.layout.num_special
     detail = f"{loaded.name}, {width} x {height} pixels, {loaded.layout.num_patches} patches and {special} special "
     return draw_sheet(title, f"{detail}{'token' if special == 1 else 'tokens'}", columns), found
-
-
-def _column(
-    loaded: Loaded, image: Image.Image, shown: Image.Image, name: str, spent: tuple[int, int], guesses: Guesses
-) -> Column:
-    tokens, flops = spent
-    return Column(shown, name, f"{tokens} tokens, {flops / 1e9:.3g} GFLOPs", guesses, attention_maps(loaded, image))
 
 
 def attention_maps(loaded: Loaded, image: Image.Image) -> dict[str, NDArray[Any]]:
@@ -196,11 +185,9 @@ def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks
     head, rows = _rows(runs)
     short = [markdown_row(row) for row in (head, ["---"] * len(head), *rows)]
     text = markdown(list(runs.values()), f"Vitrail's demo, {loaded.name}", [*remarks, "\n".join(short)])
-    write_summary(folder, {**data, "runs": [as_data(run) for run in runs.values()]}, text)
+    write_summary(folder, {**data, "runs": [asdict(run) for run in runs.values()]}, text)
 
-    table = Table(
-        *head, title=f"{loaded.name}: predictions", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    table = console.table(*head, left=len(head), title=f"{loaded.name}: predictions")
     for number, row in enumerate(rows):
         table.add_row(*row, end_section=number == len(rows) - 4)
     for remark in remarks:
@@ -237,12 +224,6 @@ def _agreement(run: Summary) -> float:
 
 def _words(guesses: Guesses) -> str:
     return ", ".join(f"{best[0].name} {best[0].probability:.0%}" for best in guesses.values())
-
-
-def _title(name: str) -> str:
-    """Return a sample's name without the extension of an image file."""
-    path = Path(name)
-    return path.stem if path.suffix.lower() in EXTENSIONS else name
 
 
 @contextmanager

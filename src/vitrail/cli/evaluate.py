@@ -88,7 +88,8 @@ def _print(found: Evaluation) -> None:
     for title in ("head", "accuracy", "top 5", "calibration error"):
         table.add_column(title, justify="left" if title == "head" else "right")
     for name, share in found.accuracy.items():
-        table.add_row(name, *(_percent(value) for value in (share, found.top5.get(name), found.calibration.get(name))))
+        shares = (share, found.top5.get(name), found.calibration.get(name))
+        table.add_row(name, *("–" if value is None else f"{100 * value:.2f} %" for value in shares))
     console.out.print(table)
     console.say(f"Loss {found.loss:.4f}")
     if heads := found.disagreement:
@@ -124,7 +125,3 @@ def _merge_text(merge: dict[str, Any]) -> str:
     return ", ".join(
         f"{name}={value}" for name, value in merge.items() if name != "protect" and defaults.get(name) != value
     )
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.2f} %"

@@ -54,53 +54,35 @@ def export(
     settings = options.merge_options(r, keep, gflops, schedule, order, proportional)
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype {dtype!r} is unknown. Expected one of {', '.join(DTYPES)}.")
-    pixels, batch_size = options.parse_size(size), parse_batch(batch)
+    if batch != "dynamic" and not (batch.isascii() and batch.isdigit() and int(batch) > 0):
+        raise typer.BadParameter(f"--batch {batch!r} is not a batch size. Expected 1 or more, or dynamic.")
+    batch_size: Any = batch if batch == "dynamic" else int(batch)
+    pixels = options.parse_size(size)
     with console.user_errors(), console.notes():
-        _export(model, out, format, settings, pixels, batch_size, dtype, opset, random_weights)
+        import torch
 
+        import vitrail
+        from vitrail.cli._model import load
+        from vitrail.cli._output import check_writable
+        from vitrail.export import export as export_model
+        from vitrail.export.formats import find_format
 
-def parse_batch(text: str) -> int | str:
-    """Parse a batch size, or ``dynamic``."""
-    if text == "dynamic":
-        return text
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise typer.BadParameter(f"--batch {text!r} is not a batch size. Expected 1 or more, or dynamic.")
-    return int(text)
-
-
-def _export(
-    name: str,
-    out: Path,
-    format: str | None,
-    settings: dict[str, Any],
-    size: tuple[int, ...] | None,
-    batch: Any,
-    dtype: str | None,
-    opset: int | None,
-    random: bool,
-) -> None:
-    import torch
-
-    import vitrail
-    from vitrail.cli._model import load
-    from vitrail.cli._output import check_writable
-    from vitrail.export import export
-    from vitrail.export.formats import find_format
-
-    torch_dtype = None if dtype is None else getattr(torch, DTYPES[dtype])
-    find_format(out, format).check(torch_dtype or torch.float32, opset)  # before the model is loaded
-    check_writable(out, "-o")
-    with console.err.status(f"Loading {name}"):
-        loaded = load(name, random=random, size=size, device="cpu", shown=False)
-    if random:
-        console.note(f"{name} has random weights: use the file only for tests.")
-    pixels = loaded.preprocessing.size
-    with vitrail.merge(loaded.model, **settings) as merging, console.err.status(f"Exporting {name}"):
-        flops = merging.flops(pixels), merging.flops(pixels, merged=False)
-        tokens = merging.tokens_per_layer(pixels)
-        example = torch.zeros(1, 3, *pixels)
-        result = export(loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset)
-    _report(name, result, result.tokens or tokens, loaded.layout.num_tokens, flops)
+        torch_dtype = None if dtype is None else getattr(torch, DTYPES[dtype])
+        find_format(out, format).check(torch_dtype or torch.float32, opset)  # before the model is loaded
+        check_writable(out, "-o")
+        with console.err.status(f"Loading {model}"):
+            loaded = load(model, random=random_weights, size=pixels, device="cpu", shown=False)
+        if random_weights:
+            console.note(f"{model} has random weights: use the file for trying things out only.")
+        height_width = loaded.preprocessing.size
+        with vitrail.merge(loaded.model, **settings) as merging, console.err.status(f"Exporting {model}"):
+            flops = merging.flops(height_width), merging.flops(height_width, merged=False)
+            tokens = merging.tokens_per_layer(height_width)
+            result = export_model(
+                loaded.model, out, format, example=torch.zeros(1, 3, *height_width), batch=batch_size,
+                dtype=torch_dtype, opset=opset,
+            )  # fmt: skip
+        _report(model, result, result.tokens or tokens, loaded.layout.num_tokens, flops)
 
 
 def _report(name: str, result: ExportResult, tokens: list[int], tokens_before: int, flops: tuple[int, int]) -> None:

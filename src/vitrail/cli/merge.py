@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from PIL import Image
 
 import vitrail
 from vitrail.cli import _console as console
-from vitrail.cli._model import Loaded, load
+from vitrail.cli._model import load
 from vitrail.cli._output import Names, make_directory, write_image
 from vitrail.cli._prediction import cost_of, paint, predict
-from vitrail.cli._summary import Result, Skipped, Summary, as_data, markdown, table, write_summary
+from vitrail.cli._summary import Result, Skipped, Summary, markdown, table, write_summary
 from vitrail.data import Dataset, check_image, open_dataset
 from vitrail.drawing import contact_sheet
 from vitrail.errors import ImageError
@@ -64,14 +65,20 @@ def run_merge(
             else:
                 if not results:
                     predict(loaded, image)  # the first pass is slower, and would count as the one without merging
+                before = predict(loaded, image)
+                with vitrail.merge(loaded.model, **options) as merging:
+                    glass, result = paint(loaded, merging, image, dataset.name(index), before)
                 files = names.for_image(paths[index])
-                results.append(_merge_one(loaded, options, image, dataset.name(index), files))
+                write_image(files["glass"], glass)
+                write_image(files["side-by-side"], contact_sheet([_reduced(image), _reduced(glass)]))
+                result.files.update({ending: file.name for ending, file in files.items()})
+                results.append(result)
             bar.advance(task)
     if not results:
-        raise _none_readable(len(dataset))
+        raise ImageError(f"none of the {len(dataset)} images could be read")
     input_size = loaded.preprocessing.size
     summary = Summary(model, loaded.weights, loaded.device.type, input_size, config, cost, results, skipped)
-    write_summary(folder, as_data(summary), markdown([summary], f"{model}, merged"))
+    write_summary(folder, asdict(summary), markdown([summary], f"{model}, merged"))
     _print(summary, folder)
     return summary
 
@@ -104,7 +111,7 @@ def check_images(dataset: Dataset) -> tuple[list[int], list[Skipped]]:
         if frames > 1:
             animated.append(f"{dataset.name(index)} ({frames} frames)")
     if not good:
-        raise _none_readable(len(dataset))
+        raise ImageError(f"none of the {len(dataset)} images could be read")
     if animated:
         more = f" and {len(animated) - NAMED} more" if len(animated) > NAMED else ""
         console.note(f"Only the first frame is used of {', '.join(animated[:NAMED])}{more}.")
@@ -119,22 +126,6 @@ def file_names(dataset: Dataset) -> Sequence[Path]:
 def _skip(dataset: Dataset, index: int, error: ImageError) -> Skipped:
     console.error(f"Skipped {error}")
     return Skipped(str(dataset.paths[index]) if dataset.paths else dataset.name(index), str(error))
-
-
-def _none_readable(count: int) -> ImageError:
-    return ImageError(f"none of the {count} images could be read")
-
-
-def _merge_one(
-    loaded: Loaded, options: dict[str, Any], image: Image.Image, name: str, files: dict[str, Path]
-) -> Result:
-    before = predict(loaded, image)
-    with vitrail.merge(loaded.model, **options) as merging:
-        glass, result = paint(loaded, merging, image, name, before)
-    write_image(files["glass"], glass)
-    write_image(files["side-by-side"], contact_sheet([_reduced(image), _reduced(glass)]))
-    result.files.update({ending: file.name for ending, file in files.items()})
-    return result
 
 
 def _reduced(image: Image.Image) -> Image.Image:

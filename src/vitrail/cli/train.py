@@ -75,13 +75,8 @@ def _parameter(option: Option) -> inspect.Parameter:
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _signature() -> inspect.Signature:
-    """Return the signature of `train` with one parameter for each training option."""
-    own = list(inspect.signature(train, eval_str=True).parameters.values())[:-1]
-    return inspect.Signature([*own, *map(_parameter, OPTIONS.values())])
-
-
-train.__signature__ = _signature()  # type: ignore[attr-defined]
+_OWN = list(inspect.signature(train, eval_str=True).parameters.values())[:-1]
+train.__signature__ = inspect.Signature([*_OWN, *map(_parameter, OPTIONS.values())])  # type: ignore[attr-defined]
 
 
 def _train(given: dict[str, Any], resume: bool, overwrite: bool, seconds: float | None) -> Run:

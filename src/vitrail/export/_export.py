@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters import Found, find
+from vitrail._atomic_files import rename_all
+from vitrail._checks import is_int
+from vitrail.adapters import find
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel, VitrailError
-from vitrail.export._staging import publish, staging
 from vitrail.export._trace import PlainModel, first_line, surface_interrupts, trace
 from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
-from vitrail.export.formats import INPUT, Traced, find_format
+from vitrail.export.formats import INPUT, find_format
 from vitrail.surgery import Merging
 
 Batch = int | Literal["dynamic"]
@@ -97,12 +102,18 @@ def export(
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
     path, kind = Path(path), find_format(path, format)
-    _check_batch(batch)
+    if batch != "dynamic" and not is_int(batch, 1):
+        raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
     model = _prepare(model, dtype)
     dtype = _dtype(model, example)
     kind.check(dtype, opset)
-    tolerance = _tolerance(tolerance, dtype)
-    merging = _merging(model)
+    tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise InvalidOption(f"tolerance must be a relative error above 0; got {tolerance!r}")
+    try:
+        merging = Merging.of(model)
+    except NotApplied:
+        merging = None
     _check_protect(merging, batch)
     images = _example(model, merging, example, dtype, 2 if batch == "dynamic" else batch)
     image_shape, free = tuple(images.shape[1:]), "batch" if batch == "dynamic" else batch
@@ -110,29 +121,34 @@ def export(
     plain = PlainModel(model)
     expected, outputs = _run_and_count(plain, merging, images)
     merges = expected is not None and len(set(expected)) > 1
-    run = partial(_run, plain)
-    with staging(path) as directory, surface_interrupts():
+    with _staging(path) as directory, surface_interrupts():
         program = trace(plain, torch.zeros_like(images), batch == "dynamic")
         metadata = _metadata(merging, (free, *image_shape), expected)
         staged = directory / path.name
-        kind.write(Traced(program, tuple(outputs), metadata), staged, opset)
+        kind.write(program, tuple(outputs), metadata, staged, opset)
         file = kind.load(staged, tuple(outputs))
-        tokens = None if merging is None else count_tokens(file, _feeds(plain, merging.found))
+        tokens = None
+        if merging is not None:
+            names = {part: name for name, part in plain.named_modules()}
+            blocks = zip(merging.found.blocks, merging.found.block_adapters, strict=True)
+            tokens = count_tokens(file, [[names[part] for part in parts.feed_parts(block)] for block, parts in blocks])
         if expected is not None and tokens != expected[1:]:
             raise ExportError(
                 f"the exported model does not merge like the model: {tokens} tokens leave its blocks, expected "
                 f"{expected[1:]}. Nothing was written"
             )
         comparisons = tuple(
-            compare(run, file, (size, *image_shape), dtype, tolerance, DRAWS if merges else 1)
+            compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, DRAWS if merges else 1)
             for size in ((1, 3) if batch == "dynamic" else (batch,))
         )
         reached = file.opset
         del file  # closes it
-        files = publish(directory, path)
+        written = sorted(directory.iterdir(), key=lambda one: one.name == path.name)  # ``path`` last
+        targets = {one: path.with_name(one.name) for one in written}
+        rename_all(targets)
     return ExportResult(
         path=path,
-        files=files,
+        files=tuple(reversed(targets.values())),
         format=kind.name,
         opset=reached,
         dtype=dtype,
@@ -141,13 +157,8 @@ def export(
         outputs={name: (free, *value.shape[1:]) for name, value in outputs.items()},
         tokens=tokens,
         comparisons=comparisons,
-        tolerance=tolerance,
+        tolerance=float(tolerance),
     )
-
-
-def _check_batch(batch: Any) -> None:
-    if batch != "dynamic" and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
 
 
 def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -177,21 +188,6 @@ def _dtype(model: nn.Module, example: Tensor | None) -> torch.dtype:
         known = ", ".join(map(str, TOLERANCES))
         raise ExportError(f"the model's weights are {dtype}; expected one of {known}. Pass dtype=torch.float32")
     return dtype
-
-
-def _tolerance(tolerance: Any, dtype: torch.dtype) -> float:
-    if tolerance is None:
-        return TOLERANCES[dtype]
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance > 0:
-        raise InvalidOption(f"tolerance must be a relative error above 0; got {tolerance!r}")
-    return float(tolerance)
-
-
-def _merging(model: nn.Module) -> Merging | None:
-    try:
-        return Merging.of(model)
-    except NotApplied:
-        return None
 
 
 def _check_protect(merging: Merging | None, batch: Batch) -> None:
@@ -252,13 +248,6 @@ def _run(plain: PlainModel, images: Tensor) -> dict[str, Tensor]:
         ) from error
 
 
-def _feeds(plain: PlainModel, found: Found) -> list[list[str]]:
-    """Return the names of each block's MLP modules."""
-    names = {part: name for name, part in plain.named_modules()}
-    pairs = zip(found.blocks, found.block_adapters, strict=True)
-    return [[names[part] for part in parts.feed_parts(block)] for block, parts in pairs]
-
-
 def _metadata(merging: Merging | None, shape: Shape, expected: list[int] | None) -> dict[str, object]:
     """Return what the file stores: the merging options, and how to normalize images."""
     from vitrail import __version__
@@ -268,3 +257,21 @@ def _metadata(merging: Merging | None, shape: Shape, expected: list[int] | None)
         spec = merging.found.adapter.preprocessing(merging.found.trunk)
         metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
     return metadata
+
+
+@contextmanager
+def _staging(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside ``path``, removed on exit; raise ``ExportError`` if nothing can be written."""
+    if path.is_dir():
+        raise ExportError(f"{path} is a directory; expected a file name")
+    directory: str | None = None
+    try:
+        directory = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        yield Path(directory)
+    except OSError as error:
+        raise ExportError(
+            f"{path} could not be written ({error.strerror or error}); choose a writable directory with enough space"
+        ) from error
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)

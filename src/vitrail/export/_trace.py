@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +31,12 @@ class PlainModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._tasks = _tasks(model)
+        self._tasks: tuple[Target, ...] = ()
+        names = class_names(model)
+        if len(names) > 1:
+            from vitrail.training.objective.targets import assign_targets
+
+            self._tasks = assign_targets(model, names)
         self.eval()  # the model already is
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
@@ -43,16 +49,6 @@ class PlainModel(nn.Module):
         if isinstance(result, Tensor) and self._tasks:
             return {task.name: task.read(result) for task in self._tasks}
         return named_tensors(result)
-
-
-def _tasks(model: nn.Module) -> tuple[Target, ...]:
-    """Return the tasks of a model that was trained on several, else none."""
-    names = class_names(model)
-    if len(names) < 2:
-        return ()
-    from vitrail.training.objective.targets import assign_targets
-
-    return assign_targets(model, names)
 
 
 def named_tensors(result: Any) -> dict[str, Tensor]:
@@ -80,13 +76,7 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def trace(model: PlainModel, images: Tensor, dynamic: bool) -> torch.export.ExportedProgram:
-    """Trace a model into a program for inputs like ``images``.
-
-    Args:
-        model: the model; the program contains its weights.
-        images: an example input; with ``dynamic`` it needs at least two images.
-        dynamic: accept any batch size.
-    """
+    """Trace a model into a program for inputs like ``images``: for any batch size, if ``dynamic``."""
     shapes = {"images": {0: torch.export.Dim("batch")} if dynamic else None}
     try:
         with torch.no_grad(), quiet():
@@ -105,12 +95,19 @@ def trace(model: PlainModel, images: Tensor, dynamic: bool) -> torch.export.Expo
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence other libraries' warnings during export; they address those libraries' developers."""
+def quiet(*loggers: str) -> Iterator[None]:
+    """Silence other libraries' warnings and these loggers; they address those libraries' developers."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("default", VitrailWarning)
-        yield
+        try:
+            for logger in levels:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)
 
 
 @contextmanager

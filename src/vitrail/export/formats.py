@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from vitrail.errors import ExportError, InvalidOption
 from vitrail.export._trace import first_line, quiet
@@ -30,56 +27,26 @@ METADATA = "vitrail.json"
 Value = tuple[tuple[str, ...], tuple[int | None, ...]]
 """A value inside a file: the modules that computed it, and its shape."""
 
+Outputs = tuple[str, ...]
+"""Names of a model's outputs, in order."""
 
-@dataclass(frozen=True)
-class Traced:
-    """A traced model.
-
-    Attributes:
-        program: the program; its input is called ``images``.
-        outputs: names of its outputs, in order.
-        metadata: plain data to store in the file.
-    """
-
-    program: torch.export.ExportedProgram
-    outputs: tuple[str, ...]
-    metadata: dict[str, object]
+Metadata = dict[str, object]
+"""Plain data to store in a file."""
 
 
-class ExportedFile(ABC):
+class ExportedFile(Protocol):
     """A loaded file."""
 
-    opset: int | None = None
+    opset: int | None
 
-    @abstractmethod
     def run(self, images: Tensor) -> dict[str, Tensor]:
         """Return the outputs by name."""
 
-    @abstractmethod
     def values(self) -> Iterator[Value]:
         """Yield the values inside the file."""
 
 
-class Format(ABC):
-    """A file format."""
-
-    name: str
-    suffix: str
-
-    @abstractmethod
-    def check(self, dtype: torch.dtype, opset: int | None) -> None:
-        """Raise if a package is missing or an option does not apply."""
-
-    @abstractmethod
-    def write(self, traced: Traced, path: Path, opset: int | None) -> None:
-        """Write a program to ``path``; further files beside it are allowed."""
-
-    @abstractmethod
-    def load(self, path: Path, outputs: tuple[str, ...]) -> ExportedFile:
-        """Load a file as its users will; ``outputs`` are the names of its outputs."""
-
-
-class Onnx(Format):
+class Onnx:
     """ONNX, for ONNX Runtime and others."""
 
     name, suffix = "onnx", ".onnx"
@@ -97,6 +64,7 @@ class Onnx(Format):
     DTYPES = (torch.float32, torch.float16)
 
     def check(self, dtype: torch.dtype, opset: int | None) -> None:
+        """Raise if a package is missing or an option does not apply."""
         missing = [name for name in self.PACKAGES if find_spec(name) is None]
         if missing:
             raise ExportError(f"ONNX export needs {', '.join(missing)}; install with `pip install vitrail[export]`")
@@ -110,33 +78,38 @@ class Onnx(Format):
                 "be verified; export float32 or float16 to ONNX, or use format='pt2'"
             )
 
-    def write(self, traced: Traced, path: Path, opset: int | None) -> None:
+    def write(
+        self, program: ExportedProgram, outputs: Outputs, metadata: Metadata, path: Path, opset: int | None
+    ) -> None:
+        """Write a program to ``path``; weights that are too large for one file go beside it."""
         wanted = self.OPSET if opset is None else opset
         try:
-            with quiet(), _silent("torch.onnx", "onnxscript", "onnx_ir"):
-                program = torch.onnx.export(
-                    traced.program,
+            with quiet("torch.onnx", "onnxscript", "onnx_ir"):
+                made = torch.onnx.export(
+                    program,
                     dynamo=True,
                     verbose=False,
                     opset_version=wanted,
                     input_names=[INPUT],
-                    output_names=list(traced.outputs),
+                    output_names=list(outputs),
                 )
-                assert program is not None
-                _tidy(program.model, traced)
-                _save(program, path)
+                assert made is not None
+                _tidy(made.model)
+                made.model.metadata_props["vitrail"] = json.dumps(metadata)
+                _save(made, path)
         except OSError:
             raise
         except Exception as error:
             raise ExportError(f"torch cannot convert this model to ONNX ({first_line(error)})") from error
-        reached = program.model.opset_imports[""]
+        reached = made.model.opset_imports[""]
         if reached != wanted:
             raise ExportError(
                 f"torch converted the model to opset {reached} instead of {wanted}; use opset={reached}, or another "
                 f"one from {self.OPSETS[0]} to {self.OPSETS[-1]}"
             )
 
-    def load(self, path: Path, outputs: tuple[str, ...]) -> ExportedFile:
+    def load(self, path: Path, outputs: Outputs) -> ExportedFile:
+        """Load a file as its users will."""
         try:
             return OnnxFile(path)
         except OSError:
@@ -151,7 +124,7 @@ MAX_ONNX_BYTES = 2**31 - 2**26
 SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-class OnnxFile(ExportedFile):
+class OnnxFile:
     """A loaded ``.onnx`` file."""
 
     def __init__(self, path: Path) -> None:
@@ -181,7 +154,7 @@ class OnnxFile(ExportedFile):
                     yield tuple(ast.literal_eval(scopes)), shapes[name]
 
 
-def _tidy(model: Any, traced: Traced) -> None:
+def _tidy(model: Any) -> None:
     """Name the batch dimension, keep module names, and remove other metadata, such as paths of this machine."""
     ir = import_module("onnxscript.ir")
 
@@ -198,7 +171,6 @@ def _tidy(model: Any, traced: Traced) -> None:
                 value.shape[axis] = ir.SymbolicDim("batch")
     model.graph.metadata_props.clear()
     model.metadata_props.clear()
-    model.metadata_props["vitrail"] = json.dumps(traced.metadata)
 
 
 def _save(program: Any, path: Path) -> None:
@@ -210,20 +182,7 @@ def _save(program: Any, path: Path) -> None:
         program.save(path, external_data=True)
 
 
-@contextmanager
-def _silent(*names: str) -> Iterator[None]:
-    """Show only errors of these loggers."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-
-
-class Pt2(Format):
+class Pt2:
     """A ``torch.export`` program."""
 
     name, suffix = "pt2", ".pt2"
@@ -232,19 +191,23 @@ class Pt2(Format):
         if opset is not None:
             raise InvalidOption(f"opset={opset} applies to ONNX only; leave it out for format='pt2'")
 
-    def write(self, traced: Traced, path: Path, opset: int | None) -> None:
+    def write(
+        self, program: ExportedProgram, outputs: Outputs, metadata: Metadata, path: Path, opset: int | None
+    ) -> None:
         with quiet():
-            torch.export.save(traced.program, path, extra_files={METADATA: json.dumps(traced.metadata)})
+            torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
 
-    def load(self, path: Path, outputs: tuple[str, ...]) -> ExportedFile:
+    def load(self, path: Path, outputs: Outputs) -> ExportedFile:
         with quiet():
             return Pt2File(torch.export.load(path), outputs)
 
 
-class Pt2File(ExportedFile):
+class Pt2File:
     """A loaded ``.pt2`` file."""
 
-    def __init__(self, program: torch.export.ExportedProgram, outputs: tuple[str, ...]) -> None:
+    opset: int | None = None
+
+    def __init__(self, program: ExportedProgram, outputs: Outputs) -> None:
         self.program = program
         self.outputs = outputs
         self.module = program.module()
@@ -261,11 +224,11 @@ class Pt2File(ExportedFile):
                 yield scopes, tuple(side if isinstance(side, int) else None for side in value.shape)
 
 
-FORMATS: dict[str, Format] = {kind.name: kind for kind in (Onnx(), Pt2())}
+FORMATS: dict[str, Onnx | Pt2] = {kind.name: kind for kind in (Onnx(), Pt2())}
 """Formats by name."""
 
 
-def find_format(path: str | os.PathLike[str], name: str | None = None) -> Format:
+def find_format(path: str | os.PathLike[str], name: str | None = None) -> Onnx | Pt2:
     """Return the format for a file name; raise if it does not match the format's name, where that is given."""
     if name is not None and name not in FORMATS:
         raise InvalidOption(f"format must be {' or '.join(map(repr, FORMATS))}; got {name!r}")

@@ -9,14 +9,14 @@ Event, read_log                 progress of a run, and its log
 Modules, in the order of a run:
 
 config/                         options, declared once; presets; checks
-trainer                         `train`: checks everything before it writes anything
+trainer                         `train`: checks everything before it writes anything; resumes a run
 setup                           data, model, teacher, objective and optimizer of a run
 loop, step                      the training loop; one step, captured as a CUDA graph where possible
 objective/                      targets, losses, teachers, self-distillation
 optim/                          optimizers, learning rate schedule, EMA
 evaluation/                     outputs, metrics, token diagnostics, `evaluate`
 run_directory, log              files of a run
-checkpoint, resume, interrupt   how a run stops and continues
+checkpoint, interrupt           how a run stops and continues
 distributed                     DDP and FSDP
 """
 

@@ -43,8 +43,6 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, in order."""
-        if not self.folder.is_dir():
-            return []
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -92,10 +90,12 @@ class Checkpoints:
         self, draft: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], model: Callable[[Path], None] | None
     ) -> str | None:
         """Write the files of a draft; every rank writes its shards. Return what went wrong, if anything."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
         sharded = any(isinstance(value, DTensor) for value in tensors.values())
         try:
             if sharded:
-                _save_shards(draft / SHARDS, tensors)
+                save({name: value.detach() for name, value in tensors.items()}, checkpoint_id=draft / SHARDS)
             if self._world.is_main:
                 if not sharded:
                     with (draft / STATE).open("wb") as file:
@@ -120,7 +120,11 @@ class Checkpoints:
             if final.exists():  # an incomplete one that was skipped
                 final.rename(self.folder / f".draft-old-{step:08d}")
             draft.rename(final)
-            _flush_folder(self.folder)
+            handle = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
         except OSError as error:
             return _reason(error)
         past = [one for one in self.steps() if one <= step]
@@ -195,12 +199,6 @@ def find_fault(path: Path) -> str | None:
     return None
 
 
-def _save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save({name: value.detach() for name, value in tensors.items()}, checkpoint_id=folder)
-
-
 def _load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -215,16 +213,14 @@ def _load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_names(path: Path, stored: set[str], tensors: Mapping[str, Tensor]) -> None:
-    missing, extra = sorted(set(tensors) - stored), sorted(stored - set(tensors))
-    if missing or extra:
-        raise TrainingError(
-            f"{path} is not a checkpoint of this run: missing {_list(missing)}; unexpected {_list(extra)}. Resume with "
-            "the options that the run was started with"
+    if stored != set(tensors):
+        missing, extra = (
+            ", ".join(sorted(names)[:5]) or "nothing" for names in (set(tensors) - stored, stored - set(tensors))
         )
-
-
-def _list(names: list[str]) -> str:
-    return (", ".join(names[:5]) or "nothing") + (" …" if len(names) > 5 else "")
+        raise TrainingError(
+            f"{path} is not a checkpoint of this run: missing {missing}; unexpected {extra}. Resume with the options "
+            "that the run was started with"
+        )
 
 
 def _fingerprint(path: Path, flush: bool = False) -> tuple[int, str]:
@@ -232,14 +228,6 @@ def _fingerprint(path: Path, flush: bool = False) -> tuple[int, str]:
         if flush:
             os.fsync(file.fileno())
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _reason(error: Exception) -> str:

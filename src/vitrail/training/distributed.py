@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from vitrail._distributed import ConnectionLost, World
 from vitrail.errors import TrainingError
+from vitrail.models import ViT
+from vitrail.training.config import Config
 
 
 @contextmanager
@@ -34,26 +35,38 @@ def explain_failures(world: World, hint: Callable[[], str]) -> Iterator[None]:
         ) from error
 
 
-def wrap_ddp(learner: nn.Module, world: World, unused: bool) -> nn.Module:
-    """Wrap a learner in DDP; ``unused`` if some parameters may get no gradient."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    devices = [world.device] if world.device.type == "cuda" else None
-    return DistributedDataParallel(
-        learner, device_ids=devices, gradient_as_bucket_view=True, find_unused_parameters=unused
+def wrap(learner: nn.Module, config: Config, world: World) -> nn.Module:
+    """Compile a learner as configured, and wrap it in DDP or FSDP if there are several ranks."""
+    model: nn.Module = learner.model  # type: ignore[assignment]
+    sharded = config.shard == "fsdp" and world.world_size > 1
+    if config.compile == "blocks" or (config.compile == "whole" and sharded):
+        for block in find_blocks(learner):
+            block.compile()
+    elif config.compile == "whole":
+        learner.compile()
+    if world.world_size == 1:
+        return learner
+    if sharded:
+        return _shard(learner, model, world, half=config.dtype == "bf16")
+    return nn.parallel.DistributedDataParallel(
+        learner,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=not isinstance(model, ViT),
     )
 
 
-def wrap_fsdp(learner: nn.Module, model: nn.Module, world: World, dtype: str) -> nn.Module:
+def _shard(learner: nn.Module, model: nn.Module, world: World, half: bool) -> nn.Module:
     """Shard a learner, its model and the model's blocks with FSDP; the model can be called by itself for evaluation."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if dtype == "bf16" else None
-    options: dict[str, Any] = {"mesh": mesh, **({} if half is None else {"mp_policy": half})}
+    policy = MixedPrecisionPolicy()
+    if half:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (*find_blocks(model), model, learner):
-        fully_shard(part, **options)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     if hasattr(model, "forward_output"):
         register_fsdp_forward_method(model, "forward_output")
     return learner

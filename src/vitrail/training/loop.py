@@ -21,8 +21,7 @@ from vitrail.training.evaluation.metrics import all_reduce
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
 from vitrail.training.log import Event, Meter
-from vitrail.training.optim.optimizer import optimizer_tensors
-from vitrail.training.optim.schedule import lr_at
+from vitrail.training.optim.optimizer import lr_at, optimizer_tensors
 from vitrail.training.run_directory import BEST, LAST, Labels, Run, gather_full, last_evaluation, write_model
 from vitrail.training.setup import Setup
 from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention
@@ -45,8 +44,9 @@ class Loop:
         self.seconds = 0.0
         self._unreadable = 0
         self._step = Step(setup, capture_for(setup))
-        self._evaluations = read_interval(config.evaluate_every)
-        self._saves = read_interval(config.save_every)
+        self._folder = config.folder
+        self._evaluation_steps = read_interval(config.evaluate_every, self.per_epoch)
+        self._save_steps = read_interval(config.save_every, self.per_epoch)
         self._local_batch = (config.batch_size or 0) // setup.world.world_size
         self._started = self._timed_from = time.perf_counter()
         self._timed_step = 0
@@ -127,8 +127,7 @@ class Loop:
         if done == self.total:
             self._finish(done)
             return
-        evaluate = self._evaluations.due(done, self.per_epoch)
-        save = self._saves.due(done, self.per_epoch)
+        evaluate, save = done % self._evaluation_steps == 0, done % self._save_steps == 0
         if evaluate:
             self._evaluate(done)
         if save:
@@ -142,7 +141,15 @@ class Loop:
         found = setup.world.all_gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
         faults = [(*fault, rank) for rank, (fault, *_) in enumerate(found) if fault is not None]
         if faults:
-            self._fail(*min(faults))
+            step, terms, rank = min(faults)
+            where = f" on rank {rank}" if setup.world.world_size > 1 else ""
+            setup.world.fail(
+                Diverged(
+                    f"The loss is not finite since step {step} (epoch {step // self.per_epoch}){where}: "
+                    f"{', '.join(terms)}. The learning rate was {self._lr(step):.3g}. Nothing was saved since. Reduce "
+                    f"lr or clip, increase warmup_epochs, or use dtype=fp32. {self._resume_hint()}"
+                )
+            )
         wanted, late = (any(each) for each in list(zip(*found, strict=True))[1:])
         if (wanted or late) and done < self.total:
             self._save(done)
@@ -152,15 +159,6 @@ class Loop:
         setup.on_event(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
         if done % setup.config.log_every == 0:
             setup.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
-
-    def _fail(self, step: int, terms: list[str], rank: int) -> None:
-        where = f" on rank {rank}" if self.setup.world.world_size > 1 else ""
-        error = Diverged(
-            f"The loss is not finite since step {step} (epoch {step // self.per_epoch}){where}: {', '.join(terms)}. "
-            f"The learning rate was {self._lr(step):.3g}. Nothing was saved since. Reduce lr or clip, increase "
-            f"warmup_epochs, or use dtype=fp32. {self._resume_hint()}"
-        )
-        self.setup.world.fail(error)
 
     def _end_epoch(self, done: int) -> None:
         means, epoch = self.meter.means(all_reduce), done // self.per_epoch - 1
@@ -254,10 +252,6 @@ class Loop:
         tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(setup.optimizer).items()}
         averaged = {} if setup.ema is None else setup.ema.tensors
         return tensors | {f"ema.{name}": value for name, value in averaged.items()}
-
-    @property
-    def _folder(self) -> Path:
-        return self.setup.config.folder
 
     def _merge_config(self) -> dict[str, Any]:
         merging = self.setup.models.merging

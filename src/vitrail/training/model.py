@@ -10,17 +10,16 @@ from typing import Any
 from torch import nn
 
 from vitrail.adapters import ModelRequest, load_model
-from vitrail.adapters.registry import library_of, split_name
+from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import named
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
 from vitrail.models.registry import model_config
-from vitrail.tokens import Role, TokenSpec
+from vitrail.tokens import Role
 from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_tokens
-from vitrail.training.input_size import adapted, own_form
-from vitrail.training.objective.teacher import expected_by
+from vitrail.training.input_size import own_form
 from vitrail.training.run_directory import Labels, load_trained
 
 Classes = Mapping[str, Sequence[str]]
@@ -42,7 +41,8 @@ def build(config: Config, classes: Classes) -> Built:
     if own is None:
         return _build(config, classes)
     standard = InputSpec.of_arrays((0.0,) * own.channels, (1.0,) * own.channels)
-    return replace(_build(adapted(config, own), classes), preprocessing=standard)
+    adapted = replace(config, image_size=own.sizes, options={**config.options, "in_chans": own.channels})
+    return replace(_build(adapted, classes), preprocessing=standard)
 
 
 def _build(config: Config, classes: Classes) -> Built:
@@ -77,8 +77,11 @@ def own_config(config: Config, classes: Classes) -> Any:
         tokens = read_tokens(",".join(tasks), tasks)
     else:
         tokens = base.tokens
-    if base.class_attention:
-        tokens = tuple(_gathering(spec) for spec in tokens)
+    if base.class_attention:  # tokens with a head enter where it begins; registers are among the patches from the start
+        tokens = tuple(
+            spec if spec.role is Role.REGISTER or spec.enters == -1 else replace(spec, enters=-1, position=False)
+            for spec in tokens
+        )
     answered = {spec.name for spec in tokens if spec.role is Role.TASK}
     options: dict[str, Any] = {
         "tokens": tokens,
@@ -97,13 +100,6 @@ def own_config(config: Config, classes: Classes) -> Any:
         raise InvalidOption(f"model={config.model!r}: {error}") from error
 
 
-def _gathering(spec: TokenSpec) -> TokenSpec:
-    """Let a token with a head enter where class attention begins; registers are among the patches from the start."""
-    if spec.role is Role.REGISTER or spec.enters == -1:
-        return spec
-    return replace(spec, enters=-1, position=False)
-
-
 def _go_on(config: Config, request: ModelRequest) -> Built:
     """Start from a trained model: the same with heads for the new classes, kept where the classes are the same."""
     model, labels = load_trained(config.model)
@@ -113,16 +109,17 @@ def _go_on(config: Config, request: ModelRequest) -> Built:
     library = library_of(labels.architecture)
     same = request.classes == labels.classes
     made = library.rebuild(model, labels.folder, labels.architecture, request, keep_heads=same)
-    of_images = expects is not None and not expects.is_array
-    built = _built(made, config.image_size or (expects.size[0] if expects is not None and of_images else None))
-    if expects is not None and of_images and not built.preprocessing.is_array:
-        return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
-    return built
+    if expects is None or expects.is_array:
+        return _built(made, config.image_size)
+    built = _built(made, config.image_size or expects.size[0])
+    if built.preprocessing.is_array:
+        return built
+    return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
 
 
 def _expected(model: nn.Module, size: Size) -> InputSpec:
     sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
-    found = expected_by(model) or InputSpec(sides or (224, 224), MEAN, STD)
+    found = declared_spec(model) or InputSpec(sides or (224, 224), MEAN, STD)
     return replace(found, size=sides) if sides else found
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._atomic_files import directory_lock, write_bytes
-from vitrail.adapters.registry import library_of
+from vitrail.adapters.registry import declared_spec, library_of
 from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels, saved_library
 from vitrail.analysis.roles import Disagreement
 from vitrail.data.spec import InputSpec
@@ -30,7 +30,6 @@ from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models.saving import CONFIG
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
-from vitrail.training.objective.teacher import expected_by
 
 SETTINGS, LOG, CHECKPOINTS = "config.yaml", "log.jsonl", "checkpoints"
 BEST, LAST = "best", "last"
@@ -84,11 +83,11 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
     """Raise if a directory is not empty, unless it holds a run that may be overwritten."""
     is_run = (folder / SETTINGS).is_file()
     taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if taken and not (is_run and overwrite):
-        if not is_run:
-            raise TrainingError(
-                f"{folder} is not empty and not a run directory; nothing was changed. Choose another one, out= (-o)"
-            )
+    if taken and not is_run:
+        raise TrainingError(
+            f"{folder} is not empty and not a run directory; nothing was changed. Choose another one, out= (-o)"
+        )
+    if taken and not overwrite:
         raise TrainingError(
             f"{folder} already holds a run; nothing was changed. Resume it with resume=True (--resume), replace it "
             "with overwrite=True (--overwrite), or choose another directory, out= (-o)"
@@ -105,25 +104,25 @@ def lock(folder: Path, until: ExitStack) -> None:
             f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
         ) from error
     except OSError as error:
-        raise _cannot_create(folder, error) from error
+        raise TrainingError(
+            f"cannot create {folder} ({error.strerror or error}); choose another directory, out= (-o)"
+        ) from error
 
 
 def claim(folder: Path, *, overwrite: bool) -> None:
     """Create the directory of a new run, and remove the files of the run that it overwrites."""
     check_free(folder, overwrite=overwrite)
     try:
-        if overwrite and folder.exists():
+        if overwrite:
             for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in (LOG, SETTINGS):
                 (folder / name).unlink(missing_ok=True)
-        (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except OSError as error:
-        raise _cannot_create(folder, error) from error
-
-
-def _cannot_create(folder: Path, error: OSError) -> TrainingError:
-    return TrainingError(f"cannot create {folder} ({error.strerror or error}); choose another directory, out= (-o)")
+        raise TrainingError(
+            f"cannot write to {folder} ({error.strerror or error}); choose another directory, out= (-o)"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -150,7 +149,7 @@ def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     model, architecture = load_saved(folder), saved_library(folder).describe(read_config(folder))
     values = read_labels(folder)
     expects = values.get("preprocessing")
-    preprocessing = InputSpec.from_dict(expects) if expects else expected_by(model)
+    preprocessing = InputSpec.from_dict(expects) if expects else declared_spec(model)
     classes = {name: tuple(names) for name, names in values.get("classes", {}).items()}
     return model, Labels(classes, preprocessing, values.get("trained", {}), architecture, folder)
 

@@ -21,13 +21,12 @@ from vitrail.data.loading.loader import Loader, make_loader
 from vitrail.data.loading.order import mix
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, VitrailError
-from vitrail.models import ViT
 from vitrail.surgery import Merging, merge
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config
-from vitrail.training.config.checks import NO_LABELS
+from vitrail.training.config.config import NO_LABELS
 from vitrail.training.config.options import suggest
-from vitrail.training.distributed import find_blocks, wrap_ddp, wrap_fsdp
+from vitrail.training.distributed import wrap
 from vitrail.training.input_size import check_fits, prepares
 from vitrail.training.log import Event, Log, OnEvent
 from vitrail.training.model import Built, build, load_teacher
@@ -48,15 +47,7 @@ INITIALIZATION = 0
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run.
-
-    Attributes:
-        built: the model to train.
-        learner: model and objective; what checkpoints hold.
-        teacher: the teacher of distillation.
-        merging: handle of the model's merging.
-        final_r: merged tokens per layer at the end of the ramp.
-    """
+    """The models of a run; ``final_r`` is the merging at the end of its ramp."""
 
     built: Built
     learner: nn.Module
@@ -74,12 +65,8 @@ class Models:
 class Setup:
     """Everything that the training loop works with.
 
-    Attributes:
-        wrapped: the learner as it is called: itself, or in DDP.
-        loader: data loader of the training data.
-        data: fingerprint of the training data.
-        held_out: data loader of the held-out data.
-        plain_augment: replaces ``augment`` in the final plain epochs.
+    ``wrapped`` is the learner as it is called: itself, or in DDP. ``data`` is the fingerprint of the training data.
+    ``plain_augment`` replaces ``augment`` in the final plain epochs.
     """
 
     config: Config
@@ -115,7 +102,12 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
-    dataset = _with_known_classes(config, open_dataset(config.data, labels=columns, labeled=True))
+    dataset = open_dataset(config.data, labels=columns, labeled=True)
+    if not config.own and is_saved(config.model):  # number the same classes as the model does, so that its heads fit
+        known = read_labels(model_folder(named(config.model))).get("classes", {})
+        theirs, ours = ({name: set(names) for name, names in each.items()} for each in (known, dataset.classes))
+        if ours and theirs == ours:
+            dataset = open_dataset(dataset, classes=known, labeled=True)
     held = None
     if isinstance(config.validation, float) and columns is not None:
         dataset, held = dataset.split(config.validation, config.seed)
@@ -125,25 +117,30 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     return dataset.take(config.share, config.seed), held
 
 
-def _with_known_classes(config: Config, dataset: Dataset) -> Dataset:
-    """Number the classes as the model to fine-tune does, if they are the same, so that its heads fit."""
-    if config.own or not is_saved(config.model):
-        return dataset
-    known = read_labels(model_folder(named(config.model))).get("classes", {})
-    same = {name: set(names) for name, names in known.items()} == {n: set(own) for n, own in dataset.classes.items()}
-    return open_dataset(dataset, classes=known, labeled=True) if same and dataset.classes else dataset
-
-
 def make_models(config: Config, classes: Classes, world: World) -> Models:
     """Build the model, its teacher, its objective and its merging."""
     torch.manual_seed(mix(config.seed, INITIALIZATION))
     built = build(config, classes)
     built.model.train()
     if config.recipe != "labels":
-        return Models(built, _make_self_learner(config, built.model).to(world.device))
+        known = [name for name in signature(SelfLearner).parameters if name != "model"]
+        for name in config.recipe_options:
+            if name not in known:
+                raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
+        return Models(built, SelfLearner(built.model, **config.recipe_options).to(world.device))
     assign_targets(built.model, classes)  # before a teacher is loaded
     teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
-    objective = Objective.from_config(config, built.model, classes, teacher)
+    objective = Objective(
+        built.model,
+        classes,
+        smoothing=config.smoothing or 0.0,
+        distillation=config.distillation,  # type: ignore[arg-type]
+        teacher=teacher,
+        share=config.distillation_weight,
+        temperature=config.temperature or 3.0,
+        feature_weight=config.feature_weight,
+        weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
+    )
     merging: Merging | None = None
     if config.merge is not None:
         try:
@@ -160,14 +157,6 @@ def _use_channels_last(model: nn.Module, world: World) -> None:
     """Use the channels-last memory format for convnets on CUDA, where it is faster."""
     if world.device.type == "cuda" and sum(isinstance(part, nn.Conv2d) for part in model.modules()) > 2:
         model.to(memory_format=torch.channels_last)
-
-
-def _make_self_learner(config: Config, model: nn.Module) -> nn.Module:
-    known = [name for name in signature(SelfLearner).parameters if name != "model"]
-    for name in config.recipe_options:
-        if name not in known:
-            raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
-    return SelfLearner(model, **config.recipe_options)
 
 
 def _make_teacher(config: Config, built: Built, classes: Classes, world: World) -> Teacher:
@@ -239,22 +228,6 @@ def make_setup(
         log=Log(folder / LOG, folder / "tensorboard" if config.tensorboard else None) if world.is_main else Log(None),
         on_event=on_event,
     )
-
-
-def wrap(learner: nn.Module, config: Config, world: World) -> nn.Module:
-    """Compile a learner as configured, and wrap it in DDP or FSDP if there are several ranks."""
-    model: nn.Module = learner.model  # type: ignore[assignment]
-    sharded = config.shard == "fsdp" and world.world_size > 1
-    if config.compile == "blocks" or (config.compile == "whole" and sharded):
-        for block in find_blocks(learner):
-            block.compile()
-    elif config.compile == "whole":
-        learner.compile()
-    if world.world_size == 1:
-        return learner
-    if sharded:
-        return wrap_fsdp(learner, model, world, config.dtype or "fp32")
-    return wrap_ddp(learner, world, unused=not isinstance(model, ViT))
 
 
 def _make_loader(config: Config, world: World, dataset: Dataset, on_event: OnEvent, what: str, **steps: int) -> Loader:

@@ -119,8 +119,12 @@ class Step:
         losses = []
         for part in range(count):
             rows = slice(part * size, (part + 1) * size)
+            own = None
+            if mixed:  # partners are neighbors, so they are among these rows
+                partner, share = mixed
+                own = partner[rows] - rows.start, share[rows]
             with _sync_gradients(setup.wrapped, last=part == count - 1):
-                terms = self._forward(images[rows], labels[rows], _select(mixed, rows))
+                terms = self._forward(images[rows], labels[rows], own)
                 (terms.total / count).backward()
             losses.append(Terms(terms.total.detach(), {name: one.detach() for name, one in terms.parts.items()}))
         if config.clip:
@@ -163,21 +167,20 @@ def safe_attention(built: Built) -> Iterator[None]:
 
     Vitrail models decide for each call; for other models it is on or off.
     """
+    overflows = False
+    if not isinstance(built.model, ViT):
+        try:
+            found = find(built.model)
+            layout = found.adapter.layout(found.trunk, built.preprocessing.size or None)
+            overflows = overflows_in_cudnn(layout.num_tokens)
+        except VitrailError:
+            overflows = True  # the number of tokens is unknown, as with window attention
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before and (isinstance(built.model, ViT) or not _may_overflow(built)))
+    torch.backends.cuda.enable_cudnn_sdp(before and not overflows)
     try:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def _may_overflow(built: Built) -> bool:
-    size = built.preprocessing.size or None
-    try:
-        found = find(built.model)
-        return overflows_in_cudnn(found.adapter.layout(found.trunk, size).num_tokens)
-    except VitrailError:
-        return True  # the number of tokens is unknown, as with window attention
 
 
 @contextmanager
@@ -187,11 +190,3 @@ def _sync_gradients(wrapped: Any, *, last: bool) -> Iterator[None]:
         wrapped.set_requires_gradient_sync(last)
     with wrapped.no_sync() if not last and hasattr(wrapped, "no_sync") else nullcontext():
         yield
-
-
-def _select(mixed: tuple[Tensor, ...], rows: slice) -> Mixed | None:
-    """Return partners and shares of some rows; partners are neighbors, so they are among these rows."""
-    if not mixed:
-        return None
-    partner, share = mixed
-    return partner[rows] - rows.start, share[rows]

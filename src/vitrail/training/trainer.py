@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vitrail._distributed import World, distributed
-from vitrail.errors import InvalidOption
-from vitrail.training.config import OPTIONS, Config
+from vitrail.data.dataset import fingerprint_difference
+from vitrail.errors import InvalidOption, TrainingError
+from vitrail.training.config import OPTIONS, Config, read_yaml
 from vitrail.training.data_warnings import data_notes
 from vitrail.training.log import Event, OnEvent, ignore_event, tensorboard_writer
 from vitrail.training.loop import Loop
-from vitrail.training.resume import load_checkpoint, resume_config
 from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, lock, write_text
 from vitrail.training.setup import Models, Setup, make_models, make_setup, open_data
 
@@ -50,24 +50,21 @@ def train(
     if "tell" in options:
         warnings.warn("train(tell=…) is deprecated; use on_event", DeprecationWarning, stacklevel=2)
         on_event = options.pop("tell")
-    until = _deadline(seconds)
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
+        raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
+    until = math.inf if seconds is None else time.monotonic() + seconds
     if resume and overwrite:
         raise InvalidOption("resume continues a run and overwrite replaces it; give one of them")
     if config is not None:
         options = {**_changed(config), **options}
-    with distributed(options.get("device")) as world:
-        requested = world.run(lambda: resume_config(options) if resume else Config.from_dict(options))
-        return _train(
-            requested, world, resume, overwrite, on_event if on_event and world.is_main else ignore_event, until
-        )
-
-
-def _deadline(seconds: float | None) -> float:
-    if seconds is None:
-        return math.inf
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
-    return time.monotonic() + seconds
+    with distributed(options.get("device")) as world, ExitStack() as stack:
+        requested = world.run(lambda: _resume_config(options) if resume else Config.from_dict(options))
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        if world.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        listener = on_event if on_event and world.is_main else ignore_event
+        loop, start = _prepare(requested, world, resume, overwrite, listener, stack)
+        return loop.run(start, until)
 
 
 def _changed(config: Config) -> dict[str, Any]:
@@ -75,16 +72,6 @@ def _changed(config: Config) -> dict[str, Any]:
     default = Config(data=config.data)
     values = {name: getattr(config, name) for name in OPTIONS}
     return {name: value for name, value in values.items() if name == "data" or value != getattr(default, name)}
-
-
-def _train(config: Config, world: World, resume: bool, overwrite: bool, on_event: OnEvent, until: float) -> Run:
-    precision = torch.get_float32_matmul_precision()
-    if world.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    with ExitStack() as stack:
-        stack.callback(torch.set_float32_matmul_precision, precision)
-        loop, start = _prepare(config, world, resume, overwrite, on_event, stack)
-        return loop.run(start, until)
 
 
 def _prepare(
@@ -120,8 +107,14 @@ def _prepare(
         if opened is not None:
             stack.callback(opened.close)
     loop = Loop(setup)
-    world.run_on_main(lambda: _create_directory(folder, resume, overwrite, directory))
-    start = load_checkpoint(loop, len(dataset)) if resume else 0
+
+    def create_directory() -> None:
+        lock(folder, directory)
+        if not resume:
+            claim(folder, overwrite=overwrite)
+
+    world.run_on_main(create_directory)
+    start = _load_checkpoint(loop, len(dataset)) if resume else 0
     world.run_on_main(lambda: write_text(folder / SETTINGS, config.to_yaml()))
     setup.log.trim(start)
     world.barrier()
@@ -130,12 +123,6 @@ def _prepare(
         setup.log.write("note", step=start, text=text)
         setup.note(text)
     return loop, start
-
-
-def _create_directory(folder: Path, resume: bool, overwrite: bool, stack: ExitStack) -> None:
-    lock(folder, stack)
-    if not resume:
-        claim(folder, overwrite=overwrite)
 
 
 def _introduce(setup: Setup, start: int, total: int) -> None:
@@ -171,4 +158,70 @@ def _check_batch_size(config: Config, world: World, count: int) -> None:
         raise InvalidOption(
             f"batch_size={batch} is not divisible by {divisor}: world size {world.world_size} × accumulate "
             f"{config.accumulate}{' × 2, as images are mixed in pairs' if pairs == 2 else ''}"
+        )
+
+
+def _resume_config(given: dict[str, Any]) -> Config:
+    """Return the config of the run to resume; raise if an option that affects the result changes."""
+    folder = Config.from_dict({"data": ".", **given}).folder
+    if not (folder / SETTINGS).is_file():
+        raise TrainingError(
+            f"{folder} has no run to resume; leave out resume (--resume) to start one, or give its directory, out= (-o)"
+        )
+    saved = read_yaml(folder / SETTINGS)
+    before, now = (Config.from_dict(values).to_dict() for values in (saved, {**saved, **given}))
+    for name in given:
+        if not OPTIONS[name].resumable and now[name] != before[name]:
+            raise InvalidOption(
+                f"{name}={now[name]!r}, but the run in {folder} was started with {before[name]!r}. Leave it out to "
+                f"resume, or start another run, with model={folder} to fine-tune its model"
+            )
+    values = {**saved, "device": None, **{name: value for name, value in given.items() if OPTIONS[name].resumable}}
+    for name in ("data", "validation"):
+        if isinstance(values.get(name), str) and values[name].startswith("<"):
+            raise InvalidOption(f"{name}: the run was started with a dataset from Python; give it again")
+    return Config.from_dict({**values, "out": str(folder)})
+
+
+def _load_checkpoint(loop: Loop, count: int) -> int:
+    """Load the newest complete checkpoint; return its step."""
+    setup = loop.setup
+    world, checkpoints = setup.world, setup.checkpoints
+    step, skipped = world.run(checkpoints.newest)
+    if step > loop.total:
+        raise TrainingError(
+            f"{checkpoints.path(step)} belongs to another run: this one has {loop.total} steps. Two runs have written "
+            "to one directory; start over in another one"
+        )
+    meta = checkpoints.meta(step)
+    for text in skipped:
+        setup.note(f"{text[0].upper()}{text[1:]}; resuming from step {step} instead.")
+    world.run(lambda: _check_data(setup, meta, count))
+    world.run(lambda: checkpoints.load(step, loop.tensors()))
+    loop.meter.restore(meta["meter"])
+    loop.best, loop.seconds = meta["best"], meta["seconds"]
+    before, now = meta["processes"], world.world_size
+    if before != now:
+        batch = setup.config.batch_size or 0
+        setup.note(
+            f"The world size changed from {before} ({batch // before} images per rank) to {now} ({batch // now}). "
+            "Batches, augmentation and schedule stay the same; dropout, drop path and rounding differ."
+        )
+    return step
+
+
+def _check_data(setup: Setup, meta: Mapping[str, Any], count: int) -> None:
+    """Raise if the data is not the one that the run was started with."""
+    if meta["examples"] != count or {k: tuple(v) for k, v in meta["classes"].items()} != setup.classes:
+        before, now = ([name for names in each.values() for name in names] for each in (meta["classes"], setup.classes))
+        new = [name for name in now if name not in before]
+        raise TrainingError(
+            f"data: the run was started with {meta['examples']} images of {len(before)} classes; got {count} of "
+            f"{len(now)}{f', among them {new[0]!r}' if new else ''}. Resume with the same data"
+        )
+    differs = fingerprint_difference(meta["data"], setup.data, setup.classes) if "data" in meta else None
+    if differs is not None:
+        raise TrainingError(
+            f"data: {differs}. Resume with the same data; for other data start another run, with "
+            f"model={setup.config.folder} to fine-tune its model"
         )

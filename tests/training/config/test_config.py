@@ -192,10 +192,8 @@ def test_merging_by_text_and_by_epoch() -> None:
     assert read_merge(None) is None
 
 
-def test_distances() -> None:
-    steps, epochs = read_interval("3 steps"), read_interval(2)
-    assert [step for step in range(1, 13) if steps.due(step, 4)] == [3, 6, 9, 12]
-    assert [step for step in range(1, 25) if epochs.due(step, 4)] == [8, 16, 24]
+def test_intervals() -> None:
+    assert [read_interval(value, 4) for value in ("3 steps", "1 step", 2, "5 epochs")] == [3, 1, 8, 20]
 
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

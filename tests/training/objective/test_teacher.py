@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.training.models import Net, task, tiny
+from vitrail.adapters.registry import declared_spec
 from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedModel
-from vitrail.training.objective.teacher import Teacher, expected_by
+from vitrail.training.objective.teacher import Teacher
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 GIVEN = InputSpec((16, 16), (0.5, 0.4, 0.3), (0.2, 0.25, 0.5))
@@ -56,9 +57,9 @@ def test_other_normalization_and_size() -> None:
 def test_a_library_declares_the_input_of_its_model() -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("resnet10t.c3_in1k", num_classes=3)
-    assert expected_by(net).mean == tuple(net.pretrained_cfg["mean"])
-    assert expected_by(Net()) is None
-    assert expected_by(tiny()).size == (16, 16)
+    assert declared_spec(net).mean == tuple(net.pretrained_cfg["mean"])
+    assert declared_spec(Net()) is None
+    assert declared_spec(tiny()).size == (16, 16)
     taught = Teacher(net, features=True)(torch.randn(2, 3, 64, 64))
     assert taught.features.shape == (2, 512, 2, 2)
 

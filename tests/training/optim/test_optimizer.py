@@ -10,8 +10,7 @@ from vitrail.models import create_model
 from vitrail.models.vit import undecayed
 from vitrail.tokens import Role, TokenSpec
 from vitrail.training.optim.ema import Ema
-from vitrail.training.optim.optimizer import make_optimizer, optimizer_tensors, parameter_groups
-from vitrail.training.optim.schedule import lr_at
+from vitrail.training.optim.optimizer import lr_at, make_optimizer, optimizer_tensors, parameter_groups
 
 
 def small(*tokens: TokenSpec) -> nn.Module:

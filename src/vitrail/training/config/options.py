@@ -14,20 +14,17 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
 from vitrail.training.config._yaml import read_value
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Type of an option.
+    """Type of an option; ``expected`` describes it in errors and docs, ``metavar`` on the command line.
 
-    Attributes:
-        expected: allowed values, as errors and docs show them.
-        metavar: placeholder in the command line's help.
-        parse: returns the value to store; raises `ValueError` if it is not allowed.
-        cli_type: type of the command-line option.
-        choices: names to suggest for a misspelled value.
+    ``parse`` returns the value to store, and raises `ValueError` if it is not allowed. ``choices`` are suggested for a
+    misspelled value.
     """
 
     expected: str
@@ -77,15 +74,10 @@ class Option:
 def option(
     group: str, kind: Kind, default: Any, help: str, *, short: str | None = None, resumable: bool = False
 ) -> Any:
-    """Declare a field of the training configuration.
+    """Declare a field of the training configuration, listed under ``group`` in the help and the docs.
 
-    Args:
-        group: heading in the help and the docs.
-        kind: type and allowed values.
-        default: default value; `MISSING` if the option is required, None if it is derived.
-        help: one or two sentences.
-        short: one-letter spelling on the command line.
-        resumable: whether the option may change when a run is resumed.
+    The default is `MISSING` if the option is required, None if it is derived. ``short`` is a one-letter spelling on the
+    command line. Options that are ``resumable`` may change when a run is resumed.
     """
     metadata = {"kind": kind, "help": help, "group": group, "short": short, "resumable": resumable}
     if isinstance(default, dict):
@@ -123,7 +115,7 @@ def integer(minimum: int) -> Kind:
     """Accept integers from a minimum on."""
 
     def parse(value: Any) -> int:
-        _require(isinstance(value, int) and not isinstance(value, bool) and value >= minimum)
+        _require(is_int(value, minimum))
         return int(value)
 
     return Kind(f"an integer of at least {minimum}", "N", parse, int)

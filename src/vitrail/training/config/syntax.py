@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
 from vitrail.tokens import Role, TokenSpec, check_specs
 from vitrail.training.config.options import suggest
@@ -24,9 +25,7 @@ MAX_STAGES = 4
 def read_tokens(value: Any, tasks: Mapping[str, int]) -> tuple[TokenSpec, ...]:
     """Return token specs for text such as ``"cls,distillation,register=4"``, or for a list of specs or their dicts.
 
-    Args:
-        value: the tokens.
-        tasks: number of classes of each task; a task token is named after its task.
+    ``tasks`` holds the number of classes of each task; a task token is named after its task.
     """
     if isinstance(value, str):
         value = [_read_token(part.strip(), tasks) for part in value.split(",") if part.strip()]
@@ -119,7 +118,7 @@ def read_merge(value: Any) -> MergePlan | None:
         raise InvalidOption(f"merge={dict(value)!r}: expected exactly one of r, keep and gflops")
     epochs = {name: value.get(name, 0) for name in ("from_epoch", "over_epochs")}
     for name, number in epochs.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        if not is_int(number, 0):
             raise InvalidOption(f"merge: {name}={number!r}: expected an integer of at least 0")
     options = {name: number for name, number in value.items() if name not in epochs and number is not None}
     return MergePlan(options, **epochs)
@@ -145,25 +144,13 @@ def _read_scalar(text: str) -> Any:
     return text
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A number of steps or epochs between two evaluations or checkpoints."""
-
-    count: int
-    unit: str
-
-    def due(self, step: int, steps_per_epoch: int) -> bool:
-        """Return whether an interval ends after this many steps."""
-        return step % (self.count * (steps_per_epoch if self.unit == "epochs" else 1)) == 0
-
-
-def read_interval(value: Any) -> Interval:
-    """Return the interval for ``5`` (epochs), ``"5 epochs"`` or ``"200 steps"``; raise `ValueError` otherwise."""
+def read_interval(value: Any, steps_per_epoch: int) -> int:
+    """Return the steps in ``5`` (epochs), ``"5 epochs"`` or ``"200 steps"``; raise `ValueError` for other values."""
     words = value.split() if isinstance(value, str) else [value]
     unit = words[1].rstrip("s") + "s" if len(words) == 2 else "epochs"
     if len(words) not in (1, 2) or unit not in ("epochs", "steps"):
         raise ValueError(value)
     count = int(words[0]) if isinstance(words[0], str) else words[0]
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_int(count, 1):
         raise ValueError(value)
-    return Interval(count, unit)
+    return count * (steps_per_epoch if unit == "epochs" else 1)

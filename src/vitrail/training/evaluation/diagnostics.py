@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.analysis.norms import NormAccumulator, Norms
 from vitrail.analysis.roles import Roles, measure_roles
-from vitrail.bench.timing import clock_for, measure
+from vitrail.bench.timing import Clock, measure
 from vitrail.errors import UnsupportedModel, VitrailError
 from vitrail.runtime.layout import layout_of
 from vitrail.surgery.recording import stream
@@ -65,16 +64,19 @@ def diagnose_tokens(model: nn.Module, images: Tensor) -> TokenDiagnostics:
         special = layout_of(find(model)).num_special
     except UnsupportedModel:
         return TokenDiagnostics()
-    notes: list[str] = []
-
-    def attempt(what: str, work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except VitrailError as error:
-            notes.append(f"{what}: {error}")
-
-    norms = attempt("norms", lambda: _norms(model, images))
-    roles = attempt("roles", lambda: measure_roles(model, images, batch_size=BATCH)) if special else None
+    norms, roles, notes = None, None, []
+    try:
+        found: NormAccumulator | None = None
+        for seen in stream(model, images, "norms", batch_size=BATCH, device="cpu"):
+            found = found or NormAccumulator(len(seen.layers))
+            found.add(torch.stack([seen.norms[layer][:, seen.layout.patches] for layer in seen.layers]))
+        norms = None if found is None else found.result()
+    except VitrailError as error:
+        notes.append(f"norms: {error}")
+    try:
+        roles = measure_roles(model, images, batch_size=BATCH) if special else None
+    except VitrailError as error:
+        notes.append(f"roles: {error}")
     return TokenDiagnostics(roles, norms, tuple(notes))
 
 
@@ -85,18 +87,9 @@ def throughput(model: nn.Module, images: Tensor, seconds: float, dtype: torch.dt
         with torch.no_grad(), autocast(images.device, dtype):
             model(images)
 
-    return len(images) / measure({"model": step}, clock_for(images.device), seconds)["model"].median
+    return len(images) / measure({"model": step}, Clock(images.device), seconds)["model"].median
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """Return an autocast context; None and float32 disable it."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype not in (None, torch.float32))
-
-
-def _norms(model: nn.Module, images: Tensor) -> Norms:
-    found: NormAccumulator | None = None
-    for seen in stream(model, images, "norms", batch_size=BATCH, device="cpu"):
-        found = found or NormAccumulator(len(seen.layers))
-        found.add(torch.stack([seen.norms[layer][:, seen.layout.patches] for layer in seen.layers]))
-    assert found is not None
-    return found.result()

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
+from vitrail.adapters.registry import declared_spec
 from vitrail.data.dataset import open_dataset
 from vitrail.data.loading.loader import Keep, make_loader
 from vitrail.data.sources.base import LABEL
@@ -28,7 +30,6 @@ from vitrail.training.evaluation.metrics import make_metrics
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.input_size import expected_of, prepares
-from vitrail.training.objective.teacher import expected_by
 from vitrail.training.run_directory import Labels, load_trained
 
 Prepare = Callable[[Tensor], Tensor]
@@ -76,15 +77,24 @@ def evaluate(
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     if isinstance(merge, str):
-        merge = _merge_options(merge)
+        plan = read_merge(merge)
+        assert plan is not None
+        if plan.from_epoch or plan.over_epochs:
+            raise InvalidOption("merge: from_epoch and over_epochs are for training; give only options such as r=8")
+        merge = plan.options
+    net: nn.Module
+    known: Labels | None
     with distributed(device) as world:
-        net, known = _load(model)
+        if isinstance(model, nn.Module):
+            net, known = model, None
+        else:
+            net, known = model if isinstance(model, tuple) else load_trained(model)
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
         dataset = open_dataset(data, labels=columns, classes=_known_classes(known, columns), labeled=True)
         count = len(dataset)
-        expects = expected_of(dataset, (known and known.preprocessing) or expected_by(net), type(net).__name__)
+        expects = expected_of(dataset, (known and known.preprocessing) or declared_spec(net), type(net).__name__)
         expects = _resize(expects, size, net)
 
         def report(stage: str, done: int, total: int) -> None:
@@ -138,11 +148,9 @@ def evaluate_model(
         known: the same for everything that the model predicts, if the data has labels for only some of it.
         prepare: turns images of a data loader, and integer images, into model inputs (``Augment.plain``).
             Floating-point batches are taken as prepared.
-        merge: options of `vitrail.merge` in place of the model's merging; ``{"r": 0}`` disables it, None keeps it.
+        merge, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
         batch: batch size for a data loader.
         dtype: autocast dtype; the model's own by default.
-        look: number of images for token diagnostics; 0 disables them.
-        seconds: time spent on measuring throughput; 0 disables it.
         progress: called with the number of samples done.
     """
     names = classes if classes is not None else getattr(data, "classes", None)
@@ -218,21 +226,6 @@ def _batches(data: Any, batch: int, prepare: Prepare | None, device: torch.devic
         yield x, labels.to(device, non_blocking=True).reshape(len(labels), -1)
 
 
-def _load(model: str | Path | nn.Module | tuple[nn.Module, Labels]) -> tuple[nn.Module, Labels | None]:
-    if isinstance(model, nn.Module):
-        return model, None
-    return model if isinstance(model, tuple) else load_trained(model)
-
-
-def _merge_options(text: str) -> dict[str, Any]:
-    """Return the merge options of text such as ``r=8``."""
-    plan = read_merge(text)
-    assert plan is not None
-    if plan.from_epoch or plan.over_epochs:
-        raise InvalidOption("merge: from_epoch and over_epochs are for training; give only merge options, such as r=8")
-    return plan.options
-
-
 def _known_classes(known: Labels | None, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
     """Return the model's class names by column of the data."""
     if known is None or not known.classes:
@@ -253,7 +246,7 @@ def _resize(expects: InputSpec, size: int | None, net: nn.Module) -> InputSpec:
         return expects
     if expects.is_array:
         raise InvalidOption(f"size={size} is for images; arrays keep their size")
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_int(size, 1):
         raise InvalidOption(f"size={size!r}: expected a number of pixels of at least 1")
     weight = next(net.parameters(), torch.zeros(()))
     try:

@@ -74,17 +74,17 @@ class Tally:
     @property
     def accuracy(self) -> float:
         """Top-1 accuracy."""
-        return self._mean(1)
+        return (self.sums[1] / self.sums[0]).item()
 
     @property
     def top5(self) -> float:
         """Top-5 accuracy."""
-        return self._mean(2)
+        return (self.sums[2] / self.sums[0]).item()
 
     @property
     def loss(self) -> float:
         """Mean cross-entropy, without label smoothing."""
-        return self._mean(3)
+        return (self.sums[3] / self.sums[0]).item()
 
     @property
     def calibration(self) -> float:
@@ -96,9 +96,6 @@ class Tally:
     def confusion(self) -> Tensor:
         """Confusion matrix (C, C): true classes in rows, predictions in columns."""
         return self.sums[4 + 3 * BINS :].view(self.classes, self.classes).round().long().cpu()
-
-    def _mean(self, place: int) -> float:
-        return (self.sums[place] / self.sums[0]).item()
 
 
 def make_metrics(
@@ -176,7 +173,11 @@ class HeadMetrics:
         """Return fields of `Evaluation`."""
         tallies = {name: tally for name, tally in self._tallies.items() if tally.count}
         classes = {target.label: target.classes for target in self.targets}
-        return {**_results(tallies, classes), "disagreement": self._disagreement()}
+        found = None
+        if self._differ is not None:
+            argmax, divergence, count = self._differ.cpu()
+            found = Disagreement(self._heads, argmax / count, divergence / count)
+        return {**_results(tallies, classes), "disagreement": found}
 
     def _name(self, target: Target, head: str) -> str:
         return f"{target.label}.{head}" if target.task else head
@@ -191,12 +192,6 @@ class HeadMetrics:
         number = torch.full_like(found.argmax, count)
         sums = torch.stack([found.argmax * count, found.divergence * count, number])
         self._differ = sums if self._differ is None else self._differ + sums
-
-    def _disagreement(self) -> Disagreement | None:
-        if self._differ is None:
-            return None
-        argmax, divergence, count = self._differ.cpu()
-        return Disagreement(self._heads, argmax / count, divergence / count)
 
 
 class NeighborMetrics:
@@ -225,7 +220,10 @@ class NeighborMetrics:
 
     def reduce(self) -> None:
         mine = (torch.cat(self._features), torch.cat(self._labels)) if self.seen else None
-        rank, every = _gather(mine)
+        rank, world_size = rank_and_world_size()
+        every = [mine]
+        if world_size > 1:
+            every = all_gather(None if mine is None else tuple(part.cpu() for part in mine))
         parts = [part for part in every if part is not None]
         if sum(len(part[0]) for part in parts) < 2:
             raise UnsupportedInput("k-NN evaluation needs at least two samples")
@@ -282,11 +280,3 @@ def _results(tallies: Mapping[str, Tally], classes: Mapping[str, tuple[str, ...]
         "confusion": {name: tally.confusion for name, tally in main.items()},
         "classes": dict(classes),
     }
-
-
-def _gather(mine: tuple[Tensor, Tensor] | None) -> tuple[int, list[tuple[Tensor, Tensor] | None]]:
-    """Return this rank and the values of all ranks."""
-    rank, world = rank_and_world_size()
-    if world == 1:
-        return 0, [mine]
-    return rank, all_gather(None if mine is None else (mine[0].cpu(), mine[1].cpu()))

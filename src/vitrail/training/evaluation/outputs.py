@@ -25,7 +25,13 @@ def forward_output(model: nn.Module, images: Tensor) -> Output:
     """
     if isinstance(model, ViT):
         return model.forward_output(images)
-    return _forward(model, images)
+    if getattr(model, "head_dist", None) is None or model.training:
+        return _to_output(model, model(images))
+    # in evaluation mode, timm's distilled models return only the mean of their heads
+    with head_outputs(model) as heard:
+        logits = model(images)
+    by_role = {name: parts[-1].to(logits.device) for name, parts in heard.items()}
+    return _output(logits, by_role if len(by_role) == 2 else {})
 
 
 def forward_output_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Tensor]:
@@ -44,7 +50,7 @@ def forward_output_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Te
         captured: list[Any] = []
         handle = base.register_forward_hook(lambda _, __, result: captured.append(result))
         try:
-            output = _forward(model, images)
+            output = forward_output(model, images)
         finally:
             handle.remove()
         return output, _to_map(model, captured[-1].last_hidden_state, images)
@@ -71,17 +77,6 @@ def feature_width(model: nn.Module) -> int:
     if width is None:
         raise UnsupportedModel(f"unknown feature width: {type(model).__name__} has no num_features")
     return width
-
-
-def _forward(model: nn.Module, images: Tensor) -> Output:
-    if getattr(model, "head_dist", None) is None or model.training:
-        return _to_output(model, model(images))
-    with head_outputs(
-        model
-    ) as heard:  # in evaluation mode, timm's distilled models return only the mean of their heads
-        logits = model(images)
-    by_role = {name: parts[-1].to(logits.device) for name, parts in heard.items()}
-    return _output(logits, by_role if len(by_role) == 2 else {})
 
 
 def _to_output(model: nn.Module, result: Any) -> Output:

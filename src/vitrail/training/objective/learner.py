@@ -74,12 +74,12 @@ class Learner(nn.Module):
 
 
 @contextmanager
-def cast_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Cast a model's float32 weights temporarily, with autocast off; gradients reach the float32 weights.
+def cast_weights(model: nn.Module) -> Iterator[None]:
+    """Cast a model's float32 weights to bfloat16 temporarily, with autocast off; gradients reach the float32 weights.
 
     Autocast casts the inputs of matrix products and keeps residual stream and norms in float32. In a narrow ViT these
     take more time than the products, and kernels for half precision do not apply. Here the whole model computes in
-    ``dtype``.
+    bfloat16.
 
     Modules with floating-point buffers, such as batch norm, keep their weights: they compute in float32 and return the
     dtype of their input.
@@ -94,7 +94,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Itera
     cast: dict[nn.Parameter, Tensor] = {}  # shared weights stay shared
     for parameters, name, weight in weights:
         if weight not in cast:
-            cast[weight] = weight.to(dtype)
+            cast[weight] = weight.bfloat16()
         parameters[name] = cast[weight]  # type: ignore[assignment]
     try:
         with torch.autocast(next(model.parameters()).device.type, enabled=False):  # it would run norms in float32

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.errors import InvalidOption
 from vitrail.heads import Output
 from vitrail.heads.pooling import linear
-from vitrail.training.config.config import DISTILLATION_WEIGHTS, Config
+from vitrail.training.config.config import DISTILLATION_WEIGHTS
 from vitrail.training.evaluation.outputs import feature_width
 from vitrail.training.objective.losses import (
     cross_entropy,
@@ -83,7 +83,13 @@ class Objective(nn.Module):
         self.heads = find_heads(model)
         self.targets = assign_targets(model, classes)
         self.distillation, self.smoothing, self.temperature = distillation, smoothing, temperature
-        self._check_heads()
+        if self.heads.distilled is not None and distillation == "features":
+            raise InvalidOption(
+                f"distillation='features' does not train the head of the token {self.heads.distilled!r}: use 'hard' or "
+                "'soft' (with feature_weight for features), or remove the token"
+            )
+        if distillation in ("hard", "soft") and not self.heads.fused:
+            raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
         self.share = DISTILLATION_WEIGHTS[distillation] if share is None and distillation else share or 0.0
         self.feature_weight = self.share if distillation == "features" else feature_weight
         self._outputs = required_outputs(self.heads, self.targets)
@@ -92,23 +98,6 @@ class Objective(nn.Module):
         self.log_variance = nn.Parameter(torch.zeros(len(self.targets))) if weights == "uncertainty" else None
         width = feature_width(model) if self.wants_features else 0
         self.projector = linear(width, teacher.width) if teacher and teacher.width and width else None
-
-    @classmethod
-    def from_config(
-        cls, config: Config, model: nn.Module, classes: Mapping[str, Sequence[str]], teacher: Teacher | None
-    ) -> Objective:
-        """Return the objective of a resolved config."""
-        return cls(
-            model,
-            classes,
-            smoothing=config.smoothing or 0.0,
-            distillation=config.distillation,  # type: ignore[arg-type]
-            teacher=teacher,
-            share=config.distillation_weight,
-            temperature=config.temperature or 3.0,
-            feature_weight=config.feature_weight,
-            weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
-        )
 
     @property
     def wants_features(self) -> bool:
@@ -133,7 +122,9 @@ class Objective(nn.Module):
         parts: dict[str, Tensor] = {}
         each = []
         for target in self.targets:
-            heads = target.heads + (self._untaught if target.own else ())
+            heads = target.heads
+            if target.own and self.heads.distilled is not None and self.distillation is None:
+                heads += (self.heads.distilled,)  # without a teacher it learns the labels
             losses = [
                 cross_entropy(
                     target.read(output.by_role[head]), labels[:, target.column], self.smoothing, partner, share
@@ -142,7 +133,11 @@ class Objective(nn.Module):
             ]
             each.append(torch.stack(losses).mean())
             parts.update({target.label: each[-1]} if target.task else zip(heads, losses, strict=True))
-        total = self._weigh(torch.stack(each))
+        losses_T = torch.stack(each)
+        if self.log_variance is None:
+            total = (losses_T * self._weights).sum()
+        else:
+            total = uncertainty(losses_T, self.log_variance)
         if taught is not None and self.distillation is not None:
             total = (1 - self.share) * total
             if self.distillation != "features":
@@ -152,16 +147,6 @@ class Objective(nn.Module):
                 parts["features"] = self._compare_features(features, taught)
                 total = total + self.feature_weight * parts["features"]
         return Terms(total, {name: part.detach() for name, part in parts.items()})
-
-    @property
-    def _untaught(self) -> tuple[str, ...]:
-        """The distillation head if there is no teacher: it learns the labels."""
-        return (self.heads.distilled,) if self.heads.distilled is not None and self.distillation is None else ()
-
-    def _weigh(self, losses: Tensor) -> Tensor:
-        if self.log_variance is not None:
-            return uncertainty(losses, self.log_variance)
-        return (losses * self._weights).sum()
 
     def _distill(self, output: Output, teacher: Tensor) -> Tensor:
         """Return the distillation loss of the distillation head, or else of the class heads, averaged over targets."""
@@ -186,16 +171,6 @@ class Objective(nn.Module):
             target = F.interpolate(target, features.shape[2:], mode="bilinear", antialias=True)
         student = self.projector(features.flatten(2).transpose(1, 2))
         return feature_distillation(student, target.flatten(2).transpose(1, 2))
-
-    def _check_heads(self) -> None:
-        head = self.heads.distilled
-        if head is not None and self.distillation == "features":
-            raise InvalidOption(
-                f"distillation='features' does not train the head of the token {head!r}: use 'hard' or 'soft' (with "
-                "feature_weight for features), or remove the token"
-            )
-        if self.distillation in ("hard", "soft") and not self.heads.fused:
-            raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
 
     def _check_outputs(self, output: Output, taught: TeacherOutput | None) -> None:
         """Check the number of outputs, which some models reveal only when they run."""

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail._checks import is_int, is_number
 from vitrail.data.augment.views import GLOBAL, split_views
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.heads.pooling import linear
@@ -99,7 +100,7 @@ class SelfLearner(nn.Module):
         super().__init__()
         if not isinstance(model, ViT):
             raise UnsupportedModel(f"recipe='dino' needs a Vitrail model; got {type(model).__name__}")
-        if not isinstance(prototypes, int) or isinstance(prototypes, bool) or prototypes < 2:
+        if not is_int(prototypes, 2):
             raise InvalidOption(f"prototypes={prototypes!r}: expected an integer of at least 2")
         hides = patches != 0 or reconstruct != 0
         for name, value, low, high in (
@@ -109,7 +110,7 @@ class SelfLearner(nn.Module):
             ("reconstruct", reconstruct, 0.0, MAX_WEIGHT),
             ("hidden", hidden, 0.01 if hides else 0.0, 0.95),
         ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            if not is_number(value) or not low <= value <= high:
                 raise InvalidOption(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
         self.momentum, self.temperature = momentum, temperature
         self.patches, self.reconstruct, self.hidden = patches, reconstruct, hidden

@@ -20,14 +20,7 @@ FUSED = "fused"
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model by purpose.
-
-    Attributes:
-        own: class heads: of class tokens, or of pooled patches.
-        distilled: head of the distillation token.
-        tasks: heads of task tokens.
-        sizes: number of outputs of each head, where known.
-    """
+    """The heads of a model: ``own`` are those of class tokens or of pooled patches, ``sizes`` numbers of outputs."""
 
     own: tuple[str, ...]
     distilled: str | None

@@ -16,12 +16,7 @@ from vitrail.training.evaluation.outputs import feature_width, forward_output, f
 
 
 class TeacherOutput(NamedTuple):
-    """Output of a teacher in float32.
-
-    Attributes:
-        logits: (B, C).
-        features: (B, D, h, w), if requested.
-    """
+    """Output of a teacher in float32: logits (B, C), and features (B, D, h, w) if requested."""
 
     logits: Tensor
     features: Tensor | None = None
@@ -62,9 +57,12 @@ class Teacher:
         self._size: tuple[int, ...] | None = None
         self._scale: Tensor | None = None
         if given is not None:
-            expects = expects or expected_by(model) or given
+            expects = expects or declared_spec(model) or given
             self._size = expects.size if expects.size != given.size else None
-            self._scale, self._shift = _renormalization(given, expects, weight.device)
+            if (given.mean, given.std) != (expects.mean, expects.std):
+                values = (given.mean, given.std, expects.mean, expects.std)
+                mean, std, own_mean, own_std = (torch.tensor(one, device=weight.device).view(3, 1, 1) for one in values)
+                self._scale, self._shift = std / own_std, (mean - own_mean) / own_std
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> TeacherOutput:
@@ -85,19 +83,3 @@ class Teacher:
             raise UnsupportedModel("a teacher with only task tokens has no prediction for the student's classes")
         logits = output.logits if self._outputs is None else output.logits[:, self._outputs]
         return TeacherOutput(logits.float(), None if features is None else features.float())
-
-
-def expected_by(model: nn.Module) -> InputSpec | None:
-    """Return a model's input specification as its library declares it; None if unknown."""
-    return declared_spec(model)
-
-
-def _renormalization(given: InputSpec, expects: InputSpec, device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """Return scale and shift (3, 1, 1) from one normalization to another; no scale if they are equal."""
-    (mean, std), (target_mean, target_std) = (
-        (torch.tensor(one.mean, device=device), torch.tensor(one.std, device=device)) for one in (given, expects)
-    )
-    shift = ((mean - target_mean) / target_std).view(3, 1, 1)
-    if (given.mean, given.std) == (expects.mean, expects.std):
-        return None, shift
-    return (std / target_std).view(3, 1, 1), shift

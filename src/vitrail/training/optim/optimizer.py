@@ -1,8 +1,9 @@
-"""Optimizers: parameter groups, AdamW and Muon, and their state."""
+"""Optimizers: parameter groups, AdamW and Muon, their state, and the learning rate schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import cos, pi
 from typing import Any
 
 import torch
@@ -51,18 +52,13 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str =
     for group, own in zip(optimizer.param_groups, names, strict=True):
         group["names"] = own
         for parameter in group["params"]:
-            optimizer.state[parameter] = _initial_state(parameter, fused, group.get("orthogonal", False))
+            kinds = ("momentum",) if group.get("orthogonal") else ("exp_avg", "exp_avg_sq")
+            state = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in kinds}
+            if not group.get("orthogonal"):
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+                state = {"step": step, **state}
+            optimizer.state[parameter] = state
     return optimizer
-
-
-def _initial_state(parameter: Tensor, fused: bool, orthogonal: bool) -> dict[str, Tensor]:
-    if orthogonal:
-        return {"momentum": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -82,3 +78,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for name, parameter in zip(group["names"], group["params"], strict=True)
         for kind, value in optimizer.state[parameter].items()
     }
+
+
+def lr_at(step: int, *, peak: float, warmup: int, total: int, floor: float) -> float:
+    """Return the learning rate of a step: linear warm-up, then cosine decay to a fraction ``floor`` of the peak.
+
+    >>> [round(lr_at(step, peak=1.0, warmup=2, total=6, floor=0.0), 3) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(total - warmup, 1)
+    return peak * (floor + (1 - floor) * (1 + cos(pi * min(done, 1.0))) / 2)

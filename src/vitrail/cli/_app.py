@@ -74,6 +74,7 @@ def merge(
     schedule: options.Schedule = "constant",
     order: options.OrderOf = options.Order.paper,
     proportional: options.Proportional = True,
+    method: options.Method = "tome",
     size: options.Size = None,
     random_weights: options.RandomWeights = False,
     device: options.DeviceOf = None,
@@ -84,7 +85,7 @@ def merge(
     Writes for each image the stained glass (one pane per remaining token) and a side-by-side view, and a summary with
     tokens per layer, FLOPs, and how close the merged model's output is to the unmerged one's.
     """
-    settings = options.merge_options(r, keep, gflops, schedule, order, proportional)
+    settings = options.merge_options(r, keep, gflops, schedule, order, proportional, method)
     pixels = options.parse_size(size)
     with console.user_errors(), console.notes():
         from vitrail.cli.merge import run_merge

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from vitrail.merging import METHODS
+
 MAX_SIDE = 4096
 
 
@@ -25,7 +27,12 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, or vitrail:RUN.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
+]
+Method = Annotated[
+    str, typer.Option("--method", metavar="NAME", help="Merging method: tome, or prune and random for comparison.")
+]
 R = Annotated[
     str | None,
     typer.Option("-r", "--r", metavar="N", help="Tokens to merge per layer, or comma-separated, one for each layer."),
@@ -64,14 +71,23 @@ Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output
 
 
 def merge_options(
-    r: str | None, keep: float | None, gflops: float | None, schedule: str, order: Order, proportional: bool
+    r: str | None,
+    keep: float | None,
+    gflops: float | None,
+    schedule: str,
+    order: Order,
+    proportional: bool,
+    method: str = "tome",
 ) -> dict[str, Any]:
     """Return keyword arguments for ``vitrail.merge``."""
     given: dict[str, Any] = {"r": None if r is None else parse_r(r), "keep": keep, "gflops": gflops}
     amount = {name: value for name, value in given.items() if value is not None}
     if len(amount) != 1:
         raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
-    return amount | {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
+    if method not in METHODS:
+        raise typer.BadParameter(f"--method {method!r} is not a method. Expected one of {', '.join(sorted(METHODS))}.")
+    settings = {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
+    return amount | settings | {"method": method}
 
 
 def parse_r(text: str) -> int | list[int]:

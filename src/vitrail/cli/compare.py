@@ -36,7 +36,8 @@ COMPARE_EPILOG = (
     "vitrail compare timm:vit_small_patch14_dinov2 timm:vit_small_patch14_reg4_dinov2 photos/ --size 518"
 )
 EITHER = (
-    "A report (its .json, or its page with the .json beside it) or a model: timm:NAME, hf:REPO-OR-FOLDER, vitrail:RUN."
+    "A report (its .json, or its page with the .json beside it) or a model: timm:NAME, hf:REPO-OR-FOLDER, "
+    "torchvision:NAME, vitrail:RUN."
 )
 
 

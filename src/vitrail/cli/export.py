@@ -36,6 +36,7 @@ def export(
     schedule: options.Schedule = "constant",
     order: options.OrderOf = options.Order.paper,
     proportional: options.Proportional = True,
+    method: options.Method = "tome",
     size: options.Size = None,
     batch: Annotated[
         str, typer.Option(metavar="N|dynamic", help="A fixed batch size, or any with dynamic.")
@@ -51,7 +52,7 @@ def export(
     The file is loaded (ONNX in ONNX Runtime), compared with the model on random images, and checked for the number of
     tokens in every block. If anything fails, no file is left.
     """
-    settings = options.merge_options(r, keep, gflops, schedule, order, proportional)
+    settings = options.merge_options(r, keep, gflops, schedule, order, proportional, method)
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype {dtype!r} is unknown. Expected one of {', '.join(DTYPES)}.")
     if batch != "dynamic" and not (batch.isascii() and batch.isdigit() and int(batch) > 0):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
 from vitrail.runtime.layout import MARK
-
-if TYPE_CHECKING:
-    pass
 
 
 def merged_trunk(model: nn.Module) -> nn.Module | None:

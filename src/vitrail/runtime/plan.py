@@ -146,7 +146,8 @@ class Plan:
         if self.hooks_reported or not any(part._forward_hooks or part._forward_pre_hooks for part in attending):
             return
         hooks = [h for part in attending for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
-        if any(not getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks):
+        libraries = {type(part).__module__.partition(".")[0] for part in attending}  # a library's own hooks do no harm
+        if any(getattr(hook, "__module__", "").partition(".")[0] not in libraries for hook in hooks):
             self.hooks_reported = True
             warnings.warn(
                 f"hooks on {type(attending[0]).__name__} do not run while the model is merged, because its parts are "

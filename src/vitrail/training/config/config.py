@@ -121,7 +121,7 @@ class Config:
 
     model: str = option(
         MODEL, text("MODEL"), "vit_tiny_patch16",
-        help="A Vitrail model, timm:NAME, hf:REPO, or a run or model directory to fine-tune.",
+        help="A Vitrail model, timm:NAME, hf:REPO, torchvision:NAME, or a run or model directory to fine-tune.",
     )  # fmt: skip
     options: dict[str, Any] = option(MODEL, mapping(), {}, "More options of the model's constructor.")
     pretrained: bool | None = option(MODEL, flag(), None, "Start from the library's pretrained weights.")

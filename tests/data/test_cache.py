@@ -119,7 +119,7 @@ def test_refusals(tmp_path: Path) -> None:
         open_dataset(both, labels=("colour",), labeled=True)
     with pytest.raises(InvalidOption, match="breed: 'z' is not one of the 2 known classes"):
         open_dataset(both, classes={"breed": ("x", "y")}, labeled=True)
-    with pytest.raises(InvalidOption, match=r"image_size=\(32, 16\): pictures are made square"):
+    with pytest.raises(InvalidOption, match=r"image_size=\(32, 16\): images are made square"):
         train(
             data=both, out=str(tmp_path / "run"), **{**FIELDS, "tasks": "breed", "tokens": None, "image_size": (32, 16)}
         )

@@ -469,3 +469,18 @@ def test_draw_refuses_other_objects(model, tmp_path):
 def test_main_output_of_transformers_is_a_tensor():
     case = ALL["hf-vit-head"]
     assert main_output(case.model()(case.images())).shape == (2, 5)
+
+
+def test_keep_and_gflops_can_be_changed() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=4).eval()
+    with vitrail.merge(model, keep=0.8) as merging:
+        assert merging.keep == 0.8
+        merging.keep = 0.5
+        assert merging.tokens_per_layer()[-1] == 1 + 98
+        budget = 0.8 * merging.flops(merged=False) / 1e9
+        merging.gflops = budget
+        assert merging.keep is None
+        assert merging.flops() / 1e9 <= budget < merging.flops(merged=False) / 1e9
+        with pytest.raises(InvalidOption, match="keep"):
+            merging.keep = 2
+        assert merging.gflops == budget

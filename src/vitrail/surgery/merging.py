@@ -160,6 +160,26 @@ class Merging(Handle):
         self._plan.change(Schedule.parse(self._plan.depth, value, schedule=shape))
 
     @property
+    def keep(self) -> float | None:
+        """Share of the patches left after the last layer, if it was requested. Assign to request another one."""
+        return self._plan.schedule.keep
+
+    @keep.setter
+    def keep(self, value: float) -> None:
+        self._check_active()
+        self._plan.change(Schedule.parse(self._plan.depth, keep=value, schedule=self._plan.schedule.inflection))
+
+    @property
+    def gflops(self) -> float | None:
+        """Budget for one input, if it was requested. Assign to request another one."""
+        return self._plan.schedule.gflops
+
+    @gflops.setter
+    def gflops(self, value: float) -> None:
+        self._check_active()
+        self._plan.change(Schedule.parse(self._plan.depth, gflops=value, schedule=self._plan.schedule.inflection))
+
+    @property
     def config(self) -> dict[str, Any]:
         """The settings as plain data: ``vitrail.merge(model, **config)`` applies the same merging again."""
         plan, wanted = self._plan, self._plan.schedule

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from tests.cli.reports import FakeReports
-from vitrail.cli import _console as console
+from vitrail.cli._shared import console
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import vitrail
-from vitrail.cli import _console as console
 from vitrail.cli import app
+from vitrail.cli._shared import console
 from vitrail.errors import SaturatedWarning
 
 COMMANDS = ("merge", "demo", "bench", "export", "inspect", "compare", "train", "evaluate")
@@ -79,7 +79,7 @@ def test_closed_pipe() -> None:
         for _ in range(3):
             pipe.print("lost")
         assert pipe.quiet
-    code = "from vitrail.cli import _console\nfor i in range(9999): _console.say('x' * 99)\n_console.note('the end')"
+    code = "from vitrail.cli._shared import console\nfor i in range(9999): console.say('x' * 99)\nconsole.note('the end')"
     piped = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" | head -1'], capture_output=True, text=True)
     assert piped.stdout == f"{'x' * 99}\n"
     assert piped.stderr == "Note: the end\n"

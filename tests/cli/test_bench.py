@@ -15,8 +15,8 @@ from tests.bench.models import FULL, result
 from tests.cli.words import one_line
 from vitrail.bench import MODES, BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
-from vitrail.cli import _console as console
 from vitrail.cli import app
+from vitrail.cli._shared import console
 from vitrail.cli.bench import COLUMNS, cells
 from vitrail.errors import UnsupportedInput
 
@@ -44,7 +44,7 @@ def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli._model.load", lambda name, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli._shared.model.load", lambda name, **options: SimpleNamespace(model=name))
 
 
 def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return result(*FULL, config=config)
 
     measure_with(fake, monkeypatch)
-    monkeypatch.setattr("vitrail.cli._model.load", load)
+    monkeypatch.setattr("vitrail.cli._shared.model.load", load)
     done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
     assert done.exit_code == 0, done.output
     assert calls == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
@@ -174,7 +174,7 @@ def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_unreachable_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vitrail.cli._model._unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr("vitrail.cli._shared.model._unreachable_hub", lambda: "hub.example")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     done = run(MODEL, "--r", 4, "--pretrained", "--device", "cpu")

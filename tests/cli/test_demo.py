@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import vitrail
 from tests.training.toys import FIELDS, make_photos
 from vitrail.cli import app
-from vitrail.cli._demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
-from vitrail.cli._summary import Guess, Summary
+from vitrail.cli._shared.demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
+from vitrail.cli._shared.summary import Guess, Summary
 from vitrail.cli.demo import STRENGTHS, run_demo
 from vitrail.data import read_image, to_tensor
 from vitrail.data.sample_images import drawings

@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from tests.cli.reports import FakeReports
 from tests.cli.words import one_line
 from tests.training.toys import finish, start
-from vitrail.cli import _console as console
 from vitrail.cli import app
+from vitrail.cli._shared import console
 from vitrail.errors import UnsupportedInput
 from vitrail.models import create_model
 
@@ -150,7 +150,7 @@ def test_mistakes_are_explained_and_nothing_is_written(
 def test_unreadable_images_are_found_before_the_model_is_loaded(
     reports: FakeReports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.cli._model.load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("vitrail.cli._shared.model.load", lambda *args, **kwargs: pytest.fail("loaded"))
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_text("not an image")
     result = run(MODEL, tmp_path, "-o", tmp_path / "report.html")

@@ -237,7 +237,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_explained(photos: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.cli._model._unreachable_hub", lambda: None)  # tests do not ask the network
+    monkeypatch.setattr("vitrail.cli._shared.model._unreachable_hub", lambda: None)  # tests do not ask the network
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     arguments, expected = MISTAKES[mistake]
@@ -265,7 +265,7 @@ def test_a_size_that_the_model_rejects_is_explained(photos: Path, saved_vit: Pat
 
 
 def test_an_output_independent_of_the_image_is_explained() -> None:
-    from vitrail.cli._prediction import _values
+    from vitrail.cli._shared.prediction import _values
 
     with pytest.raises(UnsupportedInput, match=r"dict.*logits"):
         _values(torch.nn.Identity(), {})

@@ -13,8 +13,8 @@ import torch
 from huggingface_hub import constants
 
 from vitrail.adapters.registry import library
-from vitrail.cli import _model as loading
-from vitrail.cli._model import load
+from vitrail.cli._shared import model as loading
+from vitrail.cli._shared.model import load
 from vitrail.errors import ModelLoadError, UnsupportedInput
 from vitrail.models import create_model
 

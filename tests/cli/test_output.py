@@ -8,7 +8,7 @@ from typing import IO
 import pytest
 from PIL import Image
 
-from vitrail.cli._output import (
+from vitrail.cli._shared.output import (
     Names,
     OutputError,
     check_writable,

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from vitrail.cli import _console as console
-from vitrail.cli._ranks import exit_at_once, first_rank_prints
+from vitrail.cli._shared import console
+from vitrail.cli._shared.ranks import exit_at_once, first_rank_prints
 
 
 class Ended(Exception):

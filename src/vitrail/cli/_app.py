@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli import _console as console
-from vitrail.cli import _options as options
-from vitrail.cli._ranks import exit_at_once
+from vitrail.cli._shared import console, options
+from vitrail.cli._shared.ranks import exit_at_once
 from vitrail.cli.bench import EPILOG as BENCH_EPILOG
 from vitrail.cli.bench import bench
 from vitrail.cli.compare import COMPARE_EPILOG, compare

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from vitrail.cli import _console as console
-from vitrail.cli import _options as options
+from vitrail.cli._shared import console, options
 from vitrail.errors import VitrailError
 
 if TYPE_CHECKING:
@@ -178,8 +177,8 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
 
 def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path | None, plot_file: Path | None) -> None:
     from vitrail.bench.sweep import plot, require_matplotlib, sweep
-    from vitrail.cli._model import load
-    from vitrail.cli._output import check_writable, write_atomically, write_text
+    from vitrail.cli._shared.model import load
+    from vitrail.cli._shared.output import check_writable, write_atomically, write_text
 
     config.check_here()
     for path, option in ((json_file, "--json"), (plot_file, "--plot")):

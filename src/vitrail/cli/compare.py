@@ -9,8 +9,7 @@ import typer
 
 from vitrail._distributed import World
 from vitrail.adapters.registry import split_name
-from vitrail.cli import _console as console
-from vitrail.cli import _options as options
+from vitrail.cli._shared import console, options
 from vitrail.cli.inspect import (
     Images,
     Labels,

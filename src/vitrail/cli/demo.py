@@ -17,12 +17,12 @@ import vitrail
 from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import PREFIX, named
 from vitrail.analysis.attention import token_maps
-from vitrail.cli import _console as console
-from vitrail.cli._demo_sheet import Column, draw_sheet
-from vitrail.cli._model import Loaded, load
-from vitrail.cli._output import Names, make_directory, write_image
-from vitrail.cli._prediction import cost_of, paint, predict
-from vitrail.cli._summary import Cost, Guesses, Result, Summary, markdown, markdown_row, write_summary
+from vitrail.cli._shared import console
+from vitrail.cli._shared.demo_sheet import Column, draw_sheet
+from vitrail.cli._shared.model import Loaded, load
+from vitrail.cli._shared.output import Names, make_directory, write_image
+from vitrail.cli._shared.prediction import cost_of, paint, predict
+from vitrail.cli._shared.summary import Cost, Guesses, Result, Summary, markdown, markdown_row, write_summary
 from vitrail.cli.merge import check_images, file_names
 from vitrail.data import Dataset, open_dataset, read_image, samples, to_tensor
 from vitrail.data.decode import EXTENSIONS

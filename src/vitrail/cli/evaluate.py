@@ -11,9 +11,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from vitrail.cli import _console as console
-from vitrail.cli import _options as options
-from vitrail.cli._ranks import first_rank_prints, first_rank_reports
+from vitrail.cli._shared import console, options
+from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
 
 if TYPE_CHECKING:
     from vitrail.training import Evaluation
@@ -56,7 +55,7 @@ def evaluate(
     """Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput."""
     with first_rank_prints(), console.user_errors(), console.notes():
         from vitrail import training
-        from vitrail.cli._output import check_writable, write_text
+        from vitrail.cli._shared.output import check_writable, write_text
 
         if json_file is not None:
             check_writable(json_file, "--json")

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli import _console as console
-from vitrail.cli import _options as options
+from vitrail.cli._shared import console, options
 
 if TYPE_CHECKING:
     from vitrail.export import ExportResult
@@ -63,8 +62,8 @@ def export(
         import torch
 
         import vitrail
-        from vitrail.cli._model import load
-        from vitrail.cli._output import check_writable
+        from vitrail.cli._shared.model import load
+        from vitrail.cli._shared.output import check_writable
         from vitrail.export import export as export_model
         from vitrail.export.formats import find_format
 

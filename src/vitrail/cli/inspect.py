@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail._distributed import World, distributed
-from vitrail.cli import _console as console
-from vitrail.cli import _options as options
-from vitrail.cli._ranks import first_rank_prints, first_rank_reports
+from vitrail.cli._shared import console, options
+from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
 from vitrail.errors import UnsupportedInput
 
 if TYPE_CHECKING:
@@ -126,8 +125,8 @@ def run_inspect(name: str, collection: Dataset, settings: Settings, world: World
     import torch
     from PIL import Image
 
-    from vitrail.cli._model import load
-    from vitrail.cli._prediction import predict
+    from vitrail.cli._shared.model import load
+    from vitrail.cli._shared.prediction import predict
     from vitrail.report import inspect as inspect_model
 
     def load_checked() -> Any:
@@ -164,7 +163,7 @@ def run_inspect(name: str, collection: Dataset, settings: Settings, world: World
 
 def check_output(out: Path, inputs: Sequence[Path]) -> None:
     """Raise before any work is done if the page and its JSON cannot be written, or would overwrite an input."""
-    from vitrail.cli._output import OutputError, check_writable
+    from vitrail.cli._shared.output import OutputError, check_writable
     from vitrail.report.page.render import check_jinja
 
     if out.suffix.lower() not in (".html", ".htm", ".json"):

@@ -11,11 +11,11 @@ from typing import Any
 from PIL import Image
 
 import vitrail
-from vitrail.cli import _console as console
-from vitrail.cli._model import load
-from vitrail.cli._output import Names, make_directory, write_image
-from vitrail.cli._prediction import cost_of, paint, predict
-from vitrail.cli._summary import Result, Skipped, Summary, markdown, table, write_summary
+from vitrail.cli._shared import console
+from vitrail.cli._shared.model import load
+from vitrail.cli._shared.output import Names, make_directory, write_image
+from vitrail.cli._shared.prediction import cost_of, paint, predict
+from vitrail.cli._shared.summary import Result, Skipped, Summary, markdown, table, write_summary
 from vitrail.data import Dataset, check_image, open_dataset
 from vitrail.drawing import contact_sheet
 from vitrail.errors import ImageError

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import Progress, TaskID
 
-from vitrail.cli import _console as console
-from vitrail.cli._ranks import first_rank_prints, first_rank_reports
+from vitrail.cli._shared import console
+from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
 from vitrail.errors import InvalidOption
 from vitrail.training.config import OPTIONS, default_text, read_value, read_yaml
 from vitrail.training.config.options import Option

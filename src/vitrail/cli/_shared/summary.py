@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from vitrail import __version__
-from vitrail.cli import _console as console
-from vitrail.cli._output import write_text
+from vitrail.cli._shared import console
+from vitrail.cli._shared.output import write_text
 
 COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (

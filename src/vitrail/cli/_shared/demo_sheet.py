@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.cli._summary import Guesses
+from vitrail.cli._shared.summary import Guesses
 from vitrail.report.page.images import colors
 
 PAPER, INK, SOFT, LINE = (251, 249, 245), (38, 36, 42), (112, 108, 116), (226, 221, 212)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from vitrail._distributed import ConnectionLost, ReportedByMain, torchrun_rank
-from vitrail.cli import _console as console
+from vitrail.cli._shared import console
 
 EXIT_DELAY = 2.0
 """Seconds that other ranks wait before they exit with an error: torchrun then stops the first one, too."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import vitrail
 from vitrail.bench._modes import output_tensor
-from vitrail.cli._model import Loaded
-from vitrail.cli._summary import Cost, Guess, Guesses, Result
+from vitrail.cli._shared.model import Loaded
+from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result
 from vitrail.data import to_tensor
 from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput

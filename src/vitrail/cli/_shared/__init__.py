@@ -1,0 +1,1 @@
+"""What several commands share: console, options, output files, ranks, model loading, predictions, summaries."""

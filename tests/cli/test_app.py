@@ -79,7 +79,8 @@ def test_closed_pipe() -> None:
         for _ in range(3):
             pipe.print("lost")
         assert pipe.quiet
-    code = "from vitrail.cli._shared import console\nfor i in range(9999): console.say('x' * 99)\nconsole.note('the end')"
+    loop = "for i in range(9999): console.say('x' * 99)"
+    code = f"from vitrail.cli._shared import console\n{loop}\nconsole.note('the end')"
     piped = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" | head -1'], capture_output=True, text=True)
     assert piped.stdout == f"{'x' * 99}\n"
     assert piped.stderr == "Note: the end\n"

@@ -51,7 +51,7 @@ def shown(run: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def own_answer(model: torch.nn.Module, path: Path) -> list[tuple[str, float]]:
     """The classes by probability, by plain calls."""
-    batch = to_tensor([read_image(path)], vitrail.adapters.preprocessing(model))
+    batch = to_tensor([read_image(path)], vitrail.adapters.input_spec(model))
     with torch.no_grad():
         likely = model(batch)[0].double().softmax(0)
     names = vitrail.class_names(model)["label"]

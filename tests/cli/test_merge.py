@@ -50,7 +50,7 @@ def test_a_trained_model_names_its_classes(photos: Path, tmp_path: Path) -> None
     result = run("merge", f"vitrail:{tmp_path / 'model'}", photos / "a.png", "-r", "4", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))["pictures"][0]
-    batch = to_tensor([read_image(photos / "a.png")], vitrail.adapters.preprocessing(model))
+    batch = to_tensor([read_image(photos / "a.png")], vitrail.adapters.input_spec(model))
     predicted = {}
     for when, r in (("before", 0), ("after", 4)):
         with vitrail.merge(model, r=r), torch.no_grad():

@@ -113,7 +113,7 @@ def outcomes(subject: Subject, dtype: str, device: str, train: bool = False) -> 
 def graph_outcome(subject: Subject, dtype: torch.dtype) -> Outcome:
     """Compare a CUDA graph of a merged model with the model, on images that the graph was not recorded with."""
     model = lively(subject.make()).to("cuda", dtype).eval()
-    size = vitrail.adapters.preprocessing(model).size
+    size = vitrail.adapters.input_spec(model).size
     vitrail.merge(model, r=subject.r)
     one, two = (random_images(subject.images, size, "cuda", seed).to(dtype) for seed in (0, 1))
     with torch.inference_mode():
@@ -129,7 +129,7 @@ def graph_outcome(subject: Subject, dtype: torch.dtype) -> Outcome:
 def streams_outcome(subject: Subject, dtype: torch.dtype, rounds: int = 20) -> Outcome:
     """Count the batches for which matching on a side stream gives other bits than matching before attention."""
     model = lively(subject.make()).to("cuda", dtype).eval()
-    size = vitrail.adapters.preprocessing(model).size
+    size = vitrail.adapters.input_spec(model).size
     batch = random_images(subject.images, size, "cuda").to(dtype)
     vitrail.merge(model, r=subject.r)
     others = 0
@@ -145,7 +145,7 @@ def streams_outcome(subject: Subject, dtype: torch.dtype, rounds: int = 20) -> O
 def compiled_outcome(subject: Subject, dtype: torch.dtype, device: str) -> Outcome:
     """Compare a merged model compiled as one graph with the eager model, and that with the exact one."""
     model = lively(subject.make()).to(device, dtype).eval()
-    size = vitrail.adapters.preprocessing(model).size
+    size = vitrail.adapters.input_spec(model).size
     batch = random_images(subject.images, size, device).to(dtype)
     vitrail.merge(model, r=subject.r)
     with torch.inference_mode():

@@ -86,7 +86,7 @@ def test_mean_over_a_directory(tmp_path: Path) -> None:
     for number in range(3):
         Image.effect_noise((40, 30), 30 + 20 * number).convert("RGB").save(tmp_path / f"{number}.png")
     found = vitrail.adapters.find(model)
-    batch = next(open_dataset(tmp_path).batches(found.adapter.preprocessing(found.trunk), 3)).images
+    batch = next(open_dataset(tmp_path).batches(found.adapter.input_spec(found.trunk), 3)).images
     with ablate(model, "mean", batch.double()) as whole:
         pass
     with ablate(model, "mean", tmp_path, batch_size=2) as parts:

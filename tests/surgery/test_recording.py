@@ -201,7 +201,7 @@ def test_large_sets_come_in_batches(toy: ToyViT) -> None:
 def test_files_are_preprocessed(toy: ToyViT, tmp_path: Path) -> None:
     for number in range(3):
         Image.effect_noise((20, 24), 40 + number).convert("RGB").save(tmp_path / f"{number}.png")
-    expects = find(toy).adapter.preprocessing(toy)
+    expects = find(toy).adapter.input_spec(toy)
     prepared = to_tensor([read_image(path) for path in sorted(tmp_path.iterdir())], expects)
     expected = vitrail.record(toy, prepared, "norms").norms[2]
     for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_dataset(tmp_path)):

@@ -20,9 +20,6 @@ from vitrail.adapters.registry import (
 )
 from vitrail.data.spec import InputSpec
 
-preprocessing = input_spec
-"""`input_spec`, under its old name."""
-
 __all__ = [
     "ADAPTERS",
     "LIBRARIES",

@@ -284,10 +284,6 @@ class TrunkAdapter(ABC):
     def input_spec(self, trunk: nn.Module) -> InputSpec:
         """Return the size and normalization that the model expects of its inputs."""
 
-    def preprocessing(self, trunk: nn.Module) -> InputSpec:
-        """Return `input_spec`, under its old name."""
-        return self.input_spec(trunk)
-
     def entry_points(self) -> type:
         """Return the mixin whose methods wrap the model's own entry points, each opening a forward pass.
 

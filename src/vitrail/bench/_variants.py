@@ -63,7 +63,7 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
         torch.manual_seed(0)
         module = load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
     found = find(module)
-    size = config.size or found.adapter.preprocessing(found.trunk).size
+    size = config.size or found.adapter.input_spec(found.trunk).size
     layout = layout_for(found, size, config.model)
     module = module.to(config.torch_device, config.weight_dtype).eval()
     r = list(config.r) if isinstance(config.r, tuple) else config.r

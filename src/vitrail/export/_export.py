@@ -216,7 +216,7 @@ def _example(
             found = find(model) if merging is None else merging.found
         except UnsupportedModel as error:
             raise ExportError(f"the input size of {type(model).__name__} is unknown; pass example=") from error
-        height, width = found.adapter.preprocessing(found.trunk).size
+        height, width = found.adapter.input_spec(found.trunk).size
         return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     if not isinstance(example, Tensor) or not example.is_floating_point() or example.dim() < 2 or not len(example):
         got = f"{example.dtype} of shape {tuple(example.shape)}" if isinstance(example, Tensor) else type(example)
@@ -254,7 +254,7 @@ def _metadata(merging: Merging | None, shape: Shape, expected: list[int] | None)
 
     metadata: dict[str, object] = {"vitrail": __version__, "input": INPUT, "shape": shape}
     if merging is not None and expected is not None:
-        spec = merging.found.adapter.preprocessing(merging.found.trunk)
+        spec = merging.found.adapter.input_spec(merging.found.trunk)
         metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
     return metadata
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vitrail.kernels import ops
 from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
-from vitrail.merging.bipartite import Order, Protected
+from vitrail.merging.bipartite import Order
 from vitrail.merging.method import check_reduction
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -119,11 +119,6 @@ def with_members(assignment: Assignment) -> KernelAssignment:
     return KernelAssignment(target, length, member, counts.cumsum(1).to(torch.int32))
 
 
-def serves_tome(k: Tensor, protected: Protected) -> bool:
-    """Return whether the fused matching of ToMe runs on these keys (B, H, N, d)."""
-    return isinstance(protected, int) and k.shape[-1] <= WIDEST and usable(k)
-
-
 def match(k: Tensor, r: int, protected: int) -> KernelAssignment:
     """Match tokens as ToMe does, by their keys (B, H, N, d), with the fused kernel."""
     target, member, start = ops.match(k, r, protected)
@@ -132,10 +127,12 @@ def match(k: Tensor, r: int, protected: int) -> KernelAssignment:
 
 def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "paper") -> Reduction | None:
     """Reduce the tokens of a block: by the method's fused twin where it runs, by the method itself otherwise."""
-    if method.twin == "tome" and order == "paper" and isinstance(r, int) and not context.padded:
+    protected = context.protected
+    fused = method.twin == "tome" and order == "paper" and not context.padded
+    if fused and r and isinstance(r, int) and isinstance(protected, int):
         k = context.k.detach()
-        if r and isinstance(context.protected, int) and serves_tome(k, context.protected):
-            return Reduction(match(k, r, context.protected))
+        if k.shape[-1] <= WIDEST and usable(k):
+            return Reduction(match(k, r, protected))
     reduction = method.reduce(context, r)
     check_reduction(method, reduction, context)
     if reduction is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -92,22 +92,7 @@ class MergeState:
             weight: weights of the means, where they are not the sizes.
         """
         weight = self.size if weight is None else weight
-
-        def merged(values: Tensor) -> Tensor:
-            return step.merge(values.flatten(2) if values.dim() > 2 else values.unsqueeze(2), weight).view(
-                step.target.shape[0], step.length, *values.shape[2:]
-            )
-
-        return replace(
-            self,
-            protected=self._protected_after(step),
-            size=size,
-            log2_size=log2_size,
-            assignment=step if self.assignment is None else self.assignment.then(step),
-            positions=None if self.positions is None else step.merge(self.positions, weight),
-            memory={name: merged(values) for name, values in self.memory.items()},
-            guide={name: merged(values) for name, values in self.guide.items()},
-        )
+        return self._advance(step, size, log2_size, lambda values: step.merge(values, weight))
 
     def _apply_soft(self, x: Tensor, reduction: Reduction, soft: Tensor) -> tuple[Tensor, MergeState]:
         """Reduce by a relaxed assignment (B, N, M): every token goes to every group, in parts."""
@@ -116,24 +101,34 @@ class MergeState:
         total = mass.sum(1)
         share = (mass / total.masked_fill(total == 0, 1).unsqueeze(1)).transpose(1, 2)
 
-        def mixed(values: Tensor) -> Tensor:
-            mean = share.to(values.dtype) @ values.flatten(2)
-            return mean.view(*mean.shape[:2], *values.shape[2:])
+        def mix(values: Tensor) -> Tensor:
+            return share.to(values.dtype) @ values
 
-        size = total
-        if reduction.size is not None:
-            size = (soft * reduction.size.unsqueeze(2)).sum(1)
-        state = replace(
+        size = total if reduction.size is None else (soft * reduction.size.unsqueeze(2)).sum(1)
+        return mix(x), self._advance(reduction.assignment, size, None, mix)
+
+    def _advance(
+        self, step: Assignment, size: Tensor, log2_size: Tensor | None, mix: Callable[[Tensor], Tensor]
+    ) -> MergeState:
+        """Return the state after a step; ``mix`` turns values (B, N, C) of the tokens into those of the groups."""
+
+        def mix_all(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            shape = step.target.shape[0], step.length
+            return {
+                name: mix(one.flatten(2) if one.dim() > 2 else one.unsqueeze(2)).view(*shape, *one.shape[2:])
+                for name, one in entries.items()
+            }
+
+        return replace(
             self,
-            protected=self._protected_after(reduction.assignment),
+            protected=self._protected_after(step),
             size=size,
-            log2_size=None,
-            assignment=reduction.assignment if self.assignment is None else self.assignment.then(reduction.assignment),
-            positions=None if self.positions is None else mixed(self.positions.expand(x.shape[0], -1, -1)),
-            memory={name: mixed(values.unsqueeze(-1)).squeeze(-1) for name, values in self.memory.items()},
-            guide={name: mixed(values.unsqueeze(-1)).squeeze(-1) for name, values in self.guide.items()},
+            log2_size=log2_size,
+            assignment=step if self.assignment is None else self.assignment.then(step),
+            positions=None if self.positions is None else mix(self.positions),
+            memory=mix_all(self.memory),
+            guide=mix_all(self.guide),
         )
-        return mixed(x), state
 
     def insert(self, places: Sequence[int]) -> MergeState:
         """Return the state after protected tokens entered, at places counted in the sequence that has them."""

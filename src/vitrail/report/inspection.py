@@ -80,7 +80,7 @@ def inspect(
     report_progress = progress or (lambda stage, done, total: None)
     found = find(model)
     source = open_batches(list(samples().values()) if data is None else data, limit=limit, labels=labels)
-    spec = found.adapter.preprocessing(found.trunk)
+    spec = found.adapter.input_spec(found.trunk)
     settings = {"batch_size": batch_size, "limit": limit, "probes": probes, "discovery": discovery, "cure": cure}
     with _moved(model, device) as where:
         collector = Collector(model, spec, source.total, objects=discovery)

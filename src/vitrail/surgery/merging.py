@@ -250,7 +250,7 @@ class Merging(Handle):
 
         originals = read_images(images)
         refuse_other_channels(self.found)
-        batch = to_tensor(originals, self.found.adapter.preprocessing(self.found.trunk))
+        batch = to_tensor(originals, self.found.adapter.input_spec(self.found.trunk))
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:
             self.found.trunk(batch.to(weight.device, weight.dtype))
@@ -301,7 +301,7 @@ class Merging(Handle):
         except (TypeError, ValueError) as error:
             raise InvalidOption(f"size is a number of pixels, or (height, width); got {size!r}") from error
         pair = (height, width)
-        own = self.found.adapter.preprocessing(self.found.trunk).size
+        own = self.found.adapter.input_spec(self.found.trunk).size
         if pair != own and not self.found.adapter.resizes(self.found.trunk):
             raise InvalidOption(f"this model takes images of {own[0]} × {own[1]} pixels only; got size={size!r}")
         try:

@@ -164,7 +164,7 @@ def _batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor
     embedding = found.adapter.patch_embedding(found.trunk)
     frames = any(isinstance(part, nn.Conv3d) for part in embedding.modules())
     feed = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=frames)
-    for piece in feed.batches(found.adapter.preprocessing(found.trunk), batch_size):
+    for piece in feed.batches(found.adapter.input_spec(found.trunk), batch_size):
         yield piece.images
     if feed.skipped:
         many, (_, reason) = len(feed.skipped), feed.skipped[0]

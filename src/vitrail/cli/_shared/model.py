@@ -75,7 +75,7 @@ def load(
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)
     _check_takes_images(name, found, shown)
-    expected = found.adapter.preprocessing(found.trunk)
+    expected = found.adapter.input_spec(found.trunk)
     if size is not None:
         expected = replace(expected, size=size)
     try:
@@ -99,7 +99,7 @@ def _check_takes_images(name: str, found: Found, shown: bool) -> None:
     """Raise if a model takes other arrays than images: spectrograms, clips, unnormalized numbers."""
     told = read_labels(model_folder(named(name))).get("preprocessing") if is_saved(name) else None
     trunk = found.trunk
-    shape: tuple[int, ...] = (3, *found.adapter.preprocessing(trunk).size)
+    shape: tuple[int, ...] = (3, *found.adapter.input_spec(trunk).size)
     if isinstance(trunk, ViT):
         shape = (trunk.config.in_chans, *trunk.config.image)
     numbers = False

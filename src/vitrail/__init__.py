@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail import errors
 from vitrail.adapters import load_model, register_adapter
-from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, register_method
+from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, list_methods, register_method
 from vitrail.surgery import (
     Ablation,
     AddedTokens,
@@ -71,6 +71,7 @@ __all__ = [
     "find_register_neurons",
     "from_timm",
     "inspect",
+    "list_methods",
     "list_models",
     "load_model",
     "merge",

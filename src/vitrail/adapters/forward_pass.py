@@ -33,6 +33,7 @@ class Pass:
         expose: whether the caller sees the tokens between blocks, and so must get them at full length.
         gridded: whether they are reshaped to the patch grid.
         unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
+        inputs: the images, clips or spectrograms that the trunk was called with, as `Method.maps` reads them.
     """
 
     trunk: nn.Module | None
@@ -41,6 +42,7 @@ class Pass:
     expose: bool = False
     gridded: bool = False
     unmasked: bool = False
+    inputs: Tensor | None = None
 
     @property
     def rotary(self) -> Rotary | None:
@@ -89,11 +91,12 @@ def open_pass(
     expose: bool = False,
     gridded: bool = False,
     unmasked: bool = False,
+    inputs: Tensor | None = None,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
     place = _pass.here()
     outer = place.current
-    place.current = Pass(trunk, layout, position, expose, gridded, unmasked)
+    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs)
     try:
         yield
     finally:
@@ -117,5 +120,5 @@ class ForwardEntry:
         adapter = self._vitrail_adapter
         x: Tensor = args[0] if args else kwargs[adapter.argument]
         layout = adapter.layout(self, tuple(x.shape[2:]))
-        with open_pass(self, layout, adapter.position(self, layout.grid)):
+        with open_pass(self, layout, adapter.position(self, layout.grid), inputs=x):
             return super().forward(*args, **kwargs)  # type: ignore[misc]

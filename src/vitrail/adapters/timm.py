@@ -102,7 +102,7 @@ class TimmEntryPoints:
     ) -> AbstractContextManager[None]:
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, (x.shape[-2], x.shape[-1]))
-        return open_pass(self, layout, adapter.position(self, layout.grid), expose, gridded)
+        return open_pass(self, layout, adapter.position(self, layout.grid), expose, gridded, inputs=x)
 
 
 class TimmVisionTransformer(TrunkAdapter):

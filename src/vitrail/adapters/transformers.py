@@ -86,7 +86,7 @@ class TransformersEntryPoint:
         gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
         # while exporting, transformers makes a mask that allows everything
         unmasked = kwargs.get("attention_mask") is None and not any(isinstance(value, Tensor) for value in args[2:])
-        with open_pass(self, layout, expose=expose, gridded=gridded, unmasked=unmasked):
+        with open_pass(self, layout, expose=expose, gridded=gridded, unmasked=unmasked, inputs=pixel_values):
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -83,7 +83,7 @@ class VitrailEntryPoint:
     def forward_features(self: Any, x: Tensor) -> Tensor:
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, tuple(x.shape[2:]))
-        with open_pass(self, layout, adapter.position(self, layout.grid)):
+        with open_pass(self, layout, adapter.position(self, layout.grid), inputs=x):
             return super().forward_features(x)  # type: ignore[misc]
 
     def _enter(self: Any, x: Tensor, entered: Sequence[TokenSpec], here: Sequence[TokenSpec], special: Any) -> Tensor:

@@ -17,6 +17,7 @@ from vitrail.merging import Context, MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
+from vitrail.runtime.layout import first_class_token
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.side_tokens import Reading, finish, prepare, read, widen
 from vitrail.tokens import TokenLayout, TokenSpan
@@ -91,7 +92,7 @@ def merged_forward(
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
     if method.place == "between":
         context = _context(carried, state, x)
-        context.project, context.attend = (lambda: projected), attend
+        context.project, context.rotate, context.attend = (lambda: projected), (lambda _: (q, k)), attend
         x, state = _reduce(carried, state, x, context)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
     if method.scope == "block" and state is not entered:
@@ -105,11 +106,11 @@ def _reduce_before(
     """Reduce a block's input; projections and attention are computed only if the method uses them."""
     context = _context(carried, state, x)
     context.project = lambda: parts.qkv(block, parts.attend_norm(block, x))
+    context.rotate = lambda projected: _rotate(parts, block, projected, call, carried, state)
 
     def attend(queries: Sequence[int] | None) -> Tensor:
-        projected = (context.q, context.k, context.v)
-        q, k = _rotate(parts, block, projected, call, carried, state)
-        k, _ = repeat_heads(q, k, context.v)
+        q = context.rotated_q
+        k, _ = repeat_heads(q, context.rotated_k, context.v)
         return _attention_weights(parts, block, q, k, _attention_sizes(carried.plan, state)[0], state, queries)
 
     context.attend = attend
@@ -119,7 +120,7 @@ def _reduce_before(
 def _context(carried: Carried, state: MergeState, x: Tensor) -> Context:
     return Context(
         state.layer, carried.layout.grid, x, state.size, state.protected, state.memory, state.archive, state.guide,
-        state.padded,
+        state.padded, class_token=first_class_token(carried.layout), depth=carried.plan.depth,
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _rotate(
 
 def _attention_sizes(plan: Plan, state: MergeState) -> tuple[Tensor | None, Tensor | None]:
     """Return the sizes by which attention counts keys, and their log₂ where known; padding never counts."""
-    if plan.proportional:
+    if plan.proportional or (state.size is not None and state.size.requires_grad):
         return state.size, state.log2_size
     return state.presence, None
 

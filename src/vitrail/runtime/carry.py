@@ -18,7 +18,7 @@ from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
 from vitrail.runtime.block_forward import Carried, merged_forward
-from vitrail.runtime.guide import current_guide
+from vitrail.runtime.guide import current_guide, method_maps
 from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import deliver
 from vitrail.runtime.trace import TracedPass, is_tracking, record
@@ -127,7 +127,7 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
     state = MergeState(
         per_layer,
         protected=plan.protected(layout, x.shape[0], x.device),
-        guide=current_guide(plan, layout, x.shape[0], x.device),
+        guide=current_guide(plan, layout, x.shape[0], x.device) | method_maps(plan.method, layout, entered.inputs, x),
         padded=not plan.method.static,
     )
     return Carried(plan, layout, state, state.r, entered.rotary, entered.expose, entered.unmasked)

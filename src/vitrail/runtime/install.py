@@ -37,6 +37,7 @@ def _attach_method(trunk: nn.Module, method: Method) -> None:
     trunk._modules.pop(METHOD, None)
     if next(method.parameters(), None) is not None or next(method.buffers(), None) is not None:
         trunk.add_module(METHOD, method)
+    method.train(trunk.training)
 
 
 def uninstall(found: Found) -> None:

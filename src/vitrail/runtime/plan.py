@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from vitrail.adapters.base import BlockAdapter
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
 from vitrail.merging import Method, Room, Schedule, Solution, ToMe
 from vitrail.merging.bipartite import Order
+from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.side_tokens import SideTokens
 from vitrail.tokens import TokenLayout
@@ -101,8 +103,12 @@ class Plan:
         """Return how many tokens can merge when there are this many patches."""
         special, method = self.layout.num_special, self.method
         restored = method.scope == "block"
+        feasible: Capacity | None = None
+        if type(method).feasible is not Method.feasible:
+            grid = self.layout.grid if patches == self.layout.num_patches else (1, 1, patches)
+            feasible = partial(method.feasible, special=special, grid=grid)
         if self.protect is None:
-            return Room(special + patches, special, None, method.capacity, restored)
+            return Room(special + patches, special, None, method.capacity, restored, feasible)
         if self.protect.shape[1] != patches:
             raise UnsupportedInput(
                 f"protect= has {self.protect.shape[1]} entries for each image, but this input has {patches} patches; "
@@ -110,7 +116,7 @@ class Plan:
             )
         mask = _with_special(self.protect, special)
         first = method.capacity(special + patches, mask)
-        return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored)
+        return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored, feasible)
 
     def _solve(self, schedule: Schedule, patches: int) -> Solution:
         return schedule.solve(self.depth, self.room(patches), self.counter(self.layout.num_special, patches))

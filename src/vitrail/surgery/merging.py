@@ -24,7 +24,7 @@ from vitrail.runtime.checks import (
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding
 from vitrail.runtime.install import install, uninstall
-from vitrail.runtime.layout import added_to
+from vitrail.runtime.layout import added_to, first_class_token
 from vitrail.runtime.plan import Plan, parse_map, parse_protect
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle
@@ -43,7 +43,7 @@ def merge(
     *,
     keep: float | None = None,
     gflops: float | None = None,
-    schedule: str | float = "constant",
+    schedule: str | float | None = None,
     proportional: bool = True,
     order: str = "paper",
     protect: Any = None,
@@ -66,7 +66,7 @@ def merge(
         keep: share of the patches left after the last layer.
         gflops: budget for one input, in 10⁹ multiply-adds; solved for each input size.
         schedule: distribution of the merges over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
-            ``"increasing"``, or ToMe's inflection from −1 to 1.
+            ``"increasing"``, or ToMe's inflection from −1 to 1. By default the method's own: for most, constant.
         proportional: let attention count a token of size s as s tokens. Models pretrained by masking (MAE) and used
             without fine-tuning do better without.
         order: ``"paper"`` as in ToMe; ``"original"`` keeps tokens in the order of their first member.
@@ -93,14 +93,17 @@ def merge(
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
-    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static)
+    layers = chosen.layers(depth)
+    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static, layers=layers)
+    shape = _model_shape(found)
+    chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
     mask = parse_protect(protect, layout.grid, resizes)
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
-    chosen.build(_model_shape(found))
     plan.change(wanted)
+    chosen.build(shape)
     install(found, plan)
     return Merging(model, found, plan)
 
@@ -109,7 +112,17 @@ def _model_shape(found: Found) -> ModelShape:
     parts, block = found.block_adapters[0], found.blocks[0]
     heads, head_width = parts.head_shape(block)
     width = getattr(parts.feed_last(block), "out_features", heads * head_width)
-    return ModelShape(len(found.blocks), int(width), heads, head_width)
+    layout, training = found.adapter.layout(found.trunk), found.trunk.training
+    return ModelShape(
+        len(found.blocks),
+        int(width),
+        heads,
+        head_width,
+        layout.num_special,
+        first_class_token(layout),
+        layout.grid,
+        training,
+    )
 
 
 class Merging(Handle):
@@ -155,9 +168,7 @@ class Merging(Handle):
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
-        self._check_active()
-        shape = 0.0 if hasattr(value, "__len__") else self._plan.schedule.inflection
-        self._plan.change(Schedule.parse(self._plan.depth, value, schedule=shape))
+        self._request(r=value)
 
     @property
     def keep(self) -> float | None:
@@ -166,8 +177,7 @@ class Merging(Handle):
 
     @keep.setter
     def keep(self, value: float) -> None:
-        self._check_active()
-        self._plan.change(Schedule.parse(self._plan.depth, keep=value, schedule=self._plan.schedule.inflection))
+        self._request(keep=value)
 
     @property
     def gflops(self) -> float | None:
@@ -176,8 +186,7 @@ class Merging(Handle):
 
     @gflops.setter
     def gflops(self, value: float) -> None:
-        self._check_active()
-        self._plan.change(Schedule.parse(self._plan.depth, gflops=value, schedule=self._plan.schedule.inflection))
+        self._request(gflops=value)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -187,7 +196,7 @@ class Merging(Handle):
         config: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if isinstance(wanted.r, tuple):
             config["r"] = list(wanted.r)
-        else:
+        elif wanted.shape is not None:
             config["schedule"] = wanted.shape
         config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge, method=plan.method.config)
         if plan.protect is not None:
@@ -277,6 +286,14 @@ class Merging(Handle):
         finally:
             refuse_merged(self.model)
             install(self.found, self._plan)
+
+    def _request(self, **amount: Any) -> None:
+        """Request another amount, distributed over depth as before; a list for ``r`` is the schedule itself."""
+        self._check_active()
+        schedule = self._plan.schedule
+        shape = None if hasattr(amount.get("r"), "__len__") else schedule.shape
+        layers = self.method.layers(self._plan.depth)
+        self._plan.change(Schedule.parse(self._plan.depth, **amount, schedule=shape, layers=layers))
 
     def _planned(self, patches: int) -> tuple[int, ...]:
         """Return the merges per layer; raise where they depend on the images."""

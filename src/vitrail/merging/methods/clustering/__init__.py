@@ -1,0 +1,1 @@
+"""Methods that cluster tokens: groups of any size in one step."""

@@ -1,0 +1,1 @@
+"""Methods whose number of tokens depends on the image."""

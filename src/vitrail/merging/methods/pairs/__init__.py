@@ -1,0 +1,1 @@
+"""Methods that merge pairs of similar tokens, with other scores than ToMe's."""

@@ -34,7 +34,9 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def context_of(case: Case, seed: int = 0, batch: int = 3, dtype: torch.dtype = torch.float64, **options: Any) -> Context:
+def context_of(
+    case: Case, seed: int = 0, batch: int = 3, dtype: torch.dtype = torch.float64, **options: Any
+) -> Context:
     """Return the context of a block with random tokens, projections, sizes and attention."""
     make = torch.Generator().manual_seed(seed)
 
@@ -99,4 +101,3 @@ def merged(method: Method, context: Context, reduction: Reduction) -> tuple[Tens
     x, state = MergeState((0,), size=context.size, protected=context.protected).apply(context.x, reduction, method)
     assert state.size is not None
     return x, state.size
-

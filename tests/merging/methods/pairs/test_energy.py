@@ -9,7 +9,16 @@ import pytest
 import torch
 
 import vitrail
-from tests.merging.methods.pairs.cases import CASES, Case, check_places, context_of, every_case, free_of, groups_of, unit
+from tests.merging.methods.pairs.cases import (
+    CASES,
+    Case,
+    check_places,
+    context_of,
+    every_case,
+    free_of,
+    groups_of,
+    unit,
+)
 from tests.models.mixes import SMALL, built, random_images
 from vitrail.errors import InvalidOption
 from vitrail.merging import Context
@@ -49,7 +58,10 @@ def test_groups_against_a_loop(case: Case) -> None:
         for r in range(1, capacity + 1):
             step = Energy().reduce(context, r).assignment
             check_places(step, context)
-            assert step.length == max(int((context.size[i] > 0).sum()) if case.sizes else case.length for i in range(3)) - r
+            assert (
+                step.length
+                == max(int((context.size[i] > 0).sum()) if case.sizes else case.length for i in range(3)) - r
+            )
             for image in range(3):
                 found = groups_of(step, context, image)
                 assert found == by_loop(context, image, r, 0.75)
@@ -74,7 +86,10 @@ def test_isolated_tokens_stay() -> None:
     context = Context(0, (1, 3, 4), x, project=lambda: (x[:, None], x[:, None], x[:, None]))
     step = Energy().reduce(context, 4).assignment
     # all copies are alike, so ties decide: A is every second copy, and all of A choose the first copy of B
-    assert groups_of(step, context, 0) == {frozenset({1, 4, 7, 10, 2}), *(frozenset({i}) for i in (0, 3, 5, 6, 8, 9, 11))}
+    assert groups_of(step, context, 0) == {
+        frozenset({1, 4, 7, 10, 2}),
+        *(frozenset({i}) for i in (0, 3, 5, 6, 8, 9, 11)),
+    }
 
 
 def test_ties_go_to_the_lower_index() -> None:

@@ -9,8 +9,16 @@ import torch
 
 import vitrail
 from tests.merging.methods.pairs.cases import (
-    CASES, Case, check_places, context_of, every_case, free_of, groups_of, merged, unit,
-)  # fmt: skip
+    CASES,
+    Case,
+    check_places,
+    context_of,
+    every_case,
+    free_of,
+    groups_of,
+    merged,
+    unit,
+)
 from tests.models.mixes import SMALL, built, random_images
 from vitrail.errors import InvalidOption
 from vitrail.merging import Context

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import vitrail
-from tests.merging.methods.pairs.cases import CASES, Case, check_places, context_of, every_case, free_of, groups_of, unit
+from tests.merging.methods.pairs.cases import (
+    CASES,
+    Case,
+    check_places,
+    context_of,
+    every_case,
+    free_of,
+    groups_of,
+    unit,
+)
 from tests.models.mixes import SMALL, built, random_images
 from vitrail.errors import InvalidOption
 from vitrail.merging import Context

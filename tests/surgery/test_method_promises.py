@@ -9,6 +9,7 @@ import vitrail
 from tests.merging.test_custom_methods import KMeans, Threshold
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.merging import Prune, Random, ToMe
+from vitrail.merging.methods.pairs import MCTF, MLERP, Energy, Grid, Mutual
 
 METHODS: dict[str, Any] = {
     "tome": ToMe,
@@ -18,6 +19,14 @@ METHODS: dict[str, Any] = {
     "prune": Prune,
     "clustering": KMeans,
     "threshold": lambda: Threshold(0.5),
+    "energy": Energy,
+    "mctf": MCTF,
+    "grid": Grid,
+    "mutual": Mutual,
+    "mlerp": MLERP,
+    "prune energy": lambda: Prune("energy"),
+    "prune grid": lambda: Prune("grid"),
+    "prune mutual": lambda: Prune("mutual"),
 }
 
 everywhere = pytest.mark.parametrize("name", FEW)
@@ -65,7 +74,7 @@ def test_a_batch_equals_its_images_one_by_one(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3"])
-@pytest.mark.parametrize("method", ["values", "mix", "prune"])
+@pytest.mark.parametrize("method", ["values", "mix", "prune", "energy", "mctf", "grid", "mlerp", "prune grid"])
 def test_static_methods_compile_as_one_graph(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)

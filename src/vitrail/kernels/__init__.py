@@ -139,7 +139,7 @@ def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "pa
     check_reduction(method, reduction, context)
     if reduction is None:
         return None
-    if order == "original" or not method.places_groups:
+    if not method.places_groups or (order == "original" and not method.keeps_grid):
         reduction = replace(reduction, assignment=reduction.assignment.by_first_member())
     plain = reduction.weight is None and reduction.size is None and reduction.soft is None and method.averages
     if plain and usable(context.x) and not torch.compiler.is_compiling():

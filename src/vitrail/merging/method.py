@@ -184,6 +184,7 @@ class Method(nn.Module):
         scope: tokens stay reduced for the rest of the ``"pass"``, or are restored after each ``"block"``.
         places_groups: the index map places groups itself, protected tokens in front in their order. Otherwise groups
             are sorted by their first member.
+        keeps_grid: the patches that stay form a grid in row-major order, also with ``order="original"``.
         twin: name of a fused kernel that does the same; see ``vitrail.kernels``.
     """
 
@@ -191,6 +192,7 @@ class Method(nn.Module):
     place: ClassVar[Literal["before", "between"]] = "between"
     scope: ClassVar[Literal["pass", "block"]] = "pass"
     places_groups: ClassVar[bool] = False
+    keeps_grid: ClassVar[bool] = False
     relaxes: ClassVar[bool] = False
 
     name: ClassVar[str] = ""
@@ -276,6 +278,11 @@ class Method(nn.Module):
     def loss(self) -> Tensor | None:
         """Return the method's own loss for the latest pass, to be added to the model's; None where there is none."""
         return None
+
+    @property
+    def any_count(self) -> bool:
+        """Whether one step can remove any number of tokens up to the capacity, and not only :meth:`feasible` ones."""
+        return type(self).feasible is Method.feasible
 
     @property
     def averages(self) -> bool:

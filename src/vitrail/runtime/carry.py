@@ -121,7 +121,7 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
         )
     if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
         layout = layout.with_grid((1, 1, patches))
-    solution = plan.solve(patches)
+    solution = plan.solve(patches, layout.grid)
     plan.report(solution, patches)
     per_layer = solution.wanted if plan.images_decide else solution.per_layer
     state = MergeState(
@@ -142,7 +142,8 @@ def _refuse_changes(plan: Plan, entered: Pass) -> None:
             f"{plan.depth} blocks were merged and the model now has {count}; remove the merging before blocks are "
             "added or dropped, and merge again"
         )
-    if entered.gridded and not plan.unmerge and any(plan.solve(entered.layout.num_patches).per_layer):
+    layout = entered.layout
+    if entered.gridded and not plan.unmerge and any(plan.solve(layout.num_patches, layout.grid).per_layer):
         raise UnsupportedInput(
             "feature maps need every patch at its place, and with unmerge=False merged tokens come out; merge with "
             "unmerge=True, or request token sequences (timm: output_fmt='NLC')"

@@ -164,7 +164,7 @@ class Merging(Handle):
 
         A number is distributed over depth by the present schedule; a list is the schedule itself.
         """
-        return list(self._planned(self.layout.num_patches))
+        return list(self._planned(self.layout))
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
@@ -210,7 +210,7 @@ class Merging(Handle):
         """
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
-        for merges, late in zip(self._planned(layout.num_patches), self._plan.cost.late, strict=True):
+        for merges, late in zip(self._planned(layout), self._plan.cost.late, strict=True):
             length -= 0 if self.method.scope == "block" else merges
             lengths.append(length + late)
         return lengths
@@ -221,7 +221,7 @@ class Merging(Handle):
         One multiply-add is one FLOP, as in the literature.
         """
         layout = self._layout_for(size)
-        per_layer = self._planned(layout.num_patches) if merged else (0,) * self._plan.depth
+        per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
 
     def track(self) -> AbstractContextManager[Trace]:
@@ -295,7 +295,7 @@ class Merging(Handle):
         layers = self.method.layers(self._plan.depth)
         self._plan.change(Schedule.parse(self._plan.depth, **amount, schedule=shape, layers=layers))
 
-    def _planned(self, patches: int) -> tuple[int, ...]:
+    def _planned(self, layout: TokenLayout) -> tuple[int, ...]:
         """Return the merges per layer; raise where they depend on the images."""
         if not self.method.static:
             raise InvalidOption(
@@ -303,7 +303,7 @@ class Merging(Handle):
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )
-        return self._plan.solve(patches).per_layer
+        return self._plan.solve(layout.num_patches, layout.grid).per_layer
 
     @property
     def method(self) -> Method:

@@ -151,3 +151,9 @@ def test_numpy_and_torch_integers_count():
 
     assert Schedule.parse(2, r=np.int64(3)).r == 3
     assert Schedule.parse(2, r=(1, np.int32(2))).r == (1, 2)
+
+
+def test_without_a_number_layers_without_a_share_merge_nothing():
+    solution = solve(3, Room(17, 1), required=False, layers=(0.0, 0.5, 0.5))
+    assert solution.per_layer == (0, 17, 17)
+    assert solve(3, Room(17, 1), required=False).per_layer == (17, 17, 17)

@@ -9,6 +9,8 @@ import vitrail
 from tests.merging.test_custom_methods import KMeans, Threshold
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.merging import Prune, Random, ToMe
+from vitrail.merging.methods import clustering
+from vitrail.merging.methods.pruning import ATS, EViT
 
 METHODS: dict[str, Any] = {
     "tome": ToMe,
@@ -18,14 +20,19 @@ METHODS: dict[str, Any] = {
     "prune": Prune,
     "clustering": KMeans,
     "threshold": lambda: Threshold(0.5),
+    "evit": EViT,
+    "evit-drop": lambda: EViT("drop"),
+    "kmeans": clustering.KMeans,
+    "dpc_knn": clustering.DPCKNN,
+    "ats": ATS,
 }
+NEEDS_CLASS_TOKEN = {"evit", "evit-drop", "ats"}
 
-everywhere = pytest.mark.parametrize("name", FEW)
-every_method = pytest.mark.parametrize("method", METHODS)
+PAIRS = [(name, method) for name in FEW for method in METHODS if name != "timm-map" or method not in NEEDS_CLASS_TOKEN]
+every_pair = pytest.mark.parametrize(("name", "method"), PAIRS)
 
 
-@everywhere
-@every_method
+@every_pair
 def test_zero_merges_reproduce_the_model_and_removal_restores_it(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)
@@ -39,8 +46,7 @@ def test_zero_merges_reproduce_the_model_and_removal_restores_it(name: str, meth
     assert torch.equal(run(model, images, case), before)
 
 
-@everywhere
-@every_method
+@every_pair
 def test_special_tokens_survive_and_every_patch_is_restored(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)
@@ -53,8 +59,7 @@ def test_special_tokens_survive_and_every_patch_is_restored(name: str, method: s
     assert trace.unmerge(torch.randn(2, trace.sizes.shape[1], 3)).shape == (2, trace.layout.num_tokens, 3)
 
 
-@everywhere
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "random"])
+@pytest.mark.parametrize(("name", "method"), [pair for pair in PAIRS if pair[1] != "random"])
 def test_a_batch_equals_its_images_one_by_one(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images(batch=3)
@@ -65,7 +70,7 @@ def test_a_batch_equals_its_images_one_by_one(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3"])
-@pytest.mark.parametrize("method", ["values", "mix", "prune"])
+@pytest.mark.parametrize("method", ["values", "mix", "prune", "evit", "kmeans", "dpc_knn"])
 def test_static_methods_compile_as_one_graph(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)

@@ -136,7 +136,8 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
         planned = min(planned, method.capacity(x.shape[1], state.protected))
     if not planned:
         return x, state
-    context.planned = planned
+    unlimited = not method.static and carried.r >= carried.layout.num_tokens
+    context.planned = None if unlimited else planned
     r = method.amount(context, planned)
     check_amount(method, r, context)
     if isinstance(r, int) and r == 0 and not state.padded:

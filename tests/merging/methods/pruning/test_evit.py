@@ -114,7 +114,9 @@ def test_three_blocks_reduce_by_default() -> None:
 
 
 def test_a_class_token_is_required() -> None:
-    model = ViT(ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, num_classes=3, tokens=(), pool="mean"))
+    model = ViT(
+        ViTConfig(image_size=16, patch_size=4, width=16, depth=2, heads=2, num_classes=3, tokens=(), pool="mean")
+    )
     with pytest.raises(UnsupportedModel, match="class token"):
         vitrail.merge(model, r=2, method="evit")
     assert type(model) is ViT

@@ -75,8 +75,10 @@ class AViT(LearnedMethod):
         size = torch.where(active, runs + (left - left.detach()), size.detach())
 
         ponder = runs + halts * (1 - before)
+        if "halting" not in context.memory:  # the blocks before ran for all tokens
+            ponder = ponder + context.layer
         if context.layer == context.depth - 1:
-            ponder = ponder + runs * (1 - total)
+            ponder = ponder + runs * left
         free = ~protected_mask(context.protected, size.shape[1], size.device).expand(size.shape)
         mean = (ponder * free).sum(1) / free.sum(1).clamp(min=1)
         self.add_loss(context, self.ponder * mean.mean())

@@ -230,7 +230,8 @@ def _attention_weights(
         return parts.weigh(block, scores, key_bias(size, None, scores))
 
     if queries is not None:
-        return rows(q[:, :, list(queries)])
+        # not by a list of indices, which would be copied to the device each time
+        return rows(torch.stack([q[:, :, query] for query in queries], 2))
     present = state.presence
     received: Tensor | float = 0.0
     for start in range(0, q.shape[2], QUERIES_AT_ONCE):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import vitrail
+from tests.extras import always
 from tests.merging.test_custom_methods import KMeans, Threshold
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.merging import Prune, Random, ToMe
@@ -81,7 +82,7 @@ def test_a_batch_equals_its_images_one_by_one(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3"])
-@pytest.mark.parametrize("method", ["values", "mix", "prune", "evit", "kmeans", "dpc_knn"])
+@pytest.mark.parametrize("method", ["values", "mix", "prune"])
 def test_static_methods_compile_as_one_graph(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)
@@ -91,3 +92,16 @@ def test_static_methods_compile_as_one_graph(name: str, method: str) -> None:
         wanted = run(model, images, case)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert distance(run(compiled, images, case), wanted) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "method", always(["evit", "kmeans"], ["evit", "kmeans", "evit-drop", "dpc_knn", "agglomerative", "dynamicvit"])
+)
+def test_static_choices_are_one_graph(method: str) -> None:
+    case = ALL["timm-registers"]
+    model, images = case.model(torch.float32), case.images(torch.float32)
+    vitrail.merge(model, r=2, method=METHODS[method]())
+    torch._dynamo.reset()
+    with torch.no_grad():
+        wanted = run(model, images, case)
+        assert distance(run(torch.compile(model, fullgraph=True, backend="eager"), images, case), wanted) < 1e-5

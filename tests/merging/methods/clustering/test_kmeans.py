@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.merging.methods.blocks import BLOCKS, alone, block, check_means, free_places, members, mask, size_of
+from tests.merging.methods.blocks import BLOCKS, alone, block, check_means, free_places, mask, members, size_of
 from vitrail.errors import InvalidOption
 from vitrail.merging import Context, as_method
 from vitrail.merging.methods.clustering import KMeans

@@ -69,13 +69,11 @@ def ponder_of(blocks: list[Tensor], image: int, free: list[int]) -> float:
     total = 0.0
     for i in free:
         runs, halting = 1, 0.0
-        for layer, x in enumerate(blocks[1:], 1):
+        for x in blocks[1:]:
             h = score(float(x[image, i, 0]))
             if halting + h > 0.7:
                 break
             runs, halting = runs + 1, halting + h
-        else:
-            layer = len(blocks)
         total += runs + 1 - halting
     return total / len(free)
 

@@ -4,4 +4,4 @@ from vitrail.merging.methods.clustering.agglomerative import Agglomerative
 from vitrail.merging.methods.clustering.dpc_knn import DPCKNN
 from vitrail.merging.methods.clustering.kmeans import KMeans
 
-__all__ = ["Agglomerative", "DPCKNN", "KMeans"]
+__all__ = ["DPCKNN", "Agglomerative", "KMeans"]

@@ -140,8 +140,8 @@ class LearnedMethod(Method):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without the loss of the latest pass, whose graph cannot be copied."""
-        return {**super().__getstate__(), "_terms": {}}
+        """Return the state for copies, without the loss of the latest pass, whose graph cannot be copied."""
+        return {**vars(self), "_terms": {}}
 
 
 def _own(part: nn.Module) -> list[tuple[str, Tensor]]:

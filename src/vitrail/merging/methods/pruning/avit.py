@@ -82,7 +82,7 @@ class AViT(LearnedMethod):
         free = ~protected_mask(context.protected, size.shape[1], size.device).expand(size.shape)
         mean = (ponder * free).sum(1) / free.sum(1).clamp(min=1)
         self.add_loss(context, self.ponder * mean.mean())
-        step = Assignment.identity(*size.shape, device=size.device)
+        step = Assignment.identity(size.shape[0], size.shape[1], size.device)
         return Reduction(step, weight=torch.ones_like(size).detach(), size=size, memory={"halting": total})
 
     @torch.no_grad()

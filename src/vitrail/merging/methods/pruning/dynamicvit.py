@@ -85,7 +85,7 @@ class DynamicViT(LearnedMethod):
         share = (size * free).sum(1) / count
         error = share - (1 - removed / count)
         self.add_loss(context, RATIO_WEIGHT * error.square().mean() / len(self.stages))
-        step = Assignment.identity(*size.shape, device=size.device)
+        step = Assignment.identity(size.shape[0], size.shape[1], size.device)
         return Reduction(step, weight=torch.ones_like(size).detach(), size=size, archive={"removed": removed})
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"co
 
 ERRORS = (
     "AlreadyApplied BrokenPass Diverged ExportError ImageError InvalidOption ModelLoadError NotApplied ReportError "
-    "SaturatedWarning TrainingError UnsupportedInput UnsupportedModel VitrailError VitrailWarning"
+    "SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod VitrailError VitrailWarning"
 )
 
 

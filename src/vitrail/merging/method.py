@@ -45,7 +45,7 @@ class Context:
         archive: the method's own tensors, carried unchanged through the pass.
         guide: maps from outside (B, N, …), such as a saliency map; 0 for special tokens, merged along with the tokens.
         padded: whether images of the batch may keep different numbers of tokens.
-        planned: number of tokens planned to merge in this block.
+        planned: number of tokens planned to merge in this block; None where no number was requested.
         class_token: position of the first class token; None for models without one.
         project: computes queries, keys and values; called on first use.
         rotate: computes queries and keys with rotary position from these.

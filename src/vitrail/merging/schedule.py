@@ -166,9 +166,9 @@ class Schedule:
             if cost is None:
                 raise ValueError("a budget needs a cost")
             return self._solve_budget(depth, room, cost)
-        if self.r is None:  # every layer may merge as much as the method wants
-            most = tuple(room.tokens if self.layers is None or self.layers[layer] else 0 for layer in range(depth))
-            most = room.cap(most) if room.restored else most
+        if self.r is None:  # layers with a share merge as much as the method wants
+            limits = [room.tokens if share else 0 for share in self.layers or [1.0] * depth]
+            most = tuple(room.cap(limits) if room.restored else limits)
             return Solution(most, most)
         if isinstance(self.r, tuple):
             wanted = self.r

@@ -136,7 +136,8 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
         planned = min(planned, method.capacity(x.shape[1], state.protected))
     if not planned:
         return x, state
-    context.planned = planned
+    unlimited = not method.static and carried.r >= carried.layout.num_tokens
+    context.planned = None if unlimited else planned
     r = method.amount(context, planned)
     check_amount(method, r, context)
     if isinstance(r, int) and r == 0 and not state.padded:
@@ -224,7 +225,9 @@ def _attention_weights(
         return parts.weigh(block, scores, key_bias(size, None, scores))
 
     if queries is not None:
-        return weigh((q[:, :, list(queries)] * scale) @ k.transpose(-2, -1))
+        # not by a list of indices, which would be copied to the device each time
+        some = torch.stack([q[:, :, query] for query in queries], 2)
+        return weigh((some * scale) @ k.transpose(-2, -1))
     return kernels.received_attention(q, k, size, state.presence, scale, None if parts.fused else weigh)
 
 

@@ -34,7 +34,11 @@ def install(found: Found, plan: Plan) -> None:
 
 
 def _attach_method(trunk: nn.Module, method: Method) -> None:
+    """Attach a method to its trunk: in the same mode, on the same device, in the same dtype."""
     trunk._modules.pop(METHOD, None)
+    weight = next((one for one in trunk.parameters() if one.is_floating_point()), None)
+    if weight is not None:
+        method.to(weight.device, weight.dtype)
     if next(method.parameters(), None) is not None or next(method.buffers(), None) is not None:
         trunk.add_module(METHOD, method)
     method.train(trunk.training)

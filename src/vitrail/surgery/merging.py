@@ -102,8 +102,8 @@ def merge(
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
-    plan.change(wanted)
     chosen.build(shape)
+    plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
 

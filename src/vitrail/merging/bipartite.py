@@ -104,9 +104,9 @@ def match(
 def match_scores(
     scores: Tensor, r: int | Tensor, protected: Protected = 0, order: Order = "paper", present: Tensor | None = None
 ) -> Assignment:
-    """Merge the ``r`` best pairs of an even and an odd token, by scores (B, A, C) that are −inf where either is blocked.
+    """Merge the ``r`` best pairs of an even and an odd token, by scores (B, A, C): −inf where either cannot merge.
 
-    As :func:`match`, which scores pairs by the cosine of their features.
+    The same as :func:`match`, which scores pairs by the cosine of their features.
     """
     batch, length = scores.shape[0], scores.shape[1] + scores.shape[2]
     if isinstance(r, int) and r == 0 and present is None:

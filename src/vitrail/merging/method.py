@@ -185,6 +185,8 @@ class Method(nn.Module):
         places_groups: the index map places groups itself, protected tokens in front in their order. Otherwise groups
             are sorted by their first member.
         twin: name of a fused kernel that does the same; see ``vitrail.kernels``.
+        bucket: lengths of methods that are not static are padded to a multiple of this, so that shapes repeat and
+            memory is reused; None: 16 on CUDA devices, 1 elsewhere.
     """
 
     static: ClassVar[bool] = True
@@ -192,6 +194,7 @@ class Method(nn.Module):
     scope: ClassVar[Literal["pass", "block"]] = "pass"
     places_groups: ClassVar[bool] = False
     relaxes: ClassVar[bool] = False
+    bucket: int | None = None
 
     name: ClassVar[str] = ""
     """Name under which the method is registered."""
@@ -200,6 +203,11 @@ class Method(nn.Module):
     def twin(self) -> str | None:
         """Name of a fused kernel that does the same with these options; None for none."""
         return None
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the method needs planned numbers, so that ``r``, ``keep`` or ``gflops`` is required."""
+        return self.static
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Promises of every merging method on every kind of model."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import vitrail
 from tests.merging.test_custom_methods import KMeans, Threshold
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.merging import Prune, Random, ToMe
+from vitrail.merging.methods import content, dynamic
 
 METHODS: dict[str, Any] = {
     "tome": ToMe,
@@ -18,6 +20,10 @@ METHODS: dict[str, Any] = {
     "prune": Prune,
     "clustering": KMeans,
     "threshold": lambda: Threshold(0.5),
+    "thresholds": lambda: dynamic.Threshold(-0.5, size_aware=True, bucket=4),
+    "salient": lambda: content.Salient("norm", keep=0.2),
+    "vid-tldr": content.VidTLDR,
+    "edges": content.Edges,
 }
 
 everywhere = pytest.mark.parametrize("name", FEW)
@@ -64,8 +70,13 @@ def test_a_batch_equals_its_images_one_by_one(name: str, method: str) -> None:
     assert distance(alone, together) < 1e-7
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3"])
-@pytest.mark.parametrize("method", ["values", "mix", "prune"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *product(["timm-registers", "eva-dinov3"], ["values", "mix", "prune"]),
+        *product(["eva-dinov3"], ["salient", "vid-tldr", "edges"]),
+    ],
+)
 def test_static_methods_compile_as_one_graph(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)

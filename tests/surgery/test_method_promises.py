@@ -24,6 +24,10 @@ METHODS: dict[str, Any] = {
     "salient": lambda: content.Salient("norm", keep=0.2),
     "vid-tldr": content.VidTLDR,
     "edges": content.Edges,
+    "entropy": lambda: dynamic.Entropy(strength=0.2),
+    "pixel-entropy": lambda: dynamic.Entropy("input", strength=0.2),
+    "local-global": lambda: dynamic.LocalGlobal(-1.0, deviations=-1.0),
+    "identical": lambda: dynamic.Identical(tolerance=100.0),
 }
 
 everywhere = pytest.mark.parametrize("name", FEW)

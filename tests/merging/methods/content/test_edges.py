@@ -115,9 +115,9 @@ def test_edges_of_the_input() -> None:
     model, x = built(config), random_images(config, batch=2)
     with torch.no_grad(), vitrail.merge(model, r=4, method="edges"):
         found = model(x)
-    with torch.no_grad(), vitrail.merge(model, r=4, method=Edges("mine")) as merging:
-        with merging.guide(mine=edge_map(x, (1, 6, 6))):
-            assert torch.equal(model(x), found)
+    own = edge_map(x, (1, 6, 6))
+    with torch.no_grad(), vitrail.merge(model, r=4, method=Edges("mine")) as merging, merging.guide(mine=own):
+        assert torch.equal(model(x), found)
 
 
 @pytest.mark.parametrize("options", [{"boundary": ""}, {"penalty": -1}, {"penalty": math.nan}, {"features": "x"}])

@@ -107,7 +107,7 @@ class Edges(Method):
 
 def strongest_edge(edges: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
     """Return the highest value of a map (B, h, w) on the lines from places (B, A, 2) to places (B, C, 2): (B, A, C)."""
-    batch, height, width = edges.shape
+    height, width = edges.shape[1:]
     flat, found = edges.flatten(1), None
     for sample in range(SAMPLES):
         share = sample / (SAMPLES - 1)

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from vitrail.errors import InvalidOption
+from vitrail.merging.assignment import Assignment
 from vitrail.merging.method import Method
 
 
@@ -72,3 +74,17 @@ class Calibrated(DynamicMethod):
     def settings(self, values: Mapping[str, Any]) -> None:
         for name in self.calibrated:
             setattr(self, name, values[name])
+
+
+def by_first(first: Tensor, present: Tensor | None = None) -> Assignment:
+    """Return the groups of tokens (B, N) that name the same first member, in the order of these.
+
+    ``present`` is False for padding, which comes last.
+    """
+    leads = first == torch.arange(first.shape[1], device=first.device)
+    if present is not None:
+        leads &= present
+    place, kept = leads.long().cumsum(1) - 1, leads.sum(1, keepdim=True)
+    length = int(kept.max())
+    target = place.gather(1, first)
+    return Assignment(target if present is None else torch.where(present, target, kept.clamp(max=length - 1)), length)

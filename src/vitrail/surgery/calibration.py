@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail._checks import is_number
 from vitrail.adapters import Found
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
@@ -69,7 +70,7 @@ def calibrate(
         )
     if target is None or (target.r, target.keep, target.gflops) == (None, None, None):
         raise InvalidOption("calibrate needs a budget: pass keep= or gflops=, for example keep=0.5")
-    if not isinstance(tolerance, float) or not 0 < tolerance < 1:
+    if not is_number(tolerance) or not 0 < tolerance < 1:
         raise InvalidOption(f"tolerance is a relative deviation between 0 and 1; got {tolerance!r}")
     data = images
     if not isinstance(images, Batches):

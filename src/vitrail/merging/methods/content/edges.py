@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, match_scores, similarity
 from vitrail.merging.features import Features, check_features, compute_features
@@ -52,7 +51,7 @@ class Edges(Method):
             raise InvalidOption(
                 f"boundary is 'input', or the name of a map passed by merging.guide(); got {boundary!r}"
             )
-        if not isinstance(penalty, Real) or isinstance(penalty, bool) or not 0 <= penalty < math.inf:
+        if not is_number(penalty) or penalty < 0:
             raise InvalidOption(f"penalty is a number of 0 or more; got {penalty!r}")
         self.boundary, self.penalty, self.features = boundary, float(penalty), check_features(features)
 

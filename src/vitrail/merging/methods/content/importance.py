@@ -45,7 +45,9 @@ def attention_entropy(context: Context) -> Tensor:
 
 def norm(context: Context) -> Tensor:
     """Return the norm of each token."""
-    return context.x.norm(dim=2, dtype=torch.promote_types(context.x.dtype, torch.float32))
+    work = torch.promote_types(context.x.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(context.x, dim=2, dtype=work)
+    return found
 
 
 def motion(context: Context) -> Tensor:

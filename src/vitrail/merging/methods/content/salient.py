@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
 from vitrail.merging.assignment import Assignment
 from vitrail.merging.bipartite import Protected, match_scores, similarity
@@ -49,9 +48,9 @@ class Salient(Method):
     ) -> None:
         super().__init__()
         self.importance, self.features = check_importance(importance), check_features(features)
-        if not _is_real(strength) or not 0 <= strength < math.inf:
+        if not is_number(strength) or strength < 0:
             raise InvalidOption(f"strength is 0 or more; got {strength!r}")
-        if not _is_real(keep) or not 0 <= keep < 1:
+        if not is_number(keep) or not 0 <= keep < 1:
             raise InvalidOption(
                 f"keep is the share of the tokens that never merge, from 0 to below 1 (of the method, not of "
                 f"vitrail.merge); got {keep!r}"
@@ -118,7 +117,3 @@ def match_among(features: Tensor, candidates: Tensor, r: int | Tensor, context: 
     found = match_scores(scores, r, blocked, present=present)
     target = torch.zeros_like(found.target).scatter(1, order, found.target)
     return Assignment(target, found.length)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

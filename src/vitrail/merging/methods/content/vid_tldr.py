@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import Protected, front_edges, mask_edges, match
 from vitrail.merging.features import Features, check_features, compute_features
@@ -31,7 +32,7 @@ class VidTLDR(Method):
 
     def __init__(self, first: int = 4, *, features: Features = "tokens") -> None:
         super().__init__()
-        if isinstance(first, bool) or not isinstance(first, int) or first < 1:
+        if not is_int(first, 1):
             raise InvalidOption(f"first is the number of first layers that merge, 1 or more; got {first!r}")
         self.first, self.features = first, check_features(features)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
 from vitrail.merging.assignment import Assignment
 from vitrail.merging.method import Method
@@ -25,7 +26,7 @@ class DynamicMethod(Method):
 
     def __init__(self, bucket: int | None = None) -> None:
         super().__init__()
-        if bucket is not None and (isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1):
+        if bucket is not None and not is_int(bucket, 1):
             raise InvalidOption(f"bucket is a whole number of 1 or more, or None; got {bucket!r}")
         self.bucket = bucket
 

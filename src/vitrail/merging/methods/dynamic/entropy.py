@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import Protected, front_edges, mask_edges, match
 from vitrail.merging.features import Features, check_features, compute_features
@@ -65,7 +65,7 @@ class Entropy(Calibrated):
         super().__init__(bucket)
         if source not in CENTERS:
             raise InvalidOption(f"source is 'attention' or 'input'; got {source!r}")
-        if not _is_real(strength) or not 0 <= strength < math.inf:
+        if not is_number(strength) or strength < 0:
             raise InvalidOption(f"strength is 0 or more; got {strength!r}")
         self.source, self.strength, self.features = source, float(strength), check_features(features)
         self.center = CENTERS[source] if center is None else _per_layer("center", center)
@@ -177,11 +177,7 @@ def pixel_entropy(inputs: Tensor, grid: tuple[int, int, int]) -> Tensor:
 
 def _per_layer(name: str, value: object, above: float = -math.inf) -> float | list[float]:
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if not values or not all(_is_real(one) and one > above for one in values):  # type: ignore[operator]
+    if not values or not all(is_number(one) and one > above for one in values):
         bound = "" if above == -math.inf else f" above {above}"
         raise InvalidOption(f"{name} is a number{bound}, or a list with one for each layer; got {value!r}")
     return [float(one) for one in values] if isinstance(value, Sequence) else float(values[0])  # type: ignore[arg-type]
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

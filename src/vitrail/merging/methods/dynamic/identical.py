@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vitrail._checks import is_int, is_number
 from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import blocked_mask
 from vitrail.merging.method import Context, Reduction, register_method
@@ -42,9 +42,9 @@ class Identical(DynamicMethod):
 
     def __init__(self, tolerance: float = 0.0, *, unit: int = 1, bucket: int | None = None) -> None:
         super().__init__(bucket)
-        if not isinstance(tolerance, Real) or isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
+        if not is_number(tolerance) or tolerance < 0:
             raise InvalidOption(f"tolerance is a difference of pixels, 0 or more; got {tolerance!r}")
-        if isinstance(unit, bool) or not isinstance(unit, int) or unit < 1:
+        if not is_int(unit, 1):
             raise InvalidOption(f"unit is a number of patches, 1 or more; got {unit!r}")
         self.tolerance, self.unit = float(tolerance), unit
 
@@ -86,9 +86,9 @@ def equal_neighbors(pixels: Tensor, grid: tuple[int, int, int], tolerance: float
     batch, places = pixels.shape[0], (t, h // unit, w // unit)
     index = torch.arange(t * h * w, device=pixels.device).view(t, h, w)
     whole = index[:, : places[1] * unit, : places[2] * unit]
-    units = whole.unflatten(2, (-1, unit)).unflatten(1, (-1, unit)).transpose(2, 3).flatten(3)  # (t, rows, columns, u²)
+    units = whole.reshape(t, places[1], unit, places[2], unit).transpose(2, 3).flatten(3)  # (t, rows, columns, u²)
     found = units.expand(batch, *units.shape).clone()
-    values = pixels[:, :, units.flatten()].unflatten(2, units.shape)  # (B, C, t, rows, columns, u², pixels)
+    values = pixels[:, :, units]  # (B, C, t, rows, columns, u², pixels)
     for axis in (0, 1, 2):  # before, above, left: the last one wins
         count = units.shape[axis]
         if count < 2:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail._checks import is_int, is_number
 from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import blocked_mask, match_scores, rank, similarity
 from vitrail.merging.features import Features, check_features, compute_features
@@ -48,12 +48,11 @@ class LocalGlobal(DynamicMethod):
         bucket: int | None = None,
     ) -> None:
         super().__init__(bucket)
-        if threshold is not None and not _is_real(threshold):
+        if threshold is not None and not is_number(threshold):
             raise InvalidOption(f"threshold is a cosine from -1 to 1, or None; got {threshold!r}")
-        whole = isinstance(global_layer, int) and not isinstance(global_layer, bool) and global_layer >= 1
-        if global_layer is not None and not whole:
+        if global_layer is not None and not is_int(global_layer, 1):
             raise InvalidOption(f"global_layer is a layer after the first, 1 or more, or None; got {global_layer!r}")
-        if not _is_real(deviations):
+        if not is_number(deviations):
             raise InvalidOption(f"deviations is a number; got {deviations!r}")
         self.threshold, self.global_layer, self.deviations = threshold, global_layer, float(deviations)
         self.features = check_features(features)
@@ -99,9 +98,9 @@ class LocalGlobal(DynamicMethod):
             threshold = THRESHOLDS[min(THRESHOLDS, key=lambda width: abs(width - self.width))]
         batch, length = features.shape[:2]
         windows = window_members(context.grid, features.device) + length - math.prod(context.grid)
-        unit = F.normalize(features, dim=2)[:, windows.flatten()].unflatten(1, windows.shape)
+        unit = F.normalize(features, dim=2)[:, windows]
         cosine = (unit.sum(2).square().sum(2) - unit.square().sum((2, 3))) / 12
-        free = context.mergeable.expand(batch, -1)[:, windows.flatten()].unflatten(1, windows.shape).all(2)
+        free = context.mergeable.expand(batch, -1)[:, windows].all(2)
         cosine = cosine.nan_to_num(-math.inf).masked_fill(~free, -math.inf)
         most = r // 3 if isinstance(r, int) else r.unsqueeze(1) // 3
         merges = (cosine >= threshold) & cosine.isfinite() & (rank(cosine) < most)
@@ -130,8 +129,4 @@ def window_members(grid: tuple[int, int, int], device: torch.device) -> Tensor:
     """Return the patches of each 2×2 window (windows, 4), row by row; odd rows and columns at the end are left out."""
     t, h, w = grid
     index = torch.arange(t * h * w, device=device).view(t, h, w)[:, : h // 2 * 2, : w // 2 * 2]
-    return index.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).transpose(2, 3).reshape(-1, 4)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return index.reshape(t, h // 2, 2, w // 2, 2).transpose(2, 3).reshape(-1, 4)

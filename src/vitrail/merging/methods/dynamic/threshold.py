@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
 from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, match_scores, similarity
 from vitrail.merging.features import Features, check_features, compute_features
@@ -50,12 +50,12 @@ class Threshold(Calibrated):
         super().__init__(bucket)
         listed = isinstance(threshold, Sequence) and not isinstance(threshold, str)
         values = [value for value in threshold if value is not None] if listed else [threshold]  # type: ignore[union-attr]
-        if not all(map(_is_finite, values)):
+        if not all(map(is_number, values)):
             raise InvalidOption(
                 "threshold is a cosine from -1 to 1, or a list with one for each layer (None merges nothing there); "
                 f"got {threshold!r}"
             )
-        if not _is_finite(decay) or decay < 0 or not _is_finite(floor):
+        if not is_number(decay) or decay < 0 or not is_number(floor):
             raise InvalidOption(f"decay is 0 or more and floor is a cosine; got decay={decay!r}, floor={floor!r}")
         if listed and decay:
             raise InvalidOption(f"decay={decay} applies to one threshold; a list of thresholds needs none")
@@ -138,7 +138,3 @@ def score_at_rank(best: Tensor, count: int) -> Tensor:
     if not finite or not count:
         return ordered.new_full((), 2.0)
     return ordered[min(count, finite) - 1]
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -122,12 +122,22 @@ def match_scores(
     # group[i]: the position whose token i ends up in, its own unless it merges away
     group = position.clone()
     group[:, ::2] = torch.where(merges, 2 * partner + 1, position[:, ::2])
-    if isinstance(r, int) and present is None:
-        placed, kept = _place_by_kind(group, mask), length - r
-    else:
-        placed, kept = _place_present(group, mask, present, r)
-    found = Assignment(placed, kept)
+    found = place_groups(group, mask, present, r)
     return found if order == "paper" else found.by_first_member()
+
+
+def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
+    """Return the assignment of groups in ToMe's order: protected tokens, even positions, odd ones, padding.
+
+    Args:
+        group: for each token, the position (B, N) of the member that names its group; that member names itself.
+        mask: protected tokens (1 or B, N).
+        present: False for padding (B, N), which must come last; None where there is none.
+        r: number of tokens that merge away, for the whole batch or per image (B,).
+    """
+    if isinstance(r, int) and present is None:
+        return Assignment(_place_by_kind(group, mask), group.shape[1] - r)
+    return Assignment(*_place_present(group, mask, present, r))
 
 
 def _place_by_kind(group: Tensor, mask: Tensor, present: Tensor | None = None) -> Tensor:

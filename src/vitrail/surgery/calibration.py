@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,10 +82,11 @@ def calibrate(
         with evaluating(model), torch.no_grad():
             plan.change(target)
             with method.measuring(plan.depth):
-                _count(model, found, plan, target, data, batch_size)
+                planned = _count(model, found, plan, data, batch_size)
             if not method.budgeted:
                 plan.change(Schedule())
-            return _refine(method, lambda: _count(model, found, plan, target, data, batch_size), tolerance)
+            count = partial(_count, model, found, plan, data, batch_size)
+            return _refine(method, count, partial(_deviation, target, planned), tolerance)
     except BaseException:
         plan.change(schedule)
         method.settings = settings
@@ -93,44 +95,41 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Counts:
-    """Patches before and after, cost and budget of each image, as lists over images."""
+    """Patches before, planned to be left, and left, and the cost of each image, as lists over images."""
 
     patches: list[int]
+    planned: list[int]
     kept: list[int]
     flops: list[int]
-    goal: list[float]
-    spent: list[float]
-
-    @property
-    def deviation(self) -> float:
-        return sum(self.spent) / sum(self.goal) - 1
 
 
-def _count(
-    model: nn.Module, found: Found, plan: Plan, target: Schedule, data: Batches, batch_size: int | None
-) -> _Counts:
+def _count(model: nn.Module, found: Found, plan: Plan, data: Batches, batch_size: int | None) -> _Counts:
     """Run the model on all images and count what is left."""
-    counts = _Counts([], [], [], [], [])
+    counts = _Counts([], [], [], [])
     for batch in read_batches(found, data, batch_size):
         with tracking(plan) as trace:
             found.trunk(to_model(model, batch))
-        layout, flops = trace.layout, trace.flops.tolist()
-        kept = (trace.tokens_per_layer[:, -1] - layout.num_special).tolist()
-        if target.gflops is None:
-            planned = target.solve(plan.depth, plan.room(layout.num_patches)).per_layer
-            goal, spent = float(layout.num_patches - sum(planned)), kept
-        else:
-            goal, spent = target.gflops * 1e9, flops
-        counts.patches.extend([layout.num_patches] * len(kept))
-        counts.goal.extend([goal] * len(kept))
-        for values, new in ((counts.kept, kept), (counts.flops, flops), (counts.spent, spent)):
-            values.extend(new)
+        kept = (trace.tokens_per_layer[:, -1] - trace.layout.num_special).tolist()
+        patches = trace.layout.num_patches
+        counts.patches.extend([patches] * len(kept))
+        counts.planned.extend([max(1, patches - sum(trace.latest.state.per_layer))] * len(kept))
+        counts.kept.extend(kept)
+        counts.flops.extend(trace.flops.tolist())
     if not counts.kept:
         raise UnsupportedInput("there are no images to calibrate on")
     return counts
 
 
-def _refine(method: Calibrated, count: Callable[[], _Counts], tolerance: float) -> Calibration:
+def _deviation(target: Schedule, planned: _Counts, counts: _Counts) -> float:
+    """Return the relative deviation of the mean from the target."""
+    if target.gflops is None:
+        return sum(counts.kept) / sum(planned.planned) - 1
+    return sum(counts.flops) / len(counts.flops) / (target.gflops * 1e9) - 1
+
+
+def _refine(
+    method: Calibrated, count: Callable[[], _Counts], measure: Callable[[_Counts], float], tolerance: float
+) -> Calibration:
     """Shift all settings by bisection until the mean meets the budget, and return the result."""
     base = method.settings
     best: tuple[float, _Counts, dict[str, Any]] | None = None
@@ -141,7 +140,7 @@ def _refine(method: Calibrated, count: Callable[[], _Counts], tolerance: float) 
         method.settings = base
         method.shift(shift)
         counts = count()
-        deviation = counts.deviation
+        deviation = measure(counts)
         if best is None or abs(deviation) < abs(best[0]):
             best = deviation, counts, method.settings
         if abs(deviation) <= tolerance:

@@ -25,7 +25,7 @@ METHODS: dict[str, Any] = {
     "vid-tldr": content.VidTLDR,
     "edges": content.Edges,
     "entropy": lambda: dynamic.Entropy(strength=0.2),
-    "pixel-entropy": lambda: dynamic.Entropy("input", strength=0.2),
+    "pixel-entropy": lambda: dynamic.Entropy("input", center=0.8, spread=0.2),
     "local-global": lambda: dynamic.LocalGlobal(-1.0, deviations=-1.0),
     "identical": lambda: dynamic.Identical(tolerance=100.0),
 }

@@ -17,7 +17,7 @@ from vitrail.models import ViTConfig
 METHODS: dict[str, Callable[[], Method]] = {
     "threshold": lambda: dynamic.Threshold(0.3, size_aware=True),
     "entropy": lambda: dynamic.Entropy(strength=0.2),
-    "pixel-entropy": lambda: dynamic.Entropy("input", strength=0.2),
+    "pixel-entropy": lambda: dynamic.Entropy("input", center=0.8, spread=0.2),
     "local-global": lambda: dynamic.LocalGlobal(0.2, global_layer=1),
     "identical": lambda: dynamic.Identical(tolerance=3.0),
     "salient": lambda: content.Salient(keep=0.2),
@@ -35,9 +35,8 @@ def test_half_precision(name: str, mode: str) -> None:
     dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
     model, x = built(CONFIG).to(dtype), random_images(CONFIG, batch=3).to(dtype)
     casting = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext()
-    with torch.no_grad(), casting, vitrail.merge(model, r=4, method=METHODS[name]()) as merging:
-        with merging.track() as trace:
-            found = model(x)
+    with torch.no_grad(), casting, vitrail.merge(model, r=4, method=METHODS[name]()) as m, m.track() as trace:
+        found = model(x)
     assert found.isfinite().all()
     assert found.dtype == (torch.bfloat16 if mode == "autocast" else dtype)
     assert trace.sizes.shape[1] < 37

@@ -66,7 +66,7 @@ def test_masks_and_padding(keep: float) -> None:
     torch.manual_seed(1)
     x, map_ = torch.randn(4, 12, 4).double(), torch.rand(4, 12).double()
     mask, size = torch.rand(4, 12) < 0.3, torch.ones(4, 12)
-    method = Salient("map", keep=keep)
+    method = Salient("map", strength=1.0, keep=keep)
     r = method.capacity(12, mask)
     found = method.reduce(context(x, protected=mask, guide={"map": map_}), r)
     for image in range(4):

@@ -45,7 +45,7 @@ class Edges(Method):
 
     places_groups = True
 
-    def __init__(self, boundary: str = "input", *, penalty: float = 1.0, features: Features = "keys") -> None:
+    def __init__(self, boundary: str = "input", *, penalty: float = 0.25, features: Features = "keys") -> None:
         super().__init__()
         if not isinstance(boundary, str) or not boundary:
             raise InvalidOption(
@@ -58,7 +58,7 @@ class Edges(Method):
     @property
     def options(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in ("boundary", "penalty", "features")}
-        defaults = {"boundary": "input", "penalty": 1.0, "features": "keys"}
+        defaults = {"boundary": "input", "penalty": 0.25, "features": "keys"}
         return {name: value for name, value in values.items() if value != defaults[name]}
 
     def maps(self, inputs: Tensor, grid: tuple[int, int, int]) -> Mapping[str, Tensor]:

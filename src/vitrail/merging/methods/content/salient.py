@@ -42,7 +42,7 @@ class Salient(Method):
         self,
         importance: str = "received_attention",
         *,
-        strength: float = 1.0,
+        strength: float = 0.25,
         keep: float = 0.0,
         features: Features = "keys",
     ) -> None:
@@ -60,7 +60,7 @@ class Salient(Method):
     @property
     def options(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in ("importance", "strength", "keep", "features")}
-        defaults = {"importance": "received_attention", "strength": 1.0, "keep": 0.0, "features": "keys"}
+        defaults = {"importance": "received_attention", "strength": 0.25, "keep": 0.0, "features": "keys"}
         return {name: value for name, value in values.items() if value != defaults[name]}
 
     def check(self, shape: ModelShape) -> None:

@@ -68,6 +68,14 @@ def test_a_broken_image_leaves_the_others_as_they_are(name: str) -> None:
     torch.testing.assert_close(found[[0, 2]], wanted[[0, 2]], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method().static])
+def test_static_methods_export(name: str) -> None:
+    model, x = built(CONFIG).float(), random_images(CONFIG, batch=2).float()
+    with torch.no_grad(), vitrail.merge(model, r=4, method=METHODS[name]()):
+        program = torch.export.export(model, (x,))
+        torch.testing.assert_close(program.module()(x.flip(0)), model(x.flip(0)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every_method
 def test_on_a_gpu(name: str) -> None:

@@ -1,5 +1,6 @@
 """Promises of every merging method on every kind of model."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from tests.extras import always
 from tests.merging.test_custom_methods import KMeans, Threshold
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.merging import Prune, Random, ToMe
-from vitrail.merging.methods.pairs import MCTF, MLERP, Energy, Grid, Mutual
-from vitrail.merging.methods import clustering
+from vitrail.merging.methods import clustering, content, dynamic
 from vitrail.merging.methods.learned._learned import LearnedMethod
+from vitrail.merging.methods.pairs import MCTF, MLERP, Energy, Grid, Mutual
 from vitrail.merging.methods.pruning import ATS, AViT, DynamicViT, EViT
 
 
@@ -46,6 +47,14 @@ METHODS: dict[str, Any] = {
     "agglomerative": clustering.Agglomerative,
     "dynamicvit": lambda: trained(DynamicViT()),
     "avit": lambda: trained(AViT(epsilon=0.5, scale=0.1, shift=-0.5)),
+    "thresholds": lambda: dynamic.Threshold(-0.5, size_aware=True, bucket=4),
+    "salient": lambda: content.Salient("norm", keep=0.2),
+    "vid_tldr": content.VidTLDR,
+    "edges": content.Edges,
+    "entropy": lambda: dynamic.Entropy(strength=0.2),
+    "pixel-entropy": lambda: dynamic.Entropy("input", center=0.8, spread=0.2),
+    "local_global": lambda: dynamic.LocalGlobal(-1.0, deviations=-1.0),
+    "identical": lambda: dynamic.Identical(tolerance=100.0),
 }
 NEEDS_CLASS_TOKEN = {"evit", "evit-drop", "ats"}
 
@@ -90,8 +99,13 @@ def test_a_batch_equals_its_images_one_by_one(name: str, method: str) -> None:
     assert distance(alone, together) < 1e-7
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3"])
-@pytest.mark.parametrize("method", ["values", "mix", "prune", "energy", "mctf", "grid", "mlerp", "prune grid"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *product(["timm-registers", "eva-dinov3"], ["values", "mix", "prune", "energy", "mctf", "grid", "mlerp"]),
+        *product(["eva-dinov3"], ["salient", "vid_tldr", "edges"]),
+    ],
+)
 def test_static_methods_compile_as_one_graph(name: str, method: str) -> None:
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)

@@ -139,12 +139,29 @@ def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "pa
     check_reduction(method, reduction, context)
     if reduction is None:
         return None
+    if not method.static and reduction.soft is None:
+        reduction = replace(reduction, assignment=_pad(reduction.assignment, bucket_of(method, context.x)))
     if not method.places_groups or (order == "original" and not method.keeps_grid):
         reduction = replace(reduction, assignment=reduction.assignment.by_first_member())
     plain = reduction.weight is None and reduction.size is None and reduction.soft is None and method.averages
     if plain and usable(context.x) and not torch.compiler.is_compiling():
         return replace(reduction, assignment=with_members(reduction.assignment))
     return reduction
+
+
+BUCKET = 16
+"""Multiple to which lengths that depend on the images are padded on CUDA devices."""
+
+
+def bucket_of(method: Method, x: Tensor) -> int:
+    """Return the multiple to which lengths of a method are padded on the device of ``x``."""
+    return method.bucket or (BUCKET if x.is_cuda else 1)
+
+
+def _pad(assignment: Assignment, multiple: int) -> Assignment:
+    """Return the assignment with empty groups behind the others, up to a multiple or the length before."""
+    length = -(-assignment.length // multiple) * multiple
+    return replace(assignment, length=max(assignment.length, min(length, assignment.target.shape[1])))
 
 
 def attention(

@@ -186,6 +186,8 @@ class Method(nn.Module):
             are sorted by their first member.
         keeps_grid: the patches that stay form a grid in row-major order, also with ``order="original"``.
         twin: name of a fused kernel that does the same; see ``vitrail.kernels``.
+        bucket: lengths of methods that are not static are padded to a multiple of this, so that shapes repeat and
+            memory is reused; None: 16 on CUDA devices, 1 elsewhere.
     """
 
     static: ClassVar[bool] = True
@@ -194,6 +196,7 @@ class Method(nn.Module):
     places_groups: ClassVar[bool] = False
     keeps_grid: ClassVar[bool] = False
     relaxes: ClassVar[bool] = False
+    bucket: int | None = None
 
     name: ClassVar[str] = ""
     """Name under which the method is registered."""
@@ -202,6 +205,11 @@ class Method(nn.Module):
     def twin(self) -> str | None:
         """Name of a fused kernel that does the same with these options; None for none."""
         return None
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the method needs planned numbers, so that ``r``, ``keep`` or ``gflops`` is required."""
+        return self.static
 
     @property
     def options(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from vitrail.runtime.layout import added_to, first_class_token
 from vitrail.runtime.plan import Plan, parse_map, parse_protect
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle
-from vitrail.surgery.recording import evaluating
+from vitrail.surgery.calibration import Calibration, calibrate
+from vitrail.surgery.recording import Images, evaluating
 from vitrail.tokens import TokenLayout
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def merge(
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
     layers = chosen.layers(depth)
-    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static, layers=layers)
+    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.budgeted, layers=layers)
     shape = _model_shape(found)
     chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
@@ -244,6 +245,43 @@ class Merging(Handle):
         """Return the method's own loss for the latest pass, to be added to the training loss; 0 where it has none."""
         found = self.method.loss()
         return torch.zeros((), device=next(self.found.trunk.parameters()).device) if found is None else found
+
+    def calibrate(
+        self,
+        images: Images,
+        *,
+        keep: float | None = None,
+        gflops: float | None = None,
+        schedule: str | float | None = None,
+        batch_size: int | None = None,
+        limit: int = 512,
+        tolerance: float = 0.005,
+    ) -> Calibration:
+        """Set what the method decides by from images, so that their mean meets a budget.
+
+        For methods whose numbers of tokens depend on the image, such as ``"threshold"`` and ``"entropy"``. The settings
+        found are in :attr:`config`. A method that needs no budget to run (``"threshold"``) runs without a limit
+        afterwards; assign :attr:`r` to set one.
+
+        Args:
+            images: a few hundred typical images, as files or tensors; they are read several times.
+            keep: mean share of the patches left after the last layer. Without ``keep`` and ``gflops``, the amount that
+                was requested before.
+            gflops: mean budget for one input, in 10⁹ multiply-adds.
+            schedule: distribution of the merges over depth; by default as before.
+            batch_size: batch size; by default 8 files, or the whole tensor. Each batch measures a layer once, so larger
+                batches measure better.
+            limit: most images to use.
+            tolerance: relative deviation from the budget, on these images, that is accepted.
+        """
+        self._check_active()
+        layers = self.method.layers(self._plan.depth)
+        if keep is None and gflops is None:
+            target = self._plan.schedule if schedule is None else None
+        else:
+            shape = self._plan.schedule.shape if schedule is None else schedule
+            target = Schedule.parse(self._plan.depth, keep=keep, gflops=gflops, schedule=shape, layers=layers)
+        return calibrate(self.model, self.found, self._plan, target, images, batch_size, limit, tolerance)
 
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:

@@ -25,7 +25,7 @@ from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.recording import evaluating
 from vitrail.training.config.syntax import read_merge
 from vitrail.training.data_warnings import unlabeled_note
-from vitrail.training.evaluation.diagnostics import TokenDiagnostics, autocast, diagnose_tokens, throughput
+from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
 from vitrail.training.evaluation.metrics import make_metrics
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
@@ -173,21 +173,16 @@ def evaluate_model(
                 if progress is not None:
                     progress(metrics.seen)
         metrics.reduce()
-        tokens = diagnose_tokens(model, torch.cat(kept)[:look]) if look and kept else TokenDiagnostics()
+        tokens = diagnose_tokens(model, torch.cat(kept)[:look]) if look and kept else {}
         timed = kept[0][: None if weight.is_cuda else TIMED_ON_CPU] if kept else weight[:0]
         speed = throughput(model, timed, seconds, dtype) if seconds > 0 and kept else None
     return Evaluation(
-        **metrics.results(),
-        collapse=tokens.collapse,
-        outliers=tokens.outliers,
+        **{**metrics.results(), **tokens, "notes": (*metrics.notes, *tokens.get("notes", ()))},
         images_per_s=speed,
         batch=len(timed),
         device=str(weight.device),
         dtype=str(dtype or weight.dtype).removeprefix("torch."),
         merge=settings,
-        notes=(*metrics.notes, *tokens.notes),
-        roles=tokens.roles,
-        norms=tokens.norms,
     )
 
 

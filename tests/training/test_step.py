@@ -16,12 +16,12 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 from vitrail.models import ViT, ViTConfig
 from vitrail.runtime import block_forward as running
-from vitrail.training import Event, evaluate, train
+from vitrail.training import Event, evaluate, train, trainer
 from vitrail.training import loop as loops
 from vitrail.training.config import Config
 from vitrail.training.model import Built
 from vitrail.training.objective.objective import Terms
-from vitrail.training.step import RECOMPILE_LIMIT, WARMUP_STEPS, Step, safe_attention
+from vitrail.training.step import RECOMPILE_LIMIT, WARMUP_STEPS, safe_attention
 
 NO_CLASS = {"class_token": False, "global_pool": "avg"}
 
@@ -57,7 +57,7 @@ class Played:
 
 def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: Any, **fields: Any) -> list[Event]:
     messages: list[Event] = []
-    monkeypatch.setattr(loops, "capture_for", lambda setup: recorder)
+    monkeypatch.setattr(loops, "capture_for", lambda config, world: recorder)
     train(data=photos, out=str(folder), on_event=messages.append, **{**FIELDS, "epochs": 4, **fields})
     return messages
 
@@ -163,17 +163,17 @@ def test_the_last_epochs_may_use_plain_images(photos: str, tmp_path: Path, monke
     kinds: list[tuple[bool, bool]] = []
     recorder = Played()
 
-    class Watched(Step):
-        def __call__(self, images: Tensor, labels: Tensor, mixed: Any, lr: float) -> list[Terms]:
-            setup = self._setup
-            plain = setup.augment.plain(setup.loader.batch(len(kinds)).images)
+    class Watched(loops.Loop):
+        def _batch(self, step: int) -> Any:
+            images, labels, mixed = super()._batch(step)
+            plain = self.augment.plain(self.loader.batch(step).images)
             same = torch.stack([(images - one).abs().amax((1, 2, 3)) < 1e-5 for one in (plain, plain.flip(-1))])
             kinds.append((bool(same.any(0).all()), bool((mixed[1] == 1).all())))
             if kinds[-1][0]:
                 assert same.sum(1).tolist() != [len(images), 0], "none is flipped"
-            return super().__call__(images, labels, mixed, lr)
+            return images, labels, mixed
 
-    monkeypatch.setattr(loops, "Step", Watched)
+    monkeypatch.setattr(trainer, "Loop", Watched)
     fields = {"mixup": 0.5, "cutmix": 1.0, "augment": "strong", "epochs": 5, "plain_epochs": 2}
     run(photos, tmp_path / "run", monkeypatch, recorder, **fields)
     assert kinds == [(False, False)] * 9 + [(True, True)] * 6

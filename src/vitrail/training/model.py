@@ -12,6 +12,8 @@ from torch import nn
 from vitrail.adapters import ModelRequest, load_model
 from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import named
+from vitrail.data.dataset import Dataset
+from vitrail.data.sources.arrays import Arrays
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models import MODELS, ViT
@@ -19,11 +21,9 @@ from vitrail.models.registry import model_config
 from vitrail.tokens import Role
 from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_tokens
-from vitrail.training.input_size import own_form
 from vitrail.training.run_directory import Labels, load_trained
 
 Classes = Mapping[str, Sequence[str]]
-Size = int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -36,34 +36,40 @@ class Built:
 
 
 def build(config: Config, classes: Classes) -> Built:
-    """Build the model of a resolved config with heads for these classes, for the data's own size where it has one."""
-    own = own_form(config.data)
-    if own is None:
-        return _build(config, classes)
-    standard = InputSpec.of_arrays((0.0,) * own.channels, (1.0,) * own.channels)
-    adapted = replace(config, image_size=own.sizes, options={**config.options, "in_chans": own.channels})
-    return replace(_build(adapted, classes), preprocessing=standard)
+    """Build the model of a resolved config with heads for these classes, for the data's own size where it has one.
 
-
-def _build(config: Config, classes: Classes) -> Built:
-    if config.own:
-        return _built((ViT(own_config(config, classes)), {}), config.image_size)
-    request = ModelRequest(
-        {column: tuple(names) for column, names in classes.items()},
-        config.pretrained,
-        config.image_size,
-        config.drop_path,
-        config.options,
-    )
+    A trained model is rebuilt for the new classes; its heads are kept where the classes are the same.
+    """
+    arrays = config.data.tensor_spec if isinstance(config.data, Arrays | Dataset) else None
+    if arrays is not None:
+        own = {**config.options, "in_chans": arrays.channels}
+        config = replace(config, image_size=arrays.sizes, options=own)
+    size = config.image_size
+    trained_on: InputSpec | None = None
+    architecture: dict[str, Any]
+    names = {column: tuple(each) for column, each in classes.items()}
+    request = ModelRequest(names, config.pretrained, size, config.drop_path, config.options)
     library, name = split_name(config.model)
-    if library is not None and not named(config.model).is_dir():
-        return _built(library.build(name, request), config.image_size)
-    return _go_on(config, request)
-
-
-def _built(made: tuple[nn.Module, dict[str, Any]], size: Size) -> Built:
-    model, architecture = made
-    return Built(model, architecture, _expected(model, size))
+    model: nn.Module
+    if config.own:
+        model, architecture = ViT(own_config(config, classes)), {}
+    elif library is not None and not named(config.model).is_dir():
+        model, architecture = library.build(name, request)
+    else:
+        trained, labels = load_trained(config.model)
+        trained_on = labels.preprocessing
+        if arrays is None and trained_on is not None and trained_on.is_array:
+            raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
+        model, architecture = library_of(labels.architecture).rebuild(
+            trained, labels.folder, labels.architecture, request, keep_heads=names == labels.classes
+        )
+    if arrays is not None:
+        standard = InputSpec.of_arrays((0.0,) * arrays.channels, (1.0,) * arrays.channels)
+        return Built(model, architecture, standard)
+    expected = _expected(model, size or (trained_on.size[0] if trained_on else None))
+    if trained_on is not None and not expected.is_array:
+        expected = replace(trained_on, size=expected.size)
+    return Built(model, architecture, expected)
 
 
 def own_config(config: Config, classes: Classes) -> Any:
@@ -82,12 +88,12 @@ def own_config(config: Config, classes: Classes) -> Any:
             spec if spec.role is Role.REGISTER or spec.enters == -1 else replace(spec, enters=-1, position=False)
             for spec in tokens
         )
-    answered = {spec.name for spec in tokens if spec.role is Role.TASK}
+    own_tasks = {spec.name for spec in tokens if spec.role is Role.TASK}
     options: dict[str, Any] = {
         "tokens": tokens,
-        "num_classes": 0
-        if config.recipe != "labels"
-        else sum(count for name, count in counts.items() if name not in answered),
+        "num_classes": sum(counts[name] for name in counts if name not in own_tasks)
+        if config.recipe == "labels"
+        else 0,
         "drop_path": config.drop_path or 0.0,
         **{name: getattr(config, name) for name in ("image_size", "patch_size") if getattr(config, name) is not None},
     }
@@ -100,25 +106,8 @@ def own_config(config: Config, classes: Classes) -> Any:
         raise InvalidOption(f"model={config.model!r}: {error}") from error
 
 
-def _go_on(config: Config, request: ModelRequest) -> Built:
-    """Start from a trained model: the same with heads for the new classes, kept where the classes are the same."""
-    model, labels = load_trained(config.model)
-    expects = labels.preprocessing
-    if expects is not None and expects.is_array and own_form(config.data) is None:
-        raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
-    library = library_of(labels.architecture)
-    same = request.classes == labels.classes
-    made = library.rebuild(model, labels.folder, labels.architecture, request, keep_heads=same)
-    if expects is None or expects.is_array:
-        return _built(made, config.image_size)
-    built = _built(made, config.image_size or expects.size[0])
-    if built.preprocessing.is_array:
-        return built
-    return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
-
-
-def _expected(model: nn.Module, size: Size) -> InputSpec:
-    sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
+def _expected(model: nn.Module, size: int | None) -> InputSpec:
+    sides = (size, size) if size else None
     found = declared_spec(model) or InputSpec(sides or (224, 224), MEAN, STD)
     return replace(found, size=sides) if sides else found
 

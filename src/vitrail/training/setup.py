@@ -5,39 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import nn
 
 from vitrail._distributed import World
 from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
-from vitrail.data.augment.arrays import ArrayAugment
-from vitrail.data.augment.images import Augment
-from vitrail.data.augment.mix import Mix
-from vitrail.data.augment.views import Views
 from vitrail.data.dataset import Dataset, open_dataset
-from vitrail.data.loading.loader import Loader, make_loader
 from vitrail.data.loading.order import mix
-from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, VitrailError
 from vitrail.surgery import Merging, merge
-from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config
 from vitrail.training.config.config import NO_LABELS
 from vitrail.training.config.options import suggest
-from vitrail.training.distributed import wrap
-from vitrail.training.input_size import check_fits, prepares
-from vitrail.training.log import Event, Log, OnEvent
+from vitrail.training.data_checks import check_fits
 from vitrail.training.model import Built, build, load_teacher
 from vitrail.training.objective.learner import Learner
 from vitrail.training.objective.objective import Objective
 from vitrail.training.objective.self_distillation import SelfLearner
 from vitrail.training.objective.targets import assign_targets, find_heads
 from vitrail.training.objective.teacher import Teacher
-from vitrail.training.optim.ema import Ema
-from vitrail.training.optim.optimizer import make_optimizer
-from vitrail.training.run_directory import CHECKPOINTS, LOG
 
 Classes = Mapping[str, tuple[str, ...]]
 
@@ -59,42 +46,6 @@ class Models:
     def model(self) -> nn.Module:
         """The model that is trained, evaluated and saved."""
         return self.built.model
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything that the training loop works with.
-
-    ``wrapped`` is the learner as it is called: itself, or in DDP. ``data`` is the fingerprint of the training data.
-    ``plain_augment`` replaces ``augment`` in the final plain epochs.
-    """
-
-    config: Config
-    world: World
-    models: Models
-    wrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    ema: Ema | None
-    loader: Loader
-    held_out: Loader | None
-    data: dict[str, Any]
-    classes: dict[str, tuple[str, ...]]
-    preprocessing: InputSpec
-    augment: Augment | Views | ArrayAugment
-    plain_augment: Augment | ArrayAugment
-    mixing: Mix
-    checkpoints: Checkpoints
-    log: Log
-    on_event: OnEvent
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank holds a shard of the model."""
-        return self.wrapped is self.models.learner and self.world.world_size > 1
-
-    def note(self, text: str) -> None:
-        """Report a message."""
-        self.on_event(Event("note", text=text))
 
 
 def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
@@ -195,52 +146,3 @@ def _teacher_outputs(name: str, teacher: nn.Module, known: Classes, classes: Cla
             "classes first, or use distillation='features'"
         )
     return None
-
-
-def make_setup(
-    config: Config, world: World, dataset: Dataset, held: Dataset | None, models: Models, on_event: OnEvent
-) -> Setup:
-    """Open the data loaders, compile and wrap the model, and create the optimizer."""
-    steps = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
-    loader = _make_loader(config, world, dataset, on_event, "training images", **steps)
-    held_loader = None if held is None else _make_loader(config, world, held, on_event, "held-out images")
-    preprocessing = dataset.statistics() or models.built.preprocessing
-    compiled = config.compile != "off"
-    augment: Any = prepares(preprocessing, config.augment, config.crop_min or 1.0, config.erasing, compiled)
-    wrapped = wrap(models.learner, config, world)
-    folder = config.folder
-    return Setup(
-        config=config,
-        world=world,
-        models=models,
-        wrapped=wrapped,
-        optimizer=make_optimizer(models.learner, config.lr or 0.0, config.weight_decay or 0.0, config.optimizer),
-        ema=Ema(models.model, config.ema) if config.ema else None,
-        loader=loader,
-        held_out=held_loader,
-        data=dataset.fingerprint(),
-        classes=dict(loader.classes),
-        preprocessing=preprocessing,
-        augment=augment if config.recipe == "labels" else Views(augment),
-        plain_augment=augment.settled(),
-        mixing=Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing, compiled=compiled),
-        checkpoints=Checkpoints(folder / CHECKPOINTS, config.keep, world),
-        log=Log(folder / LOG, folder / "tensorboard" if config.tensorboard else None) if world.is_main else Log(None),
-        on_event=on_event,
-    )
-
-
-def _make_loader(config: Config, world: World, dataset: Dataset, on_event: OnEvent, what: str, **steps: int) -> Loader:
-    """Return a data loader; without ``steps`` it is for evaluation only."""
-    return make_loader(
-        dataset,
-        image_size=config.side or 1,
-        device=world.device,
-        rank=world.rank,
-        world_size=world.world_size,
-        keep=config.keep_data,  # type: ignore[arg-type]
-        workers=config.workers,
-        max_unreadable=config.max_unreadable,
-        progress=lambda done, total: on_event(Event("reading", done, total, text=what)),
-        **steps,
-    )

@@ -1,4 +1,4 @@
-"""Input sizes: data with a shape of its own, and the preprocessing of models for it."""
+"""Checks of data against options and models: shape and dtype, input specification, samples without labels."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from vitrail.data.augment.arrays import REACH, ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.dataset import Dataset
 from vitrail.data.sample import TensorSpec
-from vitrail.data.sources.arrays import Arrays, byte_statistics
+from vitrail.data.sources.arrays import byte_statistics
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 from vitrail.training.config import Config
 
 
-def own_form(data: Any) -> TensorSpec | None:
-    """Return the shape and dtype that arrays have and keep; None for images, which are resized."""
-    return data.tensor_spec if isinstance(data, Arrays | Dataset) else None
-
-
-def check_fits(config: Config, examples: Dataset, held: Dataset | None) -> None:
+def check_fits(config: Config, dataset: Dataset, held: Dataset | None) -> None:
     """Raise if the options given contradict the shape and dtype of the data."""
-    own = examples.tensor_spec
+    own = dataset.tensor_spec
     if held is not None and _kind(held.tensor_spec) != _kind(own):
         raise InvalidOption(
             f"validation: it is {_describe(held.tensor_spec)}, and the training data is {_describe(own)}; expected "
@@ -54,9 +49,9 @@ def check_fits(config: Config, examples: Dataset, held: Dataset | None) -> None:
         raise InvalidOption(f"patch_size={patch}: the data is {_describe(own)}. Expected {like}.")
 
 
-def expected_of(examples: Dataset, expects: InputSpec | None, what: str) -> InputSpec:
+def expected_of(dataset: Dataset, expects: InputSpec | None, what: str) -> InputSpec:
     """Return the preprocessing of a dataset for a model; raise if they do not fit."""
-    own = examples.tensor_spec
+    own = dataset.tensor_spec
     if own is None:
         if expects is not None and not expects.is_array:
             return expects
@@ -91,6 +86,28 @@ def prepares(
         return ArrayAugment(strength, expects)
     size, mean, std = expects.size[0], expects.mean, expects.std
     return Augment(strength, size, mean, std, crop_min=crop_min, erasing=erasing, compiled=compiled)
+
+
+def data_notes(config: Config, dataset: Dataset, held: Dataset | None) -> list[str]:
+    """Return notes on samples without a label and on columns with a single class."""
+    notes = [unlabeled_note("data", dataset)]
+    if held is not None and not isinstance(config.validation, float):  # else held out of the same data
+        notes.append(unlabeled_note("validation", held))
+    for (column, names), labels in zip(dataset.classes.items(), dataset.labels.T, strict=True):
+        if labels.min() == labels.max():
+            notes.append(
+                f"{column}: all {len(labels)} training samples have the class {names[int(labels[0])]!r}, so accuracy "
+                "is meaningless. Expected at least two classes."
+            )
+    return [text for text in notes if text]
+
+
+def unlabeled_note(name: str, dataset: Dataset) -> str:
+    """Return a note on the samples that were skipped because they have no label; empty if there are none."""
+    if not dataset.num_unlabeled:
+        return ""
+    columns = ", ".join(dataset.classes)
+    return f"{name}: skipped {dataset.num_unlabeled} samples without a label (none, or a negative number) in {columns}."
 
 
 def _kind(own: TensorSpec | None) -> tuple[tuple[int, ...], bool] | None:

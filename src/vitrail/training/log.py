@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -130,8 +131,8 @@ class Log:
         """Remove lines after a step, and incomplete lines."""
         if self._path is None or not self._path.exists():
             return
-        kept = [line for line, values in _read(self._path) if values.get("step", 0) <= step]
-        write_bytes(self._path, "".join(f"{line}\n" for line in kept).encode())
+        lines = [json.dumps(line, ensure_ascii=False) for line in read_log(self._path) if line.get("step", 0) <= step]
+        write_bytes(self._path, "".join(f"{line}\n" for line in lines).encode())
 
     def close(self) -> None:
         """Close TensorBoard."""
@@ -140,8 +141,12 @@ class Log:
 
 
 def read_log(path: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the lines of a log, optionally of one kind (``epoch``, ``evaluation``, ``start`` …)."""
-    return [values for _, values in _read(Path(path)) if kind is None or values.get("kind") == kind]
+    """Return the lines of a log, optionally of one kind (``epoch``, ``evaluation``, ``start`` …), if complete."""
+    found = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict) and kind in (None, line.get("kind"))]
 
 
 def tensorboard_writer() -> Any:
@@ -162,15 +167,3 @@ def _numbers(name: str, values: Any) -> Sequence[tuple[str, float]]:
         return [pair for key, value in values.items() if key != "step" for pair in _numbers(f"{name}/{key}", value)]
     number = isinstance(values, int | float) and not isinstance(values, bool)
     return [(name, float(values))] if number else []
-
-
-def _read(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            found.append((line, values))
-    return found

@@ -94,31 +94,23 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
         )
 
 
-def lock(folder: Path, until: ExitStack) -> None:
-    """Create the run directory if needed, and lock it for this run until the stack closes."""
+def claim(folder: Path, until: ExitStack, *, resume: bool, overwrite: bool) -> None:
+    """Create the run directory if needed, and lock it until the stack closes; remove a run that is overwritten."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         until.enter_context(directory_lock(folder))
+        if resume:
+            return
+        check_free(folder, overwrite=overwrite)
+        for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in (LOG, SETTINGS):
+            (folder / name).unlink(missing_ok=True)
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except BlockingIOError as error:
         raise TrainingError(
             f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
         ) from error
-    except OSError as error:
-        raise TrainingError(
-            f"cannot create {folder} ({error.strerror or error}); choose another directory, out= (-o)"
-        ) from error
-
-
-def claim(folder: Path, *, overwrite: bool) -> None:
-    """Create the directory of a new run, and remove the files of the run that it overwrites."""
-    check_free(folder, overwrite=overwrite)
-    try:
-        if overwrite:
-            for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in (LOG, SETTINGS):
-                (folder / name).unlink(missing_ok=True)
-        (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except OSError as error:
         raise TrainingError(
             f"cannot write to {folder} ({error.strerror or error}); choose another directory, out= (-o)"

@@ -19,7 +19,7 @@ from vitrail.training.config import OPTIONS, Config, read_yaml
 from vitrail.training.data_checks import data_notes
 from vitrail.training.log import Event, OnEvent, ignore_event, tensorboard_writer
 from vitrail.training.loop import Loop
-from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, lock, write_text
+from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, write_text
 from vitrail.training.setup import Models, make_models, open_data
 
 
@@ -101,13 +101,7 @@ def _prepare(
     for opened in (loop.log, loop.loader, loop.held_out):
         if opened is not None:
             stack.callback(opened.close)
-
-    def create_directory() -> None:
-        lock(folder, directory)
-        if not resume:
-            claim(folder, overwrite=overwrite)
-
-    world.run_on_main(create_directory)
+    world.run_on_main(lambda: claim(folder, directory, resume=resume, overwrite=overwrite))
     start = _load_checkpoint(loop, len(dataset)) if resume else 0
     world.run_on_main(lambda: write_text(folder / SETTINGS, config.to_yaml()))
     loop.log.trim(start)

@@ -13,6 +13,7 @@ from vitrail.data.augment.images import Augment
 from vitrail.data.augment.views import Views, split_views
 from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
+from vitrail.models.vit import undecayed
 from vitrail.tokens import TokenSpec
 from vitrail.training.evaluation.evaluator import evaluate_model
 from vitrail.training.objective.self_distillation import SelfLearner, balanced
@@ -119,7 +120,7 @@ def test_a_checkpoint_holds_the_complete_state() -> None:
     learner.after_step(0.1)
     other.load_state_dict(learner.state_dict())
     torch.testing.assert_close(other(views()).total, learner(views()).total)
-    assert "projection.prototypes" in learner.no_weight_decay()
+    assert "projection.prototypes" in undecayed(learner)
 
 
 def test_masked_patches_are_predicted() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from vitrail._distributed import all_gather, rank_and_world_size
 from vitrail.analysis.roles import Disagreement, disagreement
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
-from vitrail.training.objective.targets import Heads, Target, assign_targets, find_heads, select_columns
+from vitrail.training.objective.targets import Heads, Target, assign_targets, find_heads
 
 BINS = 15
 """Confidence bins of the calibration error."""
@@ -141,7 +142,7 @@ class HeadMetrics(Metrics):
     """Metrics of every head and of the fused prediction, for the columns that the data has labels for."""
 
     def __init__(self, heads: Heads, targets: Sequence[Target], columns: list[str], device: torch.device) -> None:
-        self._targets = select_columns(targets, columns)
+        self._targets = [replace(one, column=columns.index(one.name)) for one in targets if one.name in columns]
         super().__init__({target.label: target.classes for target in self._targets}, device)
         self._fused = heads.fused
         self._single = sum(target.own for target in targets) == 1

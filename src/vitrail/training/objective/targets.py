@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -38,9 +38,7 @@ class Target:
     """One column of labels and the heads that predict it.
 
     Attributes:
-        name: name of the column.
-        column: its index among the labels.
-        classes: class names.
+        name, column, classes: name of the column, its index among the labels, and class names.
         heads: heads that learn it from the labels.
         start: index of its first output in these heads; above 0 if a head predicts several columns.
         task: whether it is one of several targets.
@@ -107,11 +105,6 @@ def assign_targets(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tu
     for head, outputs in required_outputs(heads, targets).items():
         check_outputs(head, heads.sizes.get(head, outputs), outputs)
     return tuple(targets)
-
-
-def select_columns(targets: Sequence[Target], columns: Sequence[str]) -> tuple[Target, ...]:
-    """Return the targets that the data has labels for, with their columns there."""
-    return tuple(replace(one, column=columns.index(one.name)) for one in targets if one.name in columns)
 
 
 def required_outputs(heads: Heads, targets: Sequence[Target]) -> dict[str, int]:

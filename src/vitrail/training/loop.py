@@ -22,13 +22,14 @@ from vitrail.errors import Diverged
 from vitrail.training.checkpoint import Checkpoints
 from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_interval
-from vitrail.training.data_checks import prepares
+from vitrail.training.data import prepares
 from vitrail.training.distributed import explain_failures, wrap
 from vitrail.training.evaluation.evaluator import evaluate_model
 from vitrail.training.evaluation.metrics import all_reduce
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
 from vitrail.training.log import Event, Log, Meter, OnEvent
+from vitrail.training.model import Models
 from vitrail.training.optim.ema import Ema
 from vitrail.training.optim.optimizer import lr_at, make_optimizer, optimizer_tensors
 from vitrail.training.run_directory import (
@@ -42,7 +43,6 @@ from vitrail.training.run_directory import (
     last_evaluation,
     write_model,
 )
-from vitrail.training.setup import Models
 from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention
 
 AUGMENT, MIX, MODEL = 1, 2, 3

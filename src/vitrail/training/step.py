@@ -21,10 +21,9 @@ from vitrail.errors import VitrailError
 from vitrail.merging.attention import overflows_in_cudnn
 from vitrail.models import ViT
 from vitrail.training.config import Config
-from vitrail.training.model import Built
+from vitrail.training.model import Built, Models
 from vitrail.training.objective.objective import Terms
 from vitrail.training.optim.optimizer import set_lr
-from vitrail.training.setup import Models
 
 Mixed = tuple[Tensor, Tensor]
 Compute = Callable[..., list[Terms]]

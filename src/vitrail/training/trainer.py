@@ -16,11 +16,11 @@ from vitrail._distributed import World, distributed
 from vitrail.data.dataset import fingerprint_difference
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.training.config import OPTIONS, Config, read_yaml
-from vitrail.training.data_checks import data_notes
+from vitrail.training.data import data_notes, open_data
 from vitrail.training.log import Event, OnEvent, ignore_event, tensorboard_writer
 from vitrail.training.loop import Loop
+from vitrail.training.model import Models, make_models
 from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, write_text
-from vitrail.training.setup import Models, make_models, open_data
 
 
 def train(

@@ -24,7 +24,7 @@ from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.recording import evaluating
 from vitrail.training.config.syntax import read_merge
-from vitrail.training.data_checks import expected_of, prepares, unlabeled_note
+from vitrail.training.data import expected_of, prepares, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
 from vitrail.training.evaluation.metrics import make_metrics
 from vitrail.training.evaluation.outputs import forward_output

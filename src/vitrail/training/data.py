@@ -1,21 +1,43 @@
-"""Checks of data against options and models: shape and dtype, input specification, samples without labels."""
+"""The data of a run, checked against options and models: shape and dtype, input specification, missing labels."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vitrail.adapters.registry import split_name
+from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
 from vitrail.data.augment.arrays import REACH, ArrayAugment
 from vitrail.data.augment.images import Augment
-from vitrail.data.dataset import Dataset
+from vitrail.data.dataset import Dataset, open_dataset
 from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import byte_statistics
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 from vitrail.training.config import Config
+from vitrail.training.config.config import NO_LABELS
 
 
-def check_fits(config: Config, dataset: Dataset, held: Dataset | None) -> None:
+def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
+    """Return the training data and the held-out data: separate data, or a fraction of the training data."""
+    columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
+    if config.labels == NO_LABELS:
+        columns = None
+    dataset = open_dataset(config.data, labels=columns, labeled=True)
+    if not config.own and is_saved(config.model):  # number the same classes as the model does, so that its heads fit
+        known = read_labels(model_folder(named(config.model))).get("classes", {})
+        theirs, ours = ({name: set(names) for name, names in each.items()} for each in (known, dataset.classes))
+        if ours and theirs == ours:
+            dataset = open_dataset(dataset, classes=known, labeled=True)
+    held = None
+    if isinstance(config.validation, float) and columns is not None:
+        dataset, held = dataset.split(config.validation, config.seed)
+    elif config.validation is not None and columns is not None:
+        held = open_dataset(config.validation, labels=columns, classes=dataset.classes, labeled=True)
+    _check_fits(config, dataset, held)
+    return dataset.take(config.share, config.seed), held
+
+
+def _check_fits(config: Config, dataset: Dataset, held: Dataset | None) -> None:
     """Raise if the options given contradict the shape and dtype of the data."""
     own = dataset.tensor_spec
     if held is not None and _kind(held.tensor_spec) != _kind(own):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from vitrail._distributed import World
 from vitrail.data.augment.mix import Mix
@@ -32,17 +33,7 @@ from vitrail.training.log import Event, Log, Meter, OnEvent
 from vitrail.training.model import Models
 from vitrail.training.optim.ema import Ema
 from vitrail.training.optim.optimizer import lr_at, make_optimizer, optimizer_tensors
-from vitrail.training.run_directory import (
-    BEST,
-    CHECKPOINTS,
-    LAST,
-    LOG,
-    Labels,
-    Run,
-    gather_full,
-    last_evaluation,
-    write_model,
-)
+from vitrail.training.run_directory import BEST, CHECKPOINTS, LAST, LOG, Labels, Run, last_evaluation, write_model
 from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention
 
 AUGMENT, MIX, MODEL = 1, 2, 3
@@ -150,10 +141,8 @@ class Loop:
         augment = self.plain_augment if plain else self.augment
         with torch.no_grad():
             images = augment(batch.images, generator(device, config.seed, AUGMENT, step), rows, total)
-            if plain:
-                mixed = self.mixing.idle(images)
-            else:
-                mixed = self.mixing(images, generator(device, config.seed, MIX, step), rows, total)
+            draw = generator(device, config.seed, MIX, step)
+            mixed = self.mixing.idle(images) if plain else self.mixing(images, draw, rows, total)
         return mixed.images, batch.labels, None if mixed.partner is None else (mixed.partner, mixed.share)
 
     def _lr(self, step: int) -> float:
@@ -263,16 +252,19 @@ class Loop:
         self.world.run_on_main(lambda: write(self.folder / name))
 
     def _model_writer(self, done: int) -> Callable[[Path], None]:
-        """Return a function that writes the model, with averaged weights if there are any, to a directory."""
+        """Return a function that writes the model, averaged if there are averages; every rank must call this method."""
         model = self.models.model
-        states = gather_full(model.state_dict() if self.ema is None else self.ema.tensors)
+        with torch.no_grad():
+            states = {  # sharded ones are gathered on the host
+                name: value.full_tensor().cpu() if isinstance(value, DTensor) else value.detach()
+                for name, value in (model.state_dict() if self.ema is None else self.ema.tensors).items()
+            }
         trained: dict[str, Any] = {
             "step": done,
             "epochs": done / self.per_epoch,
             "weights": "averaged" if self.ema else "last",
         }
-        if self.evaluation is not None:
-            trained["evaluation"] = self.evaluation.summary()
+        trained |= {} if self.evaluation is None else {"evaluation": self.evaluation.summary()}
         trained |= self._merge_config()
         labels = Labels(self.classes, self.preprocessing, trained, self.models.built.architecture)
         return lambda folder: write_model(folder, model, states, labels)

@@ -45,7 +45,7 @@ class Labels:
         preprocessing: preprocessing of images or arrays.
         trained: how it was trained, and its evaluation.
         architecture: content of ``config.json`` for models of other libraries.
-        folder: directory that it was loaded from.
+        folder: where it was loaded from.
     """
 
     classes: dict[str, tuple[str, ...]]
@@ -59,10 +59,8 @@ class Labels:
 class Run:
     """A finished run.
 
-    Attributes:
-        folder: run directory.
-        evaluation: last evaluation, without confusion matrices if it was read from the log; None without held-out data.
-        best: score and step of the best evaluation.
+    ``evaluation`` is the last one, without confusion matrices if it was read from the log; None without held-out data.
+    ``best`` has score and step of the best one.
     """
 
     folder: Path
@@ -150,19 +148,20 @@ def model_of(path: Path) -> Path:
     """Return the model directory in a directory; raise if there is none."""
     try:
         return model_folder(path)
-    except ModelLoadError:
+    except ModelLoadError as error:
+        why = error
         if (path / SETTINGS).is_file():
             folders = sorted((path / CHECKPOINTS).glob(f"step-*/{CONFIG}"))
             kept = f"; its newest checkpoint, {folders[-1].parent}, can be loaded" if folders else ""
-            raise ModelLoadError(
+            why = ModelLoadError(
                 f"{path} is a run without a model yet{kept}. If it was interrupted, use resume=True (--resume)"
-            ) from None
-        if (path / SHARDS).is_dir():
-            raise ModelLoadError(
+            )
+        elif (path / SHARDS).is_dir():
+            why = ModelLoadError(
                 f"{path} is a sharded checkpoint, not a model; use the run's {LAST}/, or resume it with resume=True "
                 "(--resume)"
-            ) from None
-        raise
+            )
+        raise why from None
 
 
 def last_evaluation(folder: Path) -> Evaluation | None:
@@ -182,14 +181,3 @@ def last_evaluation(folder: Path) -> Evaluation | None:
         rows = (torch.tensor(heads[name], dtype=torch.float64) for name in ("argmax", "divergence"))
         last["disagreement"] = Disagreement(tuple(heads["heads"]), *rows)
     return Evaluation(**{**last, "confusion": {}, "notes": tuple(last.get("notes", ()))})
-
-
-def gather_full(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with sharded ones gathered on the host; every rank must call it."""
-    from torch.distributed.tensor import DTensor
-
-    with torch.no_grad():
-        return {
-            name: value.full_tensor().cpu() if isinstance(value, DTensor) else value.detach()
-            for name, value in states.items()
-        }

@@ -8,12 +8,13 @@ depend on the seed that the loop sets before each step, and the learning rate is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from vitrail._distributed import World
 from vitrail.adapters import find
@@ -74,6 +75,7 @@ class Step:
         self._captured: Compute | None = None
         self._warmup = 0
         self._r: Any = None
+        self._side_stream = torch.cuda.Stream() if capture is CudaGraph else None
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def __call__(self, images: Tensor, labels: Tensor, mixed: Mixed | None, lr: float) -> list[Terms]:
@@ -97,22 +99,14 @@ class Step:
         if self._captured is not None:
             return self._captured(*inputs)
         self._warmup += 1
-        return self._compute_on_side_stream(*inputs)
-
-    def _compute_on_side_stream(self, *inputs: Tensor) -> list[Terms]:
-        """Run a step on another stream than the default one, as CUDA graphs require of steps before the capture."""
-        if inputs[0].device.type != "cuda":
+        if self._side_stream is None:
             return self._compute(*inputs)
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream()  # CUDA graphs require that steps before the capture use another one
         self._side_stream.wait_stream(current)
         with torch.cuda.stream(self._side_stream):
             terms = self._compute(*inputs)
         current.wait_stream(self._side_stream)
         return terms
-
-    @cached_property
-    def _side_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
 
     def _compute(self, images: Tensor, labels: Tensor, *mixed: Tensor) -> list[Terms]:
         config = self._config
@@ -144,17 +138,13 @@ def capture_for(config: Config, world: World) -> Capture | None:
     return CudaGraph if possible and config.graphs is not False else None
 
 
-@contextmanager
-def raised_recompile_limit(config: Config) -> Iterator[None]:
-    """Raise torch.compile's recompile limit, which is eight by default, to `RECOMPILE_LIMIT`."""
+def raised_recompile_limit(config: Config) -> AbstractContextManager[None]:
+    """Return a context that raises torch.compile's recompile limit, which is eight by default, to `RECOMPILE_LIMIT`."""
     if config.compile in (None, "off"):
-        yield
-        return
+        return nullcontext()
     import torch._dynamo
 
-    limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    with torch._dynamo.config.patch(recompile_limit=limit):
-        yield
+    return torch._dynamo.config.patch(recompile_limit=max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit))
 
 
 @contextmanager
@@ -179,10 +169,8 @@ def safe_attention(built: Built) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-@contextmanager
-def _sync_gradients(wrapped: Any, *, last: bool) -> Iterator[None]:
-    """Reduce gradients over ranks only with the last accumulated part."""
-    if hasattr(wrapped, "set_requires_gradient_sync"):
+def _sync_gradients(wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    """Return a context in which gradients are reduced over ranks only with the last accumulated part."""
+    if isinstance(wrapped, FSDPModule):
         wrapped.set_requires_gradient_sync(last)
-    with wrapped.no_sync() if not last and hasattr(wrapped, "no_sync") else nullcontext():
-        yield
+    return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()

@@ -81,7 +81,14 @@ def _prepare(
     folder = config.folder
 
     def check() -> Models:
-        _check_batch_size(config, world, len(dataset))
+        batch, pairs = config.batch_size or 0, 2 if config.mixup or config.cutmix else 1
+        if batch > len(dataset):
+            raise InvalidOption(f"batch_size={batch} exceeds the {len(dataset)} training images; reduce it")
+        if batch % (divisor := world.world_size * config.accumulate * pairs):
+            raise InvalidOption(
+                f"batch_size={batch} is not divisible by {divisor}: world size {world.world_size} × accumulate "
+                f"{config.accumulate}{' × 2, as images are mixed in pairs' if pairs == 2 else ''}"
+            )
         if config.tensorboard:
             tensorboard_writer()
         if config.graphs and (world.world_size > 1 or world.device.type != "cuda"):
@@ -135,19 +142,6 @@ def _introduce(loop: Loop, start: int) -> None:
     elif config.compile not in (None, "off"):
         wait = "up to a minute on a GPU" if loop.world.device.type == "cuda" else "up to some minutes on a CPU"
         loop.note(f"The first steps compile (--compile {config.compile}), {wait}.")
-
-
-def _check_batch_size(config: Config, world: World, count: int) -> None:
-    batch = config.batch_size or 0
-    if batch > count:
-        raise InvalidOption(f"batch_size={batch} exceeds the {count} training images; reduce it")
-    pairs = 2 if (config.mixup or config.cutmix) else 1
-    divisor = world.world_size * config.accumulate * pairs
-    if batch % divisor:
-        raise InvalidOption(
-            f"batch_size={batch} is not divisible by {divisor}: world size {world.world_size} × accumulate "
-            f"{config.accumulate}{' × 2, as images are mixed in pairs' if pairs == 2 else ''}"
-        )
 
 
 def _resume_config(given: dict[str, Any]) -> Config:

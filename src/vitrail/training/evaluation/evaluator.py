@@ -31,10 +31,7 @@ from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.run_directory import Labels, load_trained
 
-Prepare = Callable[[Tensor], Tensor]
-
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-
 TIMED_ON_CPU = 32
 """Largest batch for throughput on a CPU; larger ones are not faster and take long."""
 
@@ -81,13 +78,9 @@ def evaluate(
         if plan.from_epoch or plan.over_epochs:
             raise InvalidOption("merge: from_epoch and over_epochs are for training; give only options such as r=8")
         merge = plan.options
-    net: nn.Module
-    known: Labels | None
     with distributed(device) as world:
-        if isinstance(model, nn.Module):
-            net, known = model, None
-        else:
-            net, known = model if isinstance(model, tuple) else load_trained(model)
+        loaded = load_trained(model) if isinstance(model, str | Path) else model
+        net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
@@ -103,12 +96,9 @@ def evaluate(
         loader = make_loader(
             dataset, image_size=expects.size[0] if expects.size else 1, device=world.device,
             rank=world.rank, world_size=world.world_size, keep=keep_data, workers=workers,
-            max_unreadable=max_unreadable,
-            progress=lambda done, total: report("reading", done, total),
+            max_unreadable=max_unreadable, progress=lambda done, total: report("reading", done, total),
         )  # fmt: skip
-        notes = _notes(known, merge)
-        if size is not None:
-            notes.append(f"input size {size} × {size} pixels")
+        notes = [*_notes(known, merge), f"input size {size} × {size} pixels" if size else ""]
         notes.append(unlabeled_note("data", dataset))
         several = known.classes if known is not None and len(known.classes) > 1 else None
         try:
@@ -128,7 +118,7 @@ def evaluate_model(
     *,
     classes: Mapping[str, Sequence[str]] | None = None,
     known: Mapping[str, Sequence[str]] | None = None,
-    prepare: Prepare | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
     merge: Mapping[str, Any] | None = None,
     batch: int = 256,
     dtype: torch.dtype | None = None,
@@ -204,7 +194,9 @@ def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dic
         yield stack.enter_context(apply_merge(model, **merge)).config
 
 
-def _batches(data: Any, batch: int, prepare: Prepare | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(
+    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield prepared images and labels (B, T) on the device."""
     if batch < 1:
         raise InvalidOption(f"batch={batch}: expected at least 1")

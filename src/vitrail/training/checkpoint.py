@@ -43,7 +43,6 @@ class Checkpoints:
         self._world = world
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, in order."""
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -144,7 +143,6 @@ class Checkpoints:
         )
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Return the plain values of a checkpoint."""
         values: dict[str, Any] = json.loads((self.path(step) / META).read_text(encoding="utf-8"))
         return values
 
@@ -169,7 +167,6 @@ class Checkpoints:
             value.copy_(source)
 
     def clear(self) -> None:
-        """Remove drafts left by a crash."""
         for draft in self.folder.glob(".draft-*"):
             shutil.rmtree(draft, ignore_errors=True)
 

@@ -34,10 +34,6 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-def ignore_event(event: Event) -> None:
-    """Do nothing with an event."""
-
-
 class Meter:
     """Running means of the losses, kept on the device so that steps do not wait for it.
 
@@ -81,16 +77,13 @@ class Meter:
         return {name: value / count for name, value in zip(self.names, values, strict=True)}
 
     def reset(self) -> None:
-        """Clear the sums."""
         self._sums = torch.zeros_like(self._sums)
         self._count = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sums as plain values, for a checkpoint."""
         return {"names": list(self.names), "sums": self._sums.tolist(), "count": self._count}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Restore the sums of a checkpoint."""
         self.names, self._count = tuple(values["names"]), values["count"]
         self._sums = torch.tensor(values["sums"], dtype=torch.float64, device=self._device)
         self._bad = torch.full((len(self.names),), -1, dtype=torch.int64, device=self._device)
@@ -135,7 +128,6 @@ class Log:
         write_bytes(self._path, "".join(f"{line}\n" for line in lines).encode())
 
     def close(self) -> None:
-        """Close TensorBoard."""
         if self._board is not None:
             self._board.close()
 

@@ -95,7 +95,6 @@ class Loop:
         )  # fmt: skip
 
     def note(self, text: str) -> None:
-        """Report a message."""
         self.on_event(Event("note", text=text))
 
     def run(self, start: int, until: float = math.inf) -> Run:
@@ -306,7 +305,6 @@ class Loop:
         return (done - self._timed_step) * (self.config.batch_size or 0) / passed
 
     def _elapsed(self) -> float:
-        """Return the seconds of training, including those before a resume."""
         return self.seconds + time.perf_counter() - self._started
 
     def _resume_hint(self) -> str:

@@ -17,7 +17,7 @@ from vitrail.data.dataset import fingerprint_difference
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.training.config import OPTIONS, Config, read_yaml
 from vitrail.training.data import data_notes, open_data
-from vitrail.training.log import Event, OnEvent, ignore_event, tensorboard_writer
+from vitrail.training.log import Event, OnEvent, tensorboard_writer
 from vitrail.training.loop import Loop
 from vitrail.training.model import Models, make_models
 from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, write_text
@@ -64,7 +64,7 @@ def train(
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
-        listener = on_event if on_event and world.is_main else ignore_event
+        listener = on_event if on_event and world.is_main else lambda event: None
         loop, start = _prepare(requested, world, resume, overwrite, listener, stack)
         return loop.run(start, until)
 
@@ -121,7 +121,6 @@ def _prepare(
 
 
 def _introduce(loop: Loop, start: int) -> None:
-    """Log and report the size of data, model and run."""
     config, count, total = loop.config, loop.loader.count, loop.total
     held = 0 if loop.held_out is None else loop.held_out.count
     counts = {name: len(names) for name, names in loop.classes.items()}

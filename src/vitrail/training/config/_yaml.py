@@ -30,7 +30,6 @@ def read_value(text: str) -> Any:
 
 
 def to_yaml(values: dict[str, Any]) -> str:
-    """Return plain values as YAML."""
     return str(_import().safe_dump(values, sort_keys=False, allow_unicode=True))
 
 

@@ -24,6 +24,7 @@ from vitrail.training.config.options import (
     integer,
     mapping,
     number,
+    only,
     option,
     options_of,
     sizes,
@@ -41,12 +42,6 @@ NO_LABELS = "none"
 
 DISTILLATION_WEIGHTS = {"hard": 0.5, "soft": 0.1, "features": 0.5}
 """Default weight of the teacher's loss by kind of distillation; the first two are DeiT's."""
-
-
-def _parse_data(value: Any) -> Any:
-    if isinstance(value, str) and not value:
-        raise ValueError
-    return value
 
 
 def _parse_validation(value: Any) -> Any:
@@ -70,23 +65,18 @@ def _parse_tasks(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _parse_tokens(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _parse_compile(value: Any) -> Any:
     if isinstance(value, bool):  # as YAML reads on and off
         return "whole" if value else "off"
     return _COMPILE.parse("augment" if value == "pictures" else value)  # its name before 0.3
 
 
-def _parse_interval(value: Any) -> Any:
-    read_interval(value, 1)
-    return value
-
-
 _COMPILE = choice("whole", "blocks", "augment", "off")
-_INTERVAL = Kind("a number of epochs, or text such as '2 epochs' or '200 steps'", "EVERY", _parse_interval)
+_INTERVAL = Kind(
+    "a number of epochs, or text such as '2 epochs' or '200 steps'",
+    "EVERY",
+    only(lambda value: bool(read_interval(value, 1))),
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ class Config:
     """
 
     data: Any = _data(
-        Kind("a path or a dataset", "DATA", _parse_data),
+        Kind("a path or a dataset", "DATA", only(lambda value: not isinstance(value, str) or bool(value))),
         "Training data: a folder with one subfolder per class, parquet files, shards (wds:…), hf:OWNER/NAME, "
         "torchvision:NAME:ROOT; from Python also a dataset or `Arrays`.",
         MISSING,
@@ -134,7 +124,11 @@ class Config:
     image_size: Any = _model(sizes(), "Input size in pixels.")
     patch_size: int | tuple[int, ...] | None = _model(sizes(), "Patch size in pixels.")
     tokens: Any = _model(
-        Kind("text such as 'cls,register=4', or token specs", "TOKENS", _parse_tokens),
+        Kind(
+            "text such as 'cls,register=4', or token specs",
+            "TOKENS",
+            lambda value: tuple(value) if isinstance(value, list) else value,
+        ),
         "Special tokens of a Vitrail model, such as cls,distillation,register=4.",
     )
     heads: str = _model(
@@ -233,7 +227,6 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """Run directory."""
         name = self.model.replace(":", "-").replace("/", "-").strip(".-")
         return Path(self.out) if self.out else Path("runs") / f"{name}-{self.preset}"
 
@@ -290,7 +283,6 @@ class Config:
         return cls.from_dict({**read_yaml(path), **changes})
 
     def to_yaml(self) -> str:
-        """Return the config as YAML."""
         return to_yaml(self.to_dict())
 
 

@@ -102,13 +102,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def choice(*names: str) -> Kind:
-    """Accept one of some names."""
-    return Kind(f"one of {', '.join(names)}", "|".join(names), _only(lambda value: value in names), choices=names)
+    return Kind(f"one of {', '.join(names)}", "|".join(names), only(lambda value: value in names), choices=names)
 
 
 def integer(minimum: int) -> Kind:
-    """Accept integers from a minimum on."""
-    return Kind(f"an integer of at least {minimum}", "N", _only(lambda value: is_int(value, minimum)), int)
+    return Kind(f"an integer of at least {minimum}", "N", only(lambda value: is_int(value, minimum)), int)
 
 
 def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: bool = False) -> Kind:
@@ -126,7 +124,6 @@ def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: b
 
 
 def sizes() -> Kind:
-    """Accept a positive integer, or two or three of them."""
     size = integer(1).parse
 
     def parse(value: Any) -> Any:
@@ -137,26 +134,24 @@ def sizes() -> Kind:
 
 
 def flag() -> Kind:
-    """Accept true or false."""
-    return Kind("true or false", "", _only(lambda value: isinstance(value, bool)), bool)
+    return Kind("true or false", "", only(lambda value: isinstance(value, bool)), bool)
 
 
 def text(metavar: str) -> Kind:
-    """Accept text that is not empty."""
-    return Kind("text", metavar, _only(lambda value: isinstance(value, str) and bool(value)))
+    return Kind("text", metavar, only(lambda value: isinstance(value, str) and bool(value)))
 
 
 def mapping() -> Kind:
     """Accept a mapping of names to values; on the command line it is written in YAML."""
-    only = _only(lambda value: isinstance(value, Mapping))
+    mapped = only(lambda value: isinstance(value, Mapping))
 
     def parse(value: Any) -> dict[str, Any]:
-        return dict(only(read_value(value) if isinstance(value, str) else value))
+        return dict(mapped(read_value(value) if isinstance(value, str) else value))
 
     return Kind("a mapping such as {name: value}", "YAML", parse)
 
 
-def _only(allowed: Callable[[Any], bool]) -> Callable[[Any], Any]:
+def only(allowed: Callable[[Any], bool]) -> Callable[[Any], Any]:
     """Return a function that returns allowed values unchanged and raises `ValueError` for others."""
 
     def parse(value: Any) -> Any:

@@ -65,7 +65,6 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """Number of samples."""
         return round(self.sums[0].item())
 
     def figures(self) -> dict[str, Any]:

@@ -65,7 +65,6 @@ def forward_output_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Te
 
 
 def feature_width(model: nn.Module) -> int:
-    """Return the number of channels of a model's features."""
     config: Any = getattr(model, "config", None)
     candidates = (
         getattr(config, "width", None),

@@ -34,11 +34,7 @@ class Learner(nn.Module):
             set_distilled(True)  # timm's models then return both outputs during training
 
     def forward(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        mixed: Mixed | None = None,
-        taught: TeacherOutput | None = None,
+        self, images: Tensor, labels: Tensor, mixed: Mixed | None = None, taught: TeacherOutput | None = None
     ) -> Terms:
         """Return the loss of prepared images (B, C, H, W), given labels (B, T) and the teacher's output for them.
 

@@ -10,11 +10,7 @@ from vitrail.errors import UnsupportedInput
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    smoothing: float = 0.0,
-    partner: Tensor | None = None,
-    share: Tensor | None = None,
+    logits: Tensor, labels: Tensor, smoothing: float = 0.0, partner: Tensor | None = None, share: Tensor | None = None
 ) -> Tensor:
     """Return the cross-entropy of logits or log-probabilities (B, C) with labels (B,), averaged over samples.
 

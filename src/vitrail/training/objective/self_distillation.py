@@ -61,7 +61,6 @@ class Projection(nn.Module):
         self.prototypes = nn.Parameter(torch.randn(prototypes, bottleneck))
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay."""
         return {"prototypes"}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -64,7 +64,6 @@ class Target:
 
 
 def find_heads(model: nn.Module) -> Heads:
-    """Return the heads of a model."""
     if not isinstance(model, ViT):
         count = getattr(model, "num_classes", getattr(getattr(model, "config", None), "num_labels", None))
         distilled = any(getattr(model, name, None) is not None for name in ("head_dist", "distillation_classifier"))

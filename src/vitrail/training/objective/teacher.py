@@ -64,7 +64,6 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> TeacherOutput:
-        """Return the teacher's output for the student's images (B, 3, H, W)."""
         self.model.eval()
         x = images.to(self._device)
         if self._scale is not None:

@@ -52,5 +52,4 @@ class Ema:
 
 
 def _local(value: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value

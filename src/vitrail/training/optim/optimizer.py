@@ -58,7 +58,6 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str =
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameters."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)

@@ -149,9 +149,17 @@ class Checkpoints:
     @torch.no_grad()
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy a checkpoint into tensors in place; the world size may differ, the names must not."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         path = self.path(step)
         if (path / SHARDS).is_dir():
-            _load_shards(path / SHARDS, tensors)
+            reader = FileSystemReader(path / SHARDS)
+            _check_names(path / SHARDS, set(reader.read_metadata().state_dict_metadata), tensors)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*single process.*")
+                targets = {name: value.detach() for name, value in tensors.items()}
+                load(targets, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
             return
         try:
             stored: dict[str, Tensor] = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
@@ -183,19 +191,6 @@ def find_fault(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return _reason(error)
     return None
-
-
-def _load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(folder)
-    _check_names(folder, set(reader.read_metadata().state_dict_metadata), tensors)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process.*")
-        targets = {name: value.detach() for name, value in tensors.items()}
-        load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _check_names(path: Path, stored: set[str], tensors: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from vitrail.adapters.registry import split_name
@@ -33,42 +34,39 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
         dataset, held = dataset.split(config.validation, config.seed)
     elif config.validation is not None and columns is not None:
         held = open_dataset(config.validation, labels=columns, classes=dataset.classes, labeled=True)
-    _check_fits(config, dataset, held)
+    for problem in _problems(config, dataset, held):
+        raise InvalidOption(problem)
     return dataset.take(config.share, config.seed), held
 
 
-def _check_fits(config: Config, dataset: Dataset, held: Dataset | None) -> None:
-    """Raise if the options given contradict the shape and dtype of the data."""
+def _problems(config: Config, dataset: Dataset, held: Dataset | None) -> Iterator[str]:
+    """Yield contradictions between options and the shape and dtype of the data."""
     own = dataset.tensor_spec
+    data = f"the data is {_describe(own)}"
     if held is not None and _kind(held.tensor_spec) != _kind(own):
-        raise InvalidOption(
-            f"validation: it is {_describe(held.tensor_spec)}, and the training data is {_describe(own)}; expected "
-            "the same shape and dtype"
-        )
+        expected = "expected the same shape and dtype"
+        yield f"validation: it is {_describe(held.tensor_spec)}, and the training data is {_describe(own)}; {expected}"
     if own is None:
         if isinstance(config.image_size, tuple):
-            raise InvalidOption(f"image_size={config.image_size}: images are made square; expected one number")
+            yield f"image_size={config.image_size}: images are made square; expected one number"
         return
     for name, refused in {"recipe": config.recipe != "labels", "teacher": config.teacher, "side": config.side}.items():
         if refused:
-            raise InvalidOption(f"{name}={getattr(config, name)!r} is for images, and the data is {_describe(own)}")
+            yield f"{name}={getattr(config, name)!r} is for images, and {data}"
     if config.augment not in (None, *REACH):
-        raise InvalidOption(f"augment={config.augment!r} is for images; arrays take {', '.join(REACH)}")
+        yield f"augment={config.augment!r} is for images; arrays take {', '.join(REACH)}"
     size, patch, axes = config.image_size, config.patch_size, len(own.sizes)
     if size is not None and own.sizes != ((size, size) if isinstance(size, int) else size):
-        raise InvalidOption(f"image_size={size}: the data is {_describe(own)}, and is not resized. Leave it out.")
+        yield f"image_size={size}: {data}, and is not resized. Leave it out."
     channels = config.options.get("in_chans", own.channels)
     if channels != own.channels:
-        raise InvalidOption(f"in_chans={channels}: the data is {_describe(own)}. Leave it out.")
+        yield f"in_chans={channels}: {data}. Leave it out."
     library = None if config.own else split_name(config.model)[0]
     if axes == 3 and library is not None and "video" not in library.modalities:
-        raise InvalidOption(
-            f"model={config.model!r} is for images, and the data is {_describe(own)}; use a Vitrail model"
-        )
-    numbers = len(patch) if isinstance(patch, tuple) else 2
-    if config.own and numbers != axes:
+        yield f"model={config.model!r} is for images, and {data}; use a Vitrail model"
+    if config.own and axes != (len(patch) if isinstance(patch, tuple) else 2):
         like = "(time, height, width), like (2, 8, 8)" if axes == 3 else "one number, or (height, width)"
-        raise InvalidOption(f"patch_size={patch}: the data is {_describe(own)}. Expected {like}.")
+        yield f"patch_size={patch}: {data}. Expected {like}."
 
 
 def expected_of(dataset: Dataset, expects: InputSpec | None, what: str) -> InputSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,11 +109,8 @@ class Log:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(
-                    f"cannot write {self._path} ({error.strerror or error}); training continues",
-                    VitrailWarning,
-                    stacklevel=2,
-                )
+                text = f"cannot write {self._path} ({error.strerror or error}); training continues"
+                warnings.warn(text, VitrailWarning, stacklevel=2)
         if self._folder is not None:
             self._board = self._board or tensorboard_writer()(str(self._folder))
             for name, value in _numbers(kind, values):
@@ -153,9 +150,10 @@ def tensorboard_writer() -> Any:
     return SummaryWriter
 
 
-def _numbers(name: str, values: Any) -> Sequence[tuple[str, float]]:
-    """Return the numbers in nested values, each with its path."""
+def _numbers(name: str, values: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in nested values, each with its path."""
     if isinstance(values, Mapping):
-        return [pair for key, value in values.items() if key != "step" for pair in _numbers(f"{name}/{key}", value)]
-    number = isinstance(values, int | float) and not isinstance(values, bool)
-    return [(name, float(values))] if number else []
+        for key in (key for key in values if key != "step"):
+            yield from _numbers(f"{name}/{key}", values[key])
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield name, float(values)

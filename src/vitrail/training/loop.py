@@ -54,7 +54,7 @@ class Loop:
         self.held_out = None if held is None else self._open_loader(held, "held-out images")
         self.classes = dict(self.loader.classes)
         self.fingerprint = dataset.fingerprint()
-        self.preprocessing = dataset.statistics() or models.built.preprocessing
+        self.preprocessing = dataset.statistics() or models.preprocessing
         compiled = config.compile != "off"
         augment = prepares(self.preprocessing, config.augment, config.crop_min or 1.0, config.erasing, compiled)
         self.augment: Any = augment if config.recipe == "labels" else Views(augment)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ class Loop:
         """Train from a step on; stop with a checkpoint once `time.monotonic` exceeds ``until``."""
         self.log.write("start", step=start, processes=self.world.world_size, device=str(self.world.device))
         with ExitStack() as stack, explain_failures(self.world, self._resume_hint):
-            stack.enter_context(safe_attention(self.models.built))
+            stack.enter_context(safe_attention(self.models))
             stack.enter_context(raised_recompile_limit(self.config))
             stop = stack.enter_context(Stop.listening(until))
             self._started = time.perf_counter()
@@ -265,7 +265,7 @@ class Loop:
         }
         trained |= {} if self.evaluation is None else {"evaluation": self.evaluation.summary()}
         trained |= self._merge_config()
-        labels = Labels(self.classes, self.preprocessing, trained, self.models.built.architecture)
+        labels = Labels(self.classes, self.preprocessing, trained, self.models.architecture)
         return lambda folder: write_model(folder, model, states, labels)
 
     def _save(self, done: int) -> None:

@@ -50,19 +50,13 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Models:
+class Models(Built):
     """The models of a run; ``final_r`` is the merging at the end of its ramp."""
 
-    built: Built
     learner: nn.Module
     teacher: Teacher | None = None
     merging: Merging | None = None
     final_r: tuple[int, ...] = ()
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is trained, evaluated and saved."""
-        return self.built.model
 
 
 def make_models(config: Config, classes: Classes, world: World) -> Models:
@@ -75,7 +69,7 @@ def make_models(config: Config, classes: Classes, world: World) -> Models:
         for name in config.recipe_options:
             if name not in known:
                 raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
-        return Models(built, SelfLearner(built.model, **config.recipe_options).to(world.device))
+        return Models(**vars(built), learner=SelfLearner(built.model, **config.recipe_options).to(world.device))
     assign_targets(built.model, classes)  # before a teacher is loaded
     teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
     objective = Objective(
@@ -97,7 +91,8 @@ def make_models(config: Config, classes: Classes, world: World) -> Models:
             raise InvalidOption(f"merge: {error}") from error
     _use_channels_last(built.model, world)
     learner = Learner(built.model, objective, bf16_weights=config.dtype == "bf16-weights").to(world.device)
-    return Models(built, learner, teacher, merging, () if merging is None else tuple(merging.r))
+    final_r = () if merging is None else tuple(merging.r)
+    return Models(**vars(built), learner=learner, teacher=teacher, merging=merging, final_r=final_r)
 
 
 def _use_channels_last(model: nn.Module, world: World) -> None:
@@ -153,32 +148,29 @@ def build(config: Config, classes: Classes) -> Built:
     if arrays is not None:
         own = {**config.options, "in_chans": arrays.channels}
         config = replace(config, image_size=arrays.sizes, options=own)
-    size = config.image_size
-    trained_on: InputSpec | None = None
-    architecture: dict[str, Any]
+    size, trained_on = config.image_size, None
     names = {column: tuple(each) for column, each in classes.items()}
     request = ModelRequest(names, config.pretrained, size, config.drop_path, config.options)
     library, name = split_name(config.model)
-    model: nn.Module
+    made: tuple[nn.Module, dict[str, Any]]
     if config.own:
-        model, architecture = ViT(own_config(config, classes)), {}
+        made = ViT(own_config(config, classes)), {}
     elif library is not None and not named(config.model).is_dir():
-        model, architecture = library.build(name, request)
+        made = library.build(name, request)
     else:
         trained, labels = load_trained(config.model)
         trained_on = labels.preprocessing
         if arrays is None and trained_on is not None and trained_on.is_array:
             raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
-        model, architecture = library_of(labels.architecture).rebuild(
+        made = library_of(labels.architecture).rebuild(
             trained, labels.folder, labels.architecture, request, keep_heads=names == labels.classes
         )
     if arrays is not None:
-        standard = InputSpec.of_arrays((0.0,) * arrays.channels, (1.0,) * arrays.channels)
-        return Built(model, architecture, standard)
-    expected = _expected(model, size or (trained_on.size[0] if trained_on else None))
+        return Built(*made, InputSpec.of_arrays((0.0,) * arrays.channels, (1.0,) * arrays.channels))
+    expected = _expected(made[0], size or (trained_on.size[0] if trained_on else None))
     if trained_on is not None and not expected.is_array:
         expected = replace(trained_on, size=expected.size)
-    return Built(model, architecture, expected)
+    return Built(*made, expected)
 
 
 def own_config(config: Config, classes: Classes) -> Any:
@@ -197,12 +189,10 @@ def own_config(config: Config, classes: Classes) -> Any:
             spec if spec.role is Role.REGISTER or spec.enters == -1 else replace(spec, enters=-1, position=False)
             for spec in tokens
         )
-    own_tasks = {spec.name for spec in tokens if spec.role is Role.TASK}
+    own_tasks = {spec.name for spec in tokens if spec.role is Role.TASK}  # with heads of their own
     options: dict[str, Any] = {
         "tokens": tokens,
-        "num_classes": sum(counts[name] for name in counts if name not in own_tasks)
-        if config.recipe == "labels"
-        else 0,
+        "num_classes": sum(counts[name] for name in counts if name not in own_tasks and config.recipe == "labels"),
         "drop_path": config.drop_path or 0.0,
         **{name: getattr(config, name) for name in ("image_size", "patch_size") if getattr(config, name) is not None},
     }
@@ -216,9 +206,8 @@ def own_config(config: Config, classes: Classes) -> Any:
 
 
 def _expected(model: nn.Module, size: int | None) -> InputSpec:
-    sides = (size, size) if size else None
-    found = declared_spec(model) or InputSpec(sides or (224, 224), MEAN, STD)
-    return replace(found, size=sides) if sides else found
+    found = declared_spec(model) or InputSpec((size or 224,) * 2, MEAN, STD)
+    return replace(found, size=(size, size)) if size else found
 
 
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:

@@ -100,7 +100,7 @@ def _prepare(
         return make_models(config, dataset.classes, world)
 
     models = world.run(check)
-    size = models.built.preprocessing.size
+    size = models.preprocessing.size
     config = replace(config, image_size=size[0] if size else None)
     config = replace(config, side=config.side or config.image_size)
     loop = world.run(lambda: Loop(config, world, dataset, held, models, on_event))

@@ -15,7 +15,6 @@ from vitrail.adapters.saved import named
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec
-from vitrail.training.config._yaml import read_yaml, to_yaml
 from vitrail.training.config.options import (
     Kind,
     Option,
@@ -27,9 +26,11 @@ from vitrail.training.config.options import (
     only,
     option,
     options_of,
+    read_yaml,
     sizes,
     suggest,
     text,
+    to_yaml,
 )
 from vitrail.training.config.presets import PRESETS, batch_for, ema_for, lr_for
 from vitrail.training.config.syntax import MergePlan, read_interval, read_merge, token_roles

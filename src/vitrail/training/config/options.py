@@ -16,7 +16,6 @@ from typing import Any
 
 from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
-from vitrail.training.config._yaml import read_value
 
 
 @dataclass(frozen=True)
@@ -160,3 +159,36 @@ def only(allowed: Callable[[Any], bool]) -> Callable[[Any], Any]:
         return value
 
     return parse
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file."""
+    yaml = _yaml()
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidOption(f"cannot read {path} as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise InvalidOption(f"{path} holds a {type(values).__name__}; expected a mapping of option names to values")
+    return values
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a YAML scalar, list or mapping."""
+    yaml = _yaml()
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidOption(f"cannot read {text!r} as YAML: {' '.join(str(error).split())}") from error
+
+
+def to_yaml(values: dict[str, Any]) -> str:
+    return str(_yaml().safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise InvalidOption("YAML needs PyYAML; install it with `pip install vitrail[train]`") from error
+    return yaml

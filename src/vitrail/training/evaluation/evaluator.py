@@ -135,10 +135,8 @@ def evaluate_model(
         data: a data loader whose ``sweep`` yields every sample once, or batches of (images, labels).
         classes: class names by column of labels; a data loader has its own.
         known: the same for everything that the model predicts, if the data has labels for only some of it.
-        prepare: turns images of a data loader, and integer images, into model inputs (``Augment.plain``).
-            Floating-point batches are taken as prepared.
-        merge, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
-        batch: batch size for a data loader.
+        prepare: turns images of a data loader, and integer images, into model inputs; others are taken as prepared.
+        merge, batch, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
         dtype: autocast dtype; the model's own by default.
         progress: called with the number of samples done.
     """

@@ -108,7 +108,12 @@ class Objective(nn.Module):
         features: Tensor | None = None,
     ) -> Terms:
         """Return the loss of an output, given labels (B, T) and the teacher's output."""
-        self._check_outputs(output, taught)
+        for head, expected in self._outputs.items():  # some models reveal the number only when they run
+            check_outputs(head, output.by_role[head].shape[1], expected)
+        if taught is not None and self.distillation in ("hard", "soft"):
+            expected = sum(len(target.classes) for target in self.targets if target.own)
+            if taught.logits.shape[1] != expected:
+                raise InvalidOption(f"the teacher has {taught.logits.shape[1]} outputs, the student {expected} classes")
         partner, share = mixed or (None, None)
         parts: dict[str, Tensor] = {}
         each = []
@@ -158,12 +163,3 @@ class Objective(nn.Module):
             target = F.interpolate(target, features.shape[2:], mode="bilinear", antialias=True)
         student = self.projector(features.flatten(2).transpose(1, 2))
         return feature_distillation(student, target.flatten(2).transpose(1, 2))
-
-    def _check_outputs(self, output: Output, taught: TeacherOutput | None) -> None:
-        """Check the number of outputs, which some models reveal only when they run."""
-        for head, expected in self._outputs.items():
-            check_outputs(head, output.by_role[head].shape[1], expected)
-        if taught is not None and self.distillation in ("hard", "soft"):
-            expected = sum(len(target.classes) for target in self.targets if target.own)
-            if taught.logits.shape[1] != expected:
-                raise InvalidOption(f"the teacher has {taught.logits.shape[1]} outputs, the student {expected} classes")

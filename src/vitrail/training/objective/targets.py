@@ -92,7 +92,25 @@ def assign_targets(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tu
     """
     heads = find_heads(model)
     rest = [name for name in classes if name not in heads.tasks]
-    _check_columns(heads, classes, rest)
+    columns = ", ".join(classes)
+    if not classes:
+        raise InvalidOption("the data has no column of labels")
+    if missing := [name for name in heads.tasks if name not in classes]:
+        raise InvalidOption(
+            f"no column for the task tokens {', '.join(missing)}: the columns are {columns}. List the columns in "
+            "tasks, or remove the tokens"
+        )
+    if rest and not heads.own:
+        found = ", ".join((*heads.fused, *heads.tasks)) or "no head"
+        raise InvalidOption(
+            f"no head for the labels {', '.join(rest)}: the model has {found}. Add a class token and num_classes, or a "
+            "task token of that name"
+        )
+    if heads.fused and not rest:
+        raise InvalidOption(
+            f"no labels for the heads {', '.join(heads.fused)}: all columns ({columns}) belong to task tokens. Set "
+            "num_classes=0"
+        )
     targets, start = [], 0
     for column, (name, names) in enumerate(classes.items()):
         if name in heads.tasks:
@@ -118,26 +136,4 @@ def check_outputs(head: str, outputs: int, expected: int) -> None:
         raise InvalidOption(
             f"the head {head!r} has {outputs} outputs, but its labels have {expected} classes; build the model with "
             "this number of classes, or check the class names"
-        )
-
-
-def _check_columns(heads: Heads, classes: Mapping[str, Sequence[str]], rest: Sequence[str]) -> None:
-    if not classes:
-        raise InvalidOption("the data has no column of labels")
-    missing = [name for name in heads.tasks if name not in classes]
-    if missing:
-        raise InvalidOption(
-            f"no column for the task tokens {', '.join(missing)}: the columns are {', '.join(classes)}. List the "
-            "columns in tasks, or remove the tokens"
-        )
-    if rest and not heads.own:
-        raise InvalidOption(
-            f"no head for the labels {', '.join(rest)}: the model has "
-            f"{', '.join((*heads.fused, *heads.tasks)) or 'no head'}. Add a class token and num_classes, or a task "
-            "token of that name"
-        )
-    if heads.fused and not rest:
-        raise InvalidOption(
-            f"no labels for the heads {', '.join(heads.fused)}: all columns ({', '.join(classes)}) belong to task "
-            "tokens. Set num_classes=0"
         )

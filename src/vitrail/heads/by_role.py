@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._checks import is_int
+from vitrail._deprecation import renamed_property
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.heads.pooling import AttentionPool, check_size, linear
 from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
@@ -120,7 +121,7 @@ class Heads(nn.Module):
         main = [fuse([values[name] for name in self._main])] if self._main else []
         return fuse([*main, *(values[name] for name in self._distilled)])
 
-    def answers(self, features: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
+    def token_logits(self, features: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
         """Return the logits (B, classes) of each single token for the model's own classes, by name.
 
         Tokens that share a head are named ``name[0]``, ``name[1]``, ...; comparing them shows how redundant they are.
@@ -135,6 +136,8 @@ class Heads(nn.Module):
                 each = self._logits(name, features, layout).unbind(1)
                 found.update({f"{name}[{i}]" if len(each) > 1 else name: one for i, one in enumerate(each)})
         return found
+
+    answers = renamed_property("answers", "token_logits")
 
     def reset(self, num_classes: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         """Replace the heads by new ones with ``num_classes``; heads whose spec sets ``classes`` are kept.

@@ -59,7 +59,7 @@ def test_batches_do_not_matter_and_few_classes_do_neither() -> None:
     assert (pair.figures()["accuracy"], pair.figures()["top5"]) == (0.0, 1.0)
 
 
-def test_sums_add_up_over_processes() -> None:
+def test_sums_add_up_over_ranks() -> None:
     left, right = filled()[0], filled()[0]
     both = Tally(7)
     both.sums = left.sums + right.sums

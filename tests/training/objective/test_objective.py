@@ -121,7 +121,7 @@ def test_task_tokens_and_their_control_learn_all_columns() -> None:
     torch.testing.assert_close(weighed.total, 0.5 * losses[0] + 2.0 * losses[1])
 
 
-def test_distillation_of_shared_heads_is_by_question() -> None:
+def test_distillation_of_shared_heads_is_by_task() -> None:
     model, teacher = tiny(CLASS, DISTILLATION, num_classes=6), Teacher(Net(classes=6))
     taught = teacher(IMAGES)
     terms = learner(model, TASKS, distillation="hard", teacher=teacher)(IMAGES, TWO, taught=taught)

@@ -149,12 +149,12 @@ def evaluate_model(
     with ExitStack() as stack:
         settings = stack.enter_context(merged_as(model, merge))
         stack.enter_context(evaluating(model))
-        with head_outputs(model) as heard:
+        with head_outputs(model) as by_token:
             for images, labels in _batches(data, batch, prepare, weight.device):
                 images = images if dtype is not None else images.to(weight.dtype)
                 with torch.no_grad(), autocast(weight.device, dtype):
                     output = forward_output(model, images)
-                metrics.add(output, labels, heard)
+                metrics.add(output, labels, by_token)
                 if not kept or sum(map(len, kept)) < look:
                     kept.append(images)
                 if progress is not None:

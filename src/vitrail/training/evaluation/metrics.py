@@ -114,8 +114,8 @@ class Metrics(ABC):
         self._tallies = {name: Tally(len(names), device) for name, names in classes.items()}
 
     @abstractmethod
-    def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
-        """Count a batch; ``heard`` holds the outputs of each token's head and is cleared."""
+    def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
+        """Count a batch; ``by_token`` holds the outputs of each token's head and is cleared."""
 
     def reduce(self) -> None:
         """Add up over ranks; every rank must call it."""
@@ -152,7 +152,7 @@ class HeadMetrics(Metrics):
             for head in self._fused if target.own else ():
                 self._tallies[self._name(target, head)] = Tally(len(target.classes), device)
 
-    def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
+    def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
         for target in self._targets:
             truth = labels[:, target.column]
             logits = output.logits if target.own else output.by_role[target.name]
@@ -164,9 +164,9 @@ class HeadMetrics(Metrics):
                 if head in output.by_role:
                     self._tallies[self._name(target, head)].add(target.read(output.by_role[head]), truth)
         self.seen += len(labels)
-        if self._single and len(heard) > 1:
-            self._compare({name: parts[-1] for name, parts in heard.items()}, len(labels))
-        heard.clear()
+        if self._single and len(by_token) > 1:
+            self._compare({name: parts[-1] for name, parts in by_token.items()}, len(labels))
+        by_token.clear()
 
     def reduce(self) -> None:
         super().reduce()
@@ -188,9 +188,9 @@ class HeadMetrics(Metrics):
     def _name(self, target: Target, head: str) -> str:
         return f"{target.label}.{head}" if target.task else head
 
-    def _compare(self, heard: dict[str, Tensor], count: int) -> None:
+    def _compare(self, by_token: dict[str, Tensor], count: int) -> None:
         try:
-            found = disagreement(heard)
+            found = disagreement(by_token)
         except UnsupportedInput as error:  # not finite
             self.notes = [f"disagreement: {error}"]
             return
@@ -210,8 +210,8 @@ class NeighborMetrics(Metrics):
         super().__init__(classes, device)
         self._batches: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
-        heard.clear()
+    def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
+        by_token.clear()
         if output.logits is None:  # else pooled features
             raise UnsupportedInput("nothing to evaluate: the model has neither heads nor pooled features")
         self._batches.append((output.logits.float(), labels))

@@ -28,9 +28,9 @@ def forward_output(model: nn.Module, images: Tensor) -> Output:
     if getattr(model, "head_dist", None) is None or model.training:
         return _to_output(model, model(images))
     # in evaluation mode, timm's distilled models return only the mean of their heads
-    with head_outputs(model) as heard:
+    with head_outputs(model) as by_token:
         logits = model(images)
-    by_role = {name: parts[-1].to(logits.device) for name, parts in heard.items()}
+    by_role = {name: parts[-1].to(logits.device) for name, parts in by_token.items()}
     return _output(logits, by_role if len(by_role) == 2 else {})
 
 

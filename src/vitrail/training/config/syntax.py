@@ -71,12 +71,9 @@ def token_roles(tokens: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Merging during training.
+    """Merging during training, with ``options`` of `vitrail.merge`, from an epoch (counted from 0) on.
 
-    Attributes:
-        options: arguments of `vitrail.merge`.
-        from_epoch: first epoch with merging, counted from 0.
-        over_epochs: epochs over which r ramps up to its final value, in at most `MAX_STAGES` stages; 0 for no ramp.
+    r ramps up to its final value over ``over_epochs`` epochs, in at most `MAX_STAGES` stages.
     """
 
     options: dict[str, Any]

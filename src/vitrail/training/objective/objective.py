@@ -49,14 +49,9 @@ class Objective(nn.Module):
     - Targets are averaged; with ``weights``, summed with these weights, or with learned ones (``"uncertainty"``,
       Kendall et al. 2018): Σ exp(−s)·L + s/2 with s = log σ². A hard task gets a small weight; s/2 bounds variances.
 
-    Args:
-        model, teacher: not kept.
-        classes: class names by column of labels, in the order of the columns.
-        smoothing: label smoothing.
-        distillation: ``hard``, ``soft`` (at a ``temperature``) or ``features``; None without a teacher.
-        share: λ; 0.5 by default, 0.1 for ``soft``.
-        feature_weight: weight of ``features`` in addition to ``hard`` or ``soft``.
-        weights: weight of each target, or ``"uncertainty"``.
+    ``classes`` holds class names by column of labels, in the order of the columns. ``distillation`` is ``hard``,
+    ``soft`` or ``features``, None without a teacher; ``share`` is λ, by default 0.5, or 0.1 for ``soft``. Model and
+    teacher are not kept.
     """
 
     def __init__(

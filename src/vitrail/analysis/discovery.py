@@ -8,7 +8,7 @@ Ties go to the lower index.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ Box = tuple[float, float, float, float]
 Boxes = Tensor | Sequence[Box]
 
 
-@dataclass(frozen=True, eq=False)
-class Discovery(Result):
+class Discovery(Result, eq=False):
     """An object found in one image.
 
     Attributes:
@@ -169,7 +168,6 @@ def iou(box: Box | Tensor, boxes: Boxes) -> Tensor:
     return torch.where(union > 0, overlap / union.clamp(min=1e-300), 0.0)
 
 
-@dataclass(frozen=True)
 class CorLoc(Result):
     """Correct localization: the share of images whose box has an IoU of ``threshold`` or more with a true one.
 
@@ -203,7 +201,6 @@ def corloc(found: Sequence[Box | None], truth: Sequence[Boxes | None], *, thresh
     return CorLoc.of(hits, len(found) - len(pairs), threshold)
 
 
-@dataclass(frozen=True)
 class LostSweep(Result):
     """LOST with one fixed bias, and with the best of several.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -27,7 +26,6 @@ from vitrail.runtime.layout import token_values
 from vitrail.tokens import TokenLayout, TokenSpan, token_names
 
 
-@dataclass(frozen=True)
 class Thresholds(Result):
     """Limits for collapsed pairs. Two class tokens trained with one loss reached a cosine of 0.999 (DeiT).
 
@@ -51,8 +49,7 @@ class Thresholds(Result):
 DEFAULT_THRESHOLDS = Thresholds()
 
 
-@dataclass(frozen=True, eq=False)
-class Cosines(Result):
+class Cosines(Result, eq=False):
     """Cosines between tokens in each layer.
 
     Attributes:
@@ -73,16 +70,14 @@ class Cosines(Result):
     between: dict[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class ParameterCosines(Result):
+class ParameterCosines(Result, eq=False):
     """Cosines between learned tokens, without position: (S, S). Directions of tokens near zero mean nothing."""
 
     tokens: tuple[str, ...]
     matrix: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Disagreement(Result):
+class Disagreement(Result, eq=False):
     """Disagreement of heads: (H, H) each.
 
     Attributes:
@@ -96,7 +91,6 @@ class Disagreement(Result):
     divergence: Tensor
 
 
-@dataclass(frozen=True)
 class TokenAttention(Result):
     """Attention of tokens to patches in one layer: overlap between tokens, and spread of each."""
 
@@ -105,7 +99,6 @@ class TokenAttention(Result):
     spread: Spread
 
 
-@dataclass(frozen=True)
 class Collapse(Result):
     """A pair of tokens that are nearly equal: in which measure, how similar, and the threshold."""
 
@@ -116,7 +109,6 @@ class Collapse(Result):
     threshold: float
 
 
-@dataclass(frozen=True)
 class Roles(Result):
     """All measures of one model on some images; None or empty for what it does not have, explained by ``notes``."""
 

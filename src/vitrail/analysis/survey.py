@@ -6,7 +6,6 @@ Models are loaded one at a time, so a list of checkpoints needs the memory of on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
 from vitrail.surgery.recording import Images, stream
 
 
-@dataclass(frozen=True)
 class Entry(Result):
     """One model of a survey.
 
@@ -38,7 +36,6 @@ class Entry(Result):
     problem: str = ""
 
 
-@dataclass(frozen=True)
 class Survey(Result):
     """Several models on the same images, in the given order.
 

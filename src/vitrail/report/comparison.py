@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vitrail.analysis.result import Result
@@ -66,7 +65,6 @@ def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[st
     return Comparison(first, second, differences, _remarks(first, second))
 
 
-@dataclass(frozen=True)
 class Difference(Result):
     """One quantity in both reports; None where a report does not have it.
 
@@ -96,8 +94,7 @@ class Difference(Result):
         return [self.name, a, b, f"{sign}{change}"]
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison(Saved):
+class Comparison(Saved, eq=False):
     """Two reports and their differences.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,7 @@ class Saved(Result):
         return tuple(reversed(texts))
 
 
-@dataclass(eq=False)
-class ShownImage(Result):
+class ShownImage(Result, frozen=False, eq=False):
     """An image that the report shows. ``pixels`` and ``maps`` are not in the JSON.
 
     Attributes:
@@ -104,8 +103,7 @@ class ShownImage(Result):
         return cls(**{**known, "boxes": boxes, "grid": tuple(known["grid"]), "size": tuple(known["size"])})
 
 
-@dataclass(frozen=True, eq=False)
-class Report(Saved):
+class Report(Saved, eq=False):
     """The result of :func:`vitrail.inspect`. ``docs/report.md`` explains every value.
 
     All values are plain. The values of a section are an attribute of its name as well, such as ``report.attention``; a

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from fractions import Fraction
 from typing import Any, Self
 
@@ -36,7 +36,6 @@ MOST_NAMED = 100
 """How many places of non-finite norms are listed; all of them are counted."""
 
 
-@dataclass(frozen=True)
 class LayerNorms(Threshold):
     """Norms after one layer, with its own threshold and verdict.
 
@@ -56,7 +55,6 @@ class LayerNorms(Threshold):
     pictures_with_outliers: int
 
 
-@dataclass(frozen=True)
 class NotFinite(Result):
     """Number of tokens with a non-finite norm in one image after one layer."""
 
@@ -65,7 +63,6 @@ class NotFinite(Result):
     tokens: int
 
 
-@dataclass(frozen=True)
 class Norms(Threshold):
     """Norms over layers. Threshold, verdict and all other inherited fields are those of the last layer.
 

@@ -7,7 +7,7 @@ histogram over fixed bins, so a tensor, a stream of batches and the sum over ran
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -30,7 +30,6 @@ EASIER = 10.0
 """Where the bulk's tail does not explain the tokens above it, a p-value this many times larger is enough."""
 
 
-@dataclass(frozen=True)
 class Threshold(Result):
     """Verdict on artifact tokens in one layer, and the norm they start at.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrail.analysis._inputs import Array, as_features, as_integers, check_count, chunks
+from vitrail.analysis._inputs import Array, as_features, as_integers, check_count, chunks, map_chunks
 from vitrail.analysis.statistics import hold_out
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -71,28 +71,24 @@ class LinearMap:
     def scores(self, features: Tensor) -> Tensor:
         """Map features (..., D) to scores (..., K)."""
         rows = features.reshape(-1, features.shape[-1])
-        out = torch.empty(len(rows), len(self.bias), dtype=self.bias.dtype, device=self.bias.device)
-        for part in chunks(len(rows), max(self.weight.shape)):
-            out[part] = torch.addmm(self.bias, self.scaling(rows[part]), self.weight)
-        return out.reshape(*features.shape[:-1], -1)
+        scores = map_chunks(self._scores, rows, max(self.weight.shape))
+        return scores.reshape(*features.shape[:-1], -1)
+
+    def _scores(self, rows: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.scaling(rows), self.weight)
 
 
 @dataclass(frozen=True)
 class LinearClassifier(LinearMap):
-    """A fitted classifier.
-
-    Attributes:
-        classes: (K,) label of each column of the scores, in rising order.
-        converged: whether the solver converged before ``max_iter``.
-    """
+    """A fitted classifier: the label of each column of the scores (K,), and whether the solver converged."""
 
     classes: Tensor
     converged: bool
 
     def predict(self, features: Tensor) -> Tensor:
         """Return the most likely label of each row (n, D), without holding all scores."""
-        parts = chunks(len(features), max(self.weight.shape))
-        return self.classes[torch.cat([self.scores(features[part]).argmax(-1) for part in parts])]
+        best = map_chunks(lambda rows: self._scores(rows).argmax(-1), features, max(self.weight.shape))
+        return self.classes[best]
 
 
 @dataclass(frozen=True)
@@ -125,21 +121,17 @@ def fit_classifier(
         max_iter: most iterations of one fit.
         tolerance: the solver stops when no entry of the gradient is larger.
     """
-    grid = _check_penalties(penalties)
     check_count(max_iter, "max_iter")
-    rows, group = _check_rows(features, groups)
-    classes, target = as_integers(labels, "labels", "n").to(rows.device).unique(return_inverse=True)
-    _check_same_length(target, rows, "labels")
+    rows = _as_rows(features)
+    classes, target = as_integers(labels, "labels", str(len(rows))).to(rows.device).unique(return_inverse=True)
     if len(classes) < 2:
         raise UnsupportedInput(
             f"all {len(target)} labels are {int(classes[0])}; a classifier needs two or more classes"
         )
-    held = hold_out(group, seed=seed) if len(grid) > 1 else None
-    scaling, x, order, kept = _standardize(rows, held)
-    y = target[order]
+    scaling, x, y, kept, grid = _prepare(rows, target, groups, penalties, seed)
     params = torch.zeros(x.shape[1] + 1, len(classes), dtype=x.dtype, device=x.device)
     penalty = grid[len(grid) // 2]
-    if held is not None:
+    if kept < len(x):
         params, penalty = _search_penalty(x, y, kept, params, grid, max_iter, tolerance)
     params, converged = _minimize(x, y, params, penalty, max_iter, tolerance)
     return LinearClassifier(scaling, params[:-1], params[-1], penalty, classes, converged)
@@ -159,15 +151,12 @@ def fit_regressor(
     The penalty with the least squared error on the held-out part is chosen, for all targets together. A penalty of 0
     is plain linear regression; directions that the features do not span get weight 0.
     """
-    grid = _check_penalties(penalties)
-    rows, group = _check_rows(features, groups)
-    goal = as_features(targets, "targets", "n K").to(rows.device)
-    _check_same_length(goal, rows, "targets")
-    held = hold_out(group, seed=seed) if len(grid) > 1 else None
-    scaling, x, order, kept = _standardize(rows, held)
-    y = goal[order].to(x.dtype)
+    rows = _as_rows(features)
+    goal = as_features(targets, "targets", f"{len(rows)} K").to(rows.device)
+    scaling, x, y, kept, grid = _prepare(rows, goal, groups, penalties, seed)
+    y = y.to(x.dtype)
     penalty = grid[len(grid) // 2]
-    if held is not None:
+    if kept < len(x):
         errors = []
         for weight, bias in _solve_ridge(x[:kept], y[:kept], grid):
             parts = ((x[part] @ weight + bias - y[part]) for part in chunks(len(x), max(weight.shape), start=kept))
@@ -177,16 +166,24 @@ def fit_regressor(
     return LinearRegressor(scaling, weight, bias, penalty)
 
 
-def _standardize(rows: Tensor, held: Tensor | None) -> tuple[Scaling, Tensor, Tensor, int]:
-    """Standardize the rows and put the held-out ones last, so that both parts are views of one tensor."""
-    order = torch.arange(len(rows)) if held is None else held.int().argsort(stable=True)
-    kept = len(rows) if held is None else int((~held).sum())
-    order = order.to(rows.device)
-    scaling = Scaling.of(rows, torch.float64 if rows.dtype == torch.float64 else torch.float32)
-    x = torch.empty(rows.shape, dtype=scaling.mean.dtype, device=rows.device)
-    for part in chunks(*rows.shape):
-        x[part] = scaling(rows[order[part]])
-    return scaling, x, order, kept
+def _prepare(
+    rows: Tensor, targets: Tensor, groups: Array | None, penalties: Sequence[float], seed: int
+) -> tuple[Scaling, Tensor, Tensor, int, list[float]]:
+    """Standardize the rows, and put held-out ones last, so that both parts are views of one tensor.
+
+    Returns:
+        The standardization, rows and targets, how many rows are not held out, and the penalties from strong to weak.
+    """
+    grid = sorted((float(penalty) for penalty in penalties), reverse=True)
+    if not grid or not all(0 <= penalty < math.inf for penalty in grid):
+        raise InvalidOption(f"penalties must be one or more finite numbers, 0 or more; got {list(penalties)}")
+    group = torch.arange(len(rows)) if groups is None else as_integers(groups, "groups", str(len(rows)))
+    held = hold_out(group, seed=seed) if len(grid) > 1 else None
+    held = torch.zeros(len(rows), dtype=torch.bool) if held is None else held
+    order = held.int().argsort(stable=True).to(rows.device)
+    scaling = Scaling.of(rows, torch.promote_types(rows.dtype, torch.float32))
+    x = map_chunks(lambda part: scaling(rows[part]), order, rows.shape[1])
+    return scaling, x, targets[order], int((~held).sum()), grid
 
 
 def _search_penalty(
@@ -271,24 +268,7 @@ def _solve_ridge(x: Tensor, y: Tensor, grid: Sequence[float]) -> Iterator[tuple[
         yield weight.to(x.dtype), (mean_y - mean_x @ weight).to(x.dtype)
 
 
-def _check_rows(features: Array, groups: Array | None) -> tuple[Tensor, Tensor]:
-    """Return features and the image of each row, on the CPU for devices without float64 (mps)."""
+def _as_rows(features: Array) -> Tensor:
+    """Return features (n, D), on the CPU for devices without float64 (mps)."""
     rows = as_features(features, "features", "n D")
-    if rows.device.type == "mps":
-        rows = rows.cpu()
-    group = torch.arange(len(rows)) if groups is None else as_integers(groups, "groups", "n")
-    _check_same_length(group, rows, "groups")
-    return rows, group
-
-
-def _check_same_length(values: Tensor, rows: Tensor, name: str) -> None:
-    if len(values) != len(rows):
-        raise UnsupportedInput(f"got {len(values)} {name} for {len(rows)} rows of features; expected one per row")
-
-
-def _check_penalties(penalties: Sequence[float]) -> list[float]:
-    """Return the penalties from strong to weak."""
-    grid = [float(penalty) for penalty in penalties]
-    if not grid or not all(0 <= penalty < math.inf for penalty in grid):
-        raise InvalidOption(f"penalties must be one or more finite numbers, 0 or more; got {list(penalties)}")
-    return sorted(grid, reverse=True)
+    return rows.cpu() if rows.device.type == "mps" else rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, one_hot
 
-from vitrail.analysis._pooling import patch_labels, patch_means
+from vitrail.analysis._inputs import patch_labels, patch_means
 from vitrail.analysis.downstream import evaluate_classification, evaluate_depth, evaluate_segmentation
 from vitrail.analysis.probes.linear import fit_classifier, fit_regressor
 from vitrail.analysis.statistics import Split, split_images

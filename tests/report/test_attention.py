@@ -69,7 +69,7 @@ def test_without_full_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyPa
     assert report.attention["closer"]["rollout"] is False
     assert "would take" in report.attention["closer"]["note"]
     page = report.to_html()
-    assert "in layer 0" in page
+    assert ", layer 0" in page
     assert "Rollout of" not in page
 
 

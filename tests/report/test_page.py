@@ -104,6 +104,8 @@ def test_a_section_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     section = Section(
         anchor="special",
         title="Norms of special tokens",
+        link="",
+        intro="",
         render=lambda report: [Text(f"The largest norm is {report.special['largest']:.1f}.")],
         key="special",
         compute=compute,

@@ -98,16 +98,13 @@ class RoleMass(Result, eq=False):
 
     Attributes:
         queries, keys: roles of the query tokens, and of all tokens.
-        mass: (queries, keys) mean over images, heads and the query tokens of the role; rows sum to one.
-        per_head: (H, queries, keys) the same for each head.
-        fair: (keys,) share of each role among all tokens: the mass under uniform attention.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...]
-    mass: Tensor
-    per_head: Tensor
-    fair: Tensor
+    mass: Tensor  # (queries, keys) mean over images, heads and the query tokens of the role; rows sum to one
+    per_head: Tensor  # (H, queries, keys) the same for each head
+    fair: Tensor  # (keys,) share of each role among all tokens: the mass under uniform attention
 
 
 @torch.no_grad()
@@ -140,21 +137,13 @@ def role_mass(attention: Tensor, layout: TokenLayout, *, queries: Sequence[int] 
 
 
 class Overlap(Result, eq=False):
-    """Similarity of the maps of tokens: (Q, Q) each, means over images and heads.
+    """Similarity of the maps of tokens: (Q, Q) each, means over images and heads."""
 
-    Attributes:
-        cosine: 1 for proportional maps, 0 for disjoint ones.
-        divergence: Jensen–Shannon in bits: 0 for equal maps, 1 for disjoint ones.
-        top_iou: intersection over union of the ``top`` patches with the most attention.
-        top: number of these patches.
-        left_out: number of maps (images × heads × tokens) that are all zero, and left out.
-    """
-
-    cosine: Tensor
-    divergence: Tensor
-    top_iou: Tensor
-    top: int
-    left_out: int
+    cosine: Tensor  # 1 for proportional maps, 0 for disjoint ones
+    divergence: Tensor  # Jensen–Shannon in bits: 0 for equal maps, 1 for disjoint ones
+    top_iou: Tensor  # intersection over union of the ``top`` patches with the most attention
+    top: int  # number of these patches
+    left_out: int  # number of maps (images × heads × tokens) that are all zero, and left out
 
 
 @torch.no_grad()

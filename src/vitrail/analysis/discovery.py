@@ -26,20 +26,15 @@ class Discovery(Result, eq=False):
     """An object found in one image.
 
     Attributes:
-        method: ``lost`` or ``tokencut``.
-        grid: height and width in patches.
-        box: box in patches.
-        seed: the patch that the object is grown from.
-        mask: (h, w) bool mask of the object.
         scores: (P,) what the seed is chosen by. LOST: degrees, the lowest wins. TokenCut: the eigenvector with its
             sign such that the object is positive, the largest wins.
     """
 
-    method: str
-    grid: tuple[int, int]
-    box: tuple[int, int, int, int]
-    seed: int
-    mask: Tensor = field(metadata={"json": False})
+    method: str  # ``lost`` or ``tokencut``
+    grid: tuple[int, int]  # height and width in patches
+    box: tuple[int, int, int, int]  # box in patches
+    seed: int  # the patch that the object is grown from
+    mask: Tensor = field(metadata={"json": False})  # (h, w) bool mask of the object
     scores: Tensor = field(metadata={"json": False})
 
     def pixels(self, patch: int | tuple[int, int], size: tuple[int, int] | None = None) -> Box:
@@ -202,22 +197,15 @@ def corloc(found: Sequence[Box | None], truth: Sequence[Boxes | None], *, thresh
 
 
 class LostSweep(Result):
-    """LOST with one fixed bias, and with the best of several.
+    """LOST with one fixed bias, and with the best of several."""
 
-    Attributes:
-        fixed_setting: at ``fixed_bias``, chosen in advance. The number to trust.
-        best_of_sweep: at ``best_bias``, chosen on the images that it is measured on. An upper bound.
-        held_out: even and odd images, each with the best bias of the others.
-        by_bias: CorLoc at each of ``biases``.
-    """
-
-    fixed_setting: CorLoc
+    fixed_setting: CorLoc  # at ``fixed_bias``, chosen in advance. The number to trust
     fixed_bias: float
-    best_of_sweep: CorLoc
+    best_of_sweep: CorLoc  # at ``best_bias``, chosen on the images that it is measured on. An upper bound
     best_bias: float
-    held_out: CorLoc
+    held_out: CorLoc  # even and odd images, each with the best bias of the others
     biases: tuple[float, ...]
-    by_bias: tuple[CorLoc, ...]
+    by_bias: tuple[CorLoc, ...]  # CorLoc at each of ``biases``
 
 
 @torch.no_grad()

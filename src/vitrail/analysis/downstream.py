@@ -27,8 +27,9 @@ from vitrail.analysis._inputs import (
     at_least_float32,
     check_count,
     chunks,
+    patch_labels,
+    patch_means,
 )
-from vitrail.analysis._pooling import patch_labels, patch_means
 from vitrail.analysis.probes.classes import classification_scores
 from vitrail.analysis.probes.linear import PENALTIES, RIDGE_PENALTIES, LinearMap, fit_classifier, fit_regressor
 from vitrail.analysis.result import Result
@@ -40,23 +41,15 @@ MAX_PATCHES = 50_000
 
 
 class Classification(Result):
-    """Linear classification of images, with Wilson's interval of the accuracy.
-
-    Attributes:
-        balanced_accuracy: mean over the classes of the test part of the accuracy within each class.
-        majority: accuracy of always predicting the most common class of the training part.
-        classes: number of classes in the training part.
-        untested: classes of the training part that are not in the test part.
-        unknown: test images of a class that is not in the training part; they count as wrong.
-    """
+    """Linear classification of images, with Wilson's interval of the accuracy."""
 
     accuracy: float
     interval: Interval | None
-    balanced_accuracy: float
-    majority: float
-    classes: int
-    untested: list[int]
-    unknown: int
+    balanced_accuracy: float  # mean over the classes of the test part of the accuracy within each class
+    majority: float  # accuracy of always predicting the most common class of the training part
+    classes: int  # number of classes in the training part
+    untested: list[int]  # classes of the training part that are not in the test part
+    unknown: int  # test images of a class that is not in the training part; they count as wrong
     train_pictures: int
     test_pictures: int
     penalty: float
@@ -77,29 +70,21 @@ class Segmentation(Dense, kw_only=True):
     Attributes:
         miou: mean over classes of intersection over union, from one confusion matrix of all test pixels. Classes that
             are neither in the test masks nor predicted are left out.
-        iou: by class; NaN for a class that is left out.
-        pixel_accuracy: share of the test pixels that are right.
         confusion: (C, C) pixels by true class (rows) and predicted class (columns).
     """
 
     miou: float
-    iou: list[float]
-    pixel_accuracy: float
+    iou: list[float]  # by class; NaN for a class that is left out
+    pixel_accuracy: float  # share of the test pixels that are right
     confusion: Tensor = field(compare=False, metadata={"json": False})
 
 
 class Depth(Dense, kw_only=True):
-    """Linear depth estimation, with a bootstrap interval of the RMSE.
+    """Linear depth estimation, with a bootstrap interval of the RMSE."""
 
-    Attributes:
-        rmse: root mean squared error over all valid test pixels, in the unit of the depth.
-        rmse_by_picture: mean over images of each image's own RMSE, as many depth benchmarks report it.
-        constant_rmse: RMSE of always predicting the mean depth of the training patches.
-    """
-
-    rmse: float
-    rmse_by_picture: float
-    constant_rmse: float
+    rmse: float  # root mean squared error over all valid test pixels, in the unit of the depth
+    rmse_by_picture: float  # mean over images of each image's own RMSE, as many depth benchmarks report it
+    constant_rmse: float  # RMSE of always predicting the mean depth of the training patches
 
 
 @torch.no_grad()

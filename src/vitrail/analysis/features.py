@@ -44,15 +44,13 @@ class Pca(Result, eq=False):
     """Principal components of patch features, one basis for all images.
 
     Attributes:
-        mean: (D,) mean of the features.
         directions: (C, D) unit vectors, the strongest first; the largest entry of each is positive.
-        explained: (C,) share of the variance along each direction.
         patches, left_out: number of patches that the basis is fitted to, and of those left out.
     """
 
-    mean: Tensor = field(metadata={"json": False})
+    mean: Tensor = field(metadata={"json": False})  # (D,) mean of the features
     directions: Tensor = field(metadata={"json": False})
-    explained: Tensor
+    explained: Tensor  # (C,) share of the variance along each direction
     patches: int
     left_out: int
 

@@ -22,8 +22,8 @@ from vitrail.analysis._inputs import (
     check_finite,
     check_shape,
     map_chunks,
+    patch_means,
 )
-from vitrail.analysis._pooling import patch_means
 from vitrail.analysis.result import Result
 from vitrail.analysis.statistics import bootstrap, ratio
 from vitrail.data.sample import UNKNOWN

@@ -19,33 +19,20 @@ from vitrail.surgery.recording import Images, stream
 
 
 class Entry(Result):
-    """One model of a survey.
+    """One model of a survey."""
 
-    Attributes:
-        name: name of the model.
-        parameters: number of parameters.
-        depth: number of blocks.
-        norms: norms, threshold, verdict and onset; None after a failure.
-        problem: the failure; empty otherwise.
-    """
-
-    name: str
-    parameters: int
-    depth: int
-    norms: Norms | None
-    problem: str = ""
+    name: str  # name of the model
+    parameters: int  # number of parameters
+    depth: int  # number of blocks
+    norms: Norms | None  # norms, threshold, verdict and onset; None after a failure
+    problem: str = ""  # the failure; empty otherwise
 
 
 class Survey(Result):
-    """Several models on the same images, in the given order.
+    """Several models on the same images, in the given order."""
 
-    Attributes:
-        entries: one per model.
-        first: name of the first model from which on all have artifacts; None if the last one has none.
-    """
-
-    entries: tuple[Entry, ...]
-    first: str | None
+    entries: tuple[Entry, ...]  # one per model
+    first: str | None  # name of the first model from which on all have artifacts; None if the last one has none
 
     def table(self) -> list[dict[str, Any]]:
         """Return one flat row per model: name, parameters, verdict, confidence, threshold, share, onset, problem."""

@@ -69,19 +69,15 @@ class Difference(Result):
     """One quantity in both reports; None where a report does not have it.
 
     Attributes:
-        key: path in the JSON of a report.
-        name: display name.
         a, b: the values.
-        change: b − a, for numbers.
-        share: whether the values are shares between 0 and 1.
     """
 
-    key: str
-    name: str
+    key: str  # path in the JSON of a report
+    name: str  # display name
     a: float | str | None
     b: float | str | None
-    change: float | None
-    share: bool = False
+    change: float | None  # b − a, for numbers
+    share: bool = False  # whether the values are shares between 0 and 1
 
     def cells(self) -> list[str]:
         """Return name, values and change as text."""
@@ -99,14 +95,12 @@ class Comparison(Saved, eq=False):
 
     Attributes:
         a, b: the reports.
-        differences: quantities of both.
-        remarks: caveats, such as that the images are not the same.
     """
 
     a: Report
     b: Report
-    differences: list[Difference]
-    remarks: list[str]
+    differences: list[Difference]  # quantities of both
+    remarks: list[str]  # caveats, such as that the images are not the same
 
     @property
     def verdict(self) -> str:

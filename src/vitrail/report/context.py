@@ -17,7 +17,7 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedInput
 from vitrail.report.collect import Collected, HalfTensor, KeptImage, to_pixels
 from vitrail.report.report import ShownImage
-from vitrail.tokens import Role, TokenLayout, token_names
+from vitrail.tokens import TokenLayout, token_names
 
 T = TypeVar("T")
 
@@ -33,32 +33,22 @@ class Context:
     """Everything that a section may use to compute its values.
 
     Attributes:
-        model: the inspected model.
-        layout: the token layout of the kept images.
-        norms: norms of all images, with threshold and verdict.
-        images: kept images, in order.
-        queries: the tokens that attention rows belong to.
-        other_sizes: number of kept images left out because their patch grid is not the first image's.
         data, spec, batch_size: where images come from, their preprocessing, and images per batch.
-        device: device to compute on.
-        seed: seed of splits and draws.
-        progress: callback.
-        sections: values of the sections computed so far.
     """
 
-    model: nn.Module
-    layout: TokenLayout
-    norms: Norms
-    images: tuple[KeptImage, ...]
-    queries: tuple[int, ...]
-    other_sizes: int
+    model: nn.Module  # the inspected model
+    layout: TokenLayout  # the token layout of the kept images
+    norms: Norms  # norms of all images, with threshold and verdict
+    images: tuple[KeptImage, ...]  # kept images, in order
+    queries: tuple[int, ...]  # the tokens that attention rows belong to
+    other_sizes: int  # number of kept images left out because their patch grid is not the first image's
     data: Batches
     spec: InputSpec
     batch_size: int
-    device: torch.device
-    seed: int
-    progress: Progress
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    device: torch.device  # device to compute on
+    seed: int  # seed of splits and draws
+    progress: Progress  # callback
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # values of the sections computed so far
 
     @classmethod
     def create(cls, collected: Collected, model: nn.Module, **settings: Any) -> Context | None:
@@ -133,11 +123,6 @@ class Context:
         """Names of the special tokens, as probes use them: "class", "register 1", ..."""
         return token_names(self.layout.special)
 
-    @cached_property
-    def registers(self) -> tuple[int, ...]:
-        """Positions of the registers."""
-        return tuple(self.layout.indices(Role.REGISTER))
-
     def outliers(self, images: Sequence[KeptImage]) -> Tensor:
         """Return a mask (B, P) of the outliers of some images."""
         if not images:
@@ -190,14 +175,12 @@ class SecondPass:
 
     Attributes:
         data, spec: where the images come from, and their preprocessing.
-        images: which of them, with what was kept.
-        batch_size: images per batch; batches made by the user are taken as they are.
     """
 
     data: Batches
     spec: InputSpec
-    images: Sequence[KeptImage]
-    batch_size: int
+    images: Sequence[KeptImage]  # which of them, with what was kept
+    batch_size: int  # images per batch; batches made by the user are taken as they are
 
     def __iter__(self) -> Iterator[Tensor]:
         return (batch.images for batch in self.batches())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail._checks import is_int
 from vitrail._distributed import rank_and_world_size
 from vitrail.adapters import Found, find
 from vitrail.analysis.result import plain
@@ -73,10 +74,8 @@ def inspect(
         >>> print(report.verdict)                        # doctest: +SKIP
         >>> report.save("report.html")                   # doctest: +SKIP
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise InvalidOption(f"batch_size must be an integer of 1 or more; got {batch_size!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidOption(f"seed must be an integer; got {seed!r}")
+    if not is_int(batch_size, 1) or not is_int(seed):
+        raise InvalidOption(f"batch_size must be 1 or more, and seed an integer; got {batch_size!r} and {seed!r}")
     report_progress = progress or (lambda stage, done, total: None)
     found = find(model)
     source = open_batches(list(samples().values()) if data is None else data, limit=limit, labels=labels)
@@ -136,10 +135,7 @@ def _build_report(
 ) -> Report:
     norms = collected.counts.result().to_dict()
     layout = next(iter(collected.queries)) if context is None else context.layout
-    kept = {"places": 0, "features": 0, "objects": 0}
-    if context is not None:
-        many = len(context.images), len(context.featured), len(context.with_objects)
-        kept = dict(zip(kept, many, strict=True))
+    many = (0, 0, 0) if context is None else (len(context.images), len(context.featured), len(context.with_objects))
     return Report(
         model=model,
         data={
@@ -148,7 +144,7 @@ def _build_report(
             "labelled": collected.labelled,
             "fingerprint": f"{collected.fingerprint:016x}",
             "classes": list(source.class_names) if source.class_names else None,
-            "kept": kept,
+            "kept": dict(zip(("places", "features", "objects"), many, strict=True)),
         },
         layout={
             "special": [{"role": span.role.value, "name": span.name, "count": span.count} for span in layout.special],

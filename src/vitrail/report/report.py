@@ -66,13 +66,7 @@ class ShownImage(Result, frozen=False, eq=False):
 
     Attributes:
         index, name, label: which image it is; the label is the name or the number of the class.
-        grid: height and width in patches.
-        size: height and width in pixels, as the model sees the image.
-        norms: norms after the last layer, row by row.
-        outliers: indices of the norms above the threshold.
         boxes: box found by each method of object discovery, in pixels.
-        truth: true boxes, in pixels.
-        cured: norms with test-time registers, row by row; None if these were not tried.
         pixels: (C, H, W) from 0 to 255; None in a report loaded from JSON.
         maps: what sections draw beside the image, by name; each section knows its own.
     """
@@ -80,13 +74,13 @@ class ShownImage(Result, frozen=False, eq=False):
     index: int
     name: str
     label: str | None
-    grid: tuple[int, int]
-    size: tuple[int, int]
-    norms: list[float]
-    outliers: list[int]
+    grid: tuple[int, int]  # height and width in patches
+    size: tuple[int, int]  # height and width in pixels, as the model sees the image
+    norms: list[float]  # norms after the last layer, row by row
+    outliers: list[int]  # indices of the norms above the threshold
     boxes: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
-    truth: list[list[float]] = field(default_factory=list)
-    cured: list[float] | None = None
+    truth: list[list[float]] = field(default_factory=list)  # true boxes, in pixels
+    cured: list[float] | None = None  # norms with test-time registers, row by row; None if these were not tried
     pixels: Tensor | None = field(default=None, repr=False, metadata={"json": False})
     maps: dict[str, Any] = field(default_factory=dict, repr=False, metadata={"json": False})
 
@@ -110,26 +104,18 @@ class Report(Saved, eq=False):
     section that could not be computed has a ``note`` with the reason.
 
     Attributes:
-        model: name, class, size and dtype of the model.
-        data: the images that were used.
-        layout: the tokens of the model.
-        norms: norms of patch tokens by layer, threshold, verdict and onset.
         sections: values of ``redundancy``, ``attention``, ``pca``, ``probes``, ``registers``, ``discovery``, ``cure``.
-        problems: unreadable images, non-finite values, notes.
-        settings: options and seed.
-        versions: machine and versions of libraries.
-        pictures: the images that are shown.
     """
 
-    model: dict[str, Any]
-    data: dict[str, Any]
-    layout: dict[str, Any]
-    norms: dict[str, Any]
+    model: dict[str, Any]  # name, class, size and dtype of the model
+    data: dict[str, Any]  # the images that were used
+    layout: dict[str, Any]  # the tokens of the model
+    norms: dict[str, Any]  # norms of patch tokens by layer, threshold, verdict and onset
     sections: dict[str, dict[str, Any]]
-    problems: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, Any]
-    pictures: list[ShownImage] = field(default_factory=list, repr=False)
+    problems: dict[str, Any]  # unreadable images, non-finite values, notes
+    settings: dict[str, Any]  # options and seed
+    versions: dict[str, Any]  # machine and versions of libraries
+    pictures: list[ShownImage] = field(default_factory=list, repr=False)  # the images that are shown
 
     def __getattr__(self, name: str) -> dict[str, Any]:
         sections = self.__dict__.get("sections", {})

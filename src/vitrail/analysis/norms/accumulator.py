@@ -40,19 +40,16 @@ class LayerNorms(Threshold):
     """Norms after one layer, with its own threshold and verdict.
 
     Attributes:
-        layer: index of the layer.
         quantiles: norm by percentage ("1", "5", "25", "50", "75", "95", "99"), to within a bin of 0.45 %, and "max".
         mean, std: of the finite norms.
-        share_above_last: share of this layer's tokens above the *last* layer's threshold; None without one.
-        pictures_with_outliers: images with at least one token above this layer's own threshold.
     """
 
-    layer: int
+    layer: int  # index of the layer
     quantiles: dict[str, float]
     mean: float
     std: float
-    share_above_last: float | None
-    pictures_with_outliers: int
+    share_above_last: float | None  # share of this layer's tokens above the *last* layer's threshold; None without one
+    pictures_with_outliers: int  # images with at least one token above this layer's own threshold
 
 
 class NotFinite(Result):
@@ -68,24 +65,17 @@ class Norms(Threshold):
 
     Attributes:
         num_not_finite: tokens with a non-finite norm, over all layers.
-        num_pictures: number of images.
-        not_finite: where they are; the first hundred places by image and layer.
-        onset: first layer from which on every layer has artifacts; None if the last one has none.
-        pictures_with_outliers: images with at least one outlier.
-        per_layer: the same for each layer.
-        histogram: distribution after the last layer.
-        outliers_per_picture: number of outliers in each image; None from an accumulator.
         maps: (B, t, h, w), norms after the last layer; None from an accumulator.
         outliers: (B, P) bool, finite norms above the threshold; None from an accumulator.
     """
 
-    num_pictures: int
-    not_finite: list[NotFinite]
-    onset: int | None
-    pictures_with_outliers: int
-    per_layer: list[LayerNorms]
-    histogram: Histogram
-    outliers_per_picture: list[int] | None = None
+    num_pictures: int  # number of images
+    not_finite: list[NotFinite]  # where they are; the first hundred places by image and layer
+    onset: int | None  # first layer from which on every layer has artifacts; None if the last one has none
+    pictures_with_outliers: int  # images with at least one outlier
+    per_layer: list[LayerNorms]  # the same for each layer
+    histogram: Histogram  # distribution after the last layer
+    outliers_per_picture: list[int] | None = None  # number of outliers in each image; None from an accumulator
     maps: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
     outliers: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
 

@@ -34,32 +34,23 @@ class Threshold(Result):
     """Verdict on artifact tokens in one layer, and the norm they start at.
 
     Attributes:
-        threshold: tokens with ``norm > threshold`` are outliers; None if there is nothing to separate.
-        verdict: "artifacts", "none", or "uncertain" if these norms do not allow either answer.
         confidence: probability of being right, by the test's own model. "artifacts": one minus the probability that
             a clean distribution shows such a valley. "none": the probability that the usual artifacts (2 % of the
             tokens at five times the norm) would have been found among these tokens. "uncertain": 0.
-        method: "valley" between two modes, "robust" limit from median and spread, or "none".
-        outlier_share: share of the finite tokens above the threshold; 0 without a threshold.
-        typical: median norm of the tokens that are not outliers.
-        ratio: median norm of the outliers over ``typical``; NaN without outliers.
         p_value: probability that a clean distribution with one mode shows a valley as clear as the clearest one here.
-        num_tokens: all tokens, including those with a non-finite norm.
-        num_not_finite: tokens with a non-finite norm; nothing else counts them.
-        reason: the verdict in words.
     """
 
-    threshold: float | None
-    verdict: Verdict
+    threshold: float | None  # tokens with ``norm > threshold`` are outliers; None if there is nothing to separate
+    verdict: Verdict  # "artifacts", "none", or "uncertain" if these norms do not allow either answer
     confidence: float
-    method: Method
-    outlier_share: float
-    typical: float
-    ratio: float
+    method: Method  # "valley" between two modes, "robust" limit from median and spread, or "none"
+    outlier_share: float  # share of the finite tokens above the threshold; 0 without a threshold
+    typical: float  # median norm of the tokens that are not outliers
+    ratio: float  # median norm of the outliers over ``typical``; NaN without outliers
     p_value: float
-    num_tokens: int
-    num_not_finite: int
-    reason: str
+    num_tokens: int  # all tokens, including those with a non-finite norm
+    num_not_finite: int  # tokens with a non-finite norm; nothing else counts them
+    reason: str  # the verdict in words
 
 
 def find_threshold(norms: Tensor, *, false_alarm: float = FALSE_ALARM) -> Threshold:

@@ -40,20 +40,15 @@ class ClassScore(Result):
 
     Attributes:
         pictures, left_out: images that have a token of this kind, and images that have none.
-        test_pictures: images in the smallest test part.
-        accuracy: share of test images classified correctly; Wilson's interval for one test part.
-        balanced_accuracy: mean over classes of the accuracy within each class; has no interval.
-        majority: accuracy of always predicting the most common class of the training part.
-        note: why there is no score.
     """
 
     pictures: int
     left_out: int
-    test_pictures: int = 0
-    accuracy: Estimate | None = None
-    balanced_accuracy: Estimate | None = None
-    majority: float | None = None
-    note: str | None = None
+    test_pictures: int = 0  # images in the smallest test part
+    accuracy: Estimate | None = None  # share of test images classified correctly; Wilson's interval for one test part
+    balanced_accuracy: Estimate | None = None  # mean over classes of the accuracy within each class; has no interval
+    majority: float | None = None  # accuracy of always predicting the most common class of the training part
+    note: str | None = None  # why there is no score
 
 
 class ClassProbe(Result):

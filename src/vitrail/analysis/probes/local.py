@@ -67,13 +67,12 @@ class PixelScore(Score):
     """Reconstruction of pixels.
 
     Attributes:
-        l2: mean over patches of ‖pixels − reconstruction‖, in the unit of the pixels.
         r2: explained share of the variance: 1 − squared errors / squared distances from the mean patch of the same
             kind. Outliers often are on uniform ground, whose pixels are easy; this score allows for that. None if all
             patches of the kind are equal.
     """
 
-    l2: Estimate | None
+    l2: Estimate | None  # mean over patches of ‖pixels − reconstruction‖, in the unit of the pixels
     r2: Estimate | None
 
 

@@ -57,15 +57,8 @@ def render(report: Report) -> list[Block]:
     return [Text(summary, "soft"), Columns(figures, "images")]
 
 
-SECTION = Section(
-    anchor="components",
-    title="Principal components of patch tokens",
-    link="Components",
-    key="pca",
-    compute=compute,
-    render=render,
-    intro=(
-        "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches "
-        "of the same color are alike to the model; a good map follows objects. All images share one scale."
-    ),
+INTRO = (
+    "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches "
+    "of the same color are alike to the model; a good map follows objects. All images share one scale."
 )
+SECTION = Section("components", "Principal components of patch tokens", "Components", INTRO, render, compute, "pca")

@@ -98,6 +98,6 @@ def _layer_charts(report: Report) -> list[Block]:
     return charts
 
 
-IMAGES = Section("images", "Where high-norm tokens are", _render_images, link="Images")
-HISTOGRAM = Section("norms", "Distribution of norms", _render_histogram, link="Norms")
-LAYERS = Section("layers", "Norms by layer", _render_layers, link="Layers")
+IMAGES = Section("images", "Where high-norm tokens are", "Images", "", _render_images)
+HISTOGRAM = Section("norms", "Distribution of norms", "Norms", "", _render_histogram)
+LAYERS = Section("layers", "Norms by layer", "Layers", "", _render_layers)

@@ -130,7 +130,7 @@ def test_recommendations_fit_the_verdict(report: Report) -> None:
 
 
 def test_blocks_escape_text_and_skip_what_is_empty() -> None:
-    header = {"title": "", "photos": [], "verdict": "<b>", "models": [], "sections": []}
+    header = {"title": "", "photos": [], "verdict": "<b>", "reports": [], "badges": {}, "sections": []}
     blocks = [Note(None), Table(["a"], [], "empty"), Bullets(["`code <x>` & text"])]
     page = render("comparison.html", **header, remarks=blocks)
     Page(page)

@@ -7,7 +7,7 @@ Ties go to the lower index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 
 import torch
@@ -63,13 +63,11 @@ def lost(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> Di
 @torch.no_grad()
 def lost_batch(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> list[Discovery]:
     """Run :func:`lost` on each of several images (B, P, D)."""
-    features = as_features(features, "features", "B P D")
-    shape = as_frame(grid, features.shape[1])
-    found: list[Discovery] = []
-    for part in chunks(len(features), 2 * features.shape[1] ** 2 + features[0].numel()):
-        x = at_least_float32(features[part])
-        found += _expand((x @ x.mT).add_(bias), shape, k)
-    return found
+
+    def discover(x: Tensor, shape: tuple[int, int]) -> list[Discovery]:
+        return _expand((x @ x.mT).add_(bias), shape, k)
+
+    return _discover(discover, features, grid, 2)
 
 
 def tokencut(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> Discovery:
@@ -85,13 +83,11 @@ def tokencut(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-
 @torch.no_grad()
 def tokencut_batch(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> list[Discovery]:
     """Run :func:`tokencut` on each of several images (B, P, D)."""
-    features = as_features(features, "features", "B P D")
-    shape = as_frame(grid, features.shape[1])
     if not 0 < eps < 1:
         raise InvalidOption(f"eps, the weight between patches that do not match, must be between 0 and 1; got {eps}")
-    found: list[Discovery] = []
-    for part in chunks(len(features), 8 * features.shape[1] ** 2 + features[0].numel()):
-        x = torch.nn.functional.normalize(at_least_float32(features[part]), dim=-1)
+
+    def discover(x: Tensor, shape: tuple[int, int]) -> list[Discovery]:
+        x = torch.nn.functional.normalize(x, dim=-1)
         joined = x @ x.mT > tau
         vectors = _second_eigenvector(joined if joined.is_cuda else joined.cpu(), eps).cpu()
         size = vectors.abs()
@@ -99,8 +95,19 @@ def tokencut_batch(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float
         seeds = (size >= size.amax(1, keepdim=True) * (1 - 1e-8)).int().argmax(1)
         vectors = vectors * torch.where(vectors.gather(1, seeds[:, None]) < 0, -1.0, 1.0)
         above = vectors > vectors.mean(1, keepdim=True)
-        found += _discoveries("tokencut", above.reshape(-1, *shape), seeds, vectors)
-    return found
+        return _discoveries("tokencut", above.reshape(-1, *shape), seeds, vectors)
+
+    return _discover(discover, features, grid, 8)
+
+
+def _discover(
+    method: Callable[[Tensor, tuple[int, int]], list[Discovery]], features: Tensor, grid: Grid, matrices: int
+) -> list[Discovery]:
+    """Run a method that needs so many matrices (P, P) per image on a few images (B, P, D) at a time."""
+    features = as_features(features, "features", "B P D")
+    shape = as_frame(grid, features.shape[1])
+    parts = chunks(len(features), matrices * features.shape[1] ** 2 + features[0].numel())
+    return [found for part in parts for found in method(at_least_float32(features[part]), shape)]
 
 
 def _second_eigenvector(joined: Tensor, eps: float) -> Tensor:

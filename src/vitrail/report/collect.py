@@ -129,12 +129,10 @@ class Collected:
         self.counts.merge(other.counts)
         self.images |= other.images
         self.queries |= other.queries
-        self.seen += other.seen
-        self.labelled += other.labelled
+        for name in ("seen", "labelled", "skipped", "num_not_finite"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.fingerprint = (self.fingerprint + other.fingerprint) % 2**64
-        self.skipped += other.skipped
         self.name_not_finite(other.not_finite)
-        self.num_not_finite += other.num_not_finite
         self.notes |= other.notes
 
     def name_not_finite(self, names: dict[int, str]) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vitrail.analysis.result import Result
+from vitrail.analysis.result import Result, plain
 from vitrail.errors import InvalidOption
 from vitrail.report import verdict
 from vitrail.report.page.blocks import Block, Columns, Figure, Key, Note, PageSection, Table, Text
@@ -113,28 +113,21 @@ class Comparison(Saved, eq=False):
             "verdict": self.verdict,
             "a": {"verdict": self.a.verdict, "model": self.a.model, "data": self.a.data},
             "b": {"verdict": self.b.verdict, "model": self.b.model, "data": self.b.data},
-            "differences": [one.to_dict() for one in self.differences],
-            "remarks": list(self.remarks),
+            "differences": plain(self.differences),
+            "remarks": self.remarks,
         }
 
     def to_html(self) -> str:
         """Return the comparison as one page."""
         caption = "Values measured in at least one report; a dash where one does not have it"
         table = Table(["", "A", "B", "B − A"], [one.cells() for one in self.differences], caption)
-        models = [
-            {
-                "name": report.model["name"],
-                "verdict": report.verdict,
-                "badge": (report.norms["verdict"], verdict.BADGES[report.norms["verdict"]]),
-            }
-            for report in (self.a, self.b)
-        ]
         return render(
             "comparison.html",
-            title=f"{models[0]['name']} and {models[1]['name']}: artifact tokens",
+            title=f"{self.a.model['name']} and {self.b.model['name']}: artifact tokens",
             photos=photos(self.a.pictures),
             verdict=self.verdict,
-            models=models,
+            reports=(self.a, self.b),
+            badges=verdict.BADGES,
             remarks=[Note(remark) for remark in self.remarks],
             sections=[
                 PageSection("differences", "Differences", "", [table]),

@@ -61,8 +61,6 @@ class Context:
         norms, queries = collected.counts.result(), collected.queries[layout]
         return cls(model, layout, norms, same, queries, len(every) - len(same), **settings)
 
-    # ---------------------------------------------------------------- images
-
     @cached_property
     def featured(self) -> tuple[KeptImage, ...]:
         """Images whose features were kept."""
@@ -116,8 +114,6 @@ class Context:
         """Height and width of a patch in pixels."""
         return self.image_size[0] // self.layout.grid[1], self.image_size[1] // self.layout.grid[2]
 
-    # ---------------------------------------------------------------- tokens
-
     @cached_property
     def special_names(self) -> tuple[str, ...]:
         """Names of the special tokens, as probes use them: "class", "register 1", ..."""
@@ -161,8 +157,6 @@ class Context:
         if all(part.scale == 1.0 for part in _not_empty(parts)):
             return torch.stack([part.values for part in parts]).to(self.device)
         return torch.stack([part.values.float() * part.scale for part in parts]).to(self.device)
-
-    # ---------------------------------------------------------------- second pass
 
     def second_pass(self, images: Sequence[KeptImage], batch_size: int | None = None) -> SecondPass:
         """Return some of the images as batches to run the model on again."""

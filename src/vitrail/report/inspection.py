@@ -98,15 +98,15 @@ def _collect(collector: Collector, data: Batches, batch_size: int, progress: Pro
     """Run the model over the data of this rank; return the error that ended it."""
     rank, world = rank_and_world_size()
     total = None if data.total is None else len(range(rank, data.total, world))
-    error: Exception | None = None
     try:
         for batch in data.batches(collector.spec, batch_size, rank, world):
             collector.add(batch)
             progress("running images", collector.collected.seen, total)
-    except Exception as problem:  # reported to the other ranks first, then raised
-        error = problem
-    collector.collected.skipped = list(data.skipped)
-    return error
+    except Exception as error:  # reported to the other ranks first, then raised
+        return error
+    finally:
+        collector.collected.skipped = list(data.skipped)
+    return None
 
 
 def _compute_sections(context: Context | None, settings: Values) -> dict[str, Values]:
@@ -181,9 +181,13 @@ def _problems(collected: Collected, norms: Values, other_sizes: int) -> Values:
 def _describe_model(model: nn.Module, found: Found, name: str | None) -> Values:
     weight = next(iter(model.parameters()), None)
     heads, width = found.block_adapters[0].head_shape(found.blocks[0])
+    trunk: Any = found.trunk
+    config = getattr(trunk, "pretrained_cfg", None)
+    library_name = config.get("architecture") if isinstance(config, dict) else None
+    library_name = library_name or getattr(getattr(trunk, "config", None), "_name_or_path", None)
     return {
-        "name": name or _library_name(found.trunk),
-        "class": f"{type(found.trunk).__module__.partition('.')[0]} {type(found.trunk).__name__}",
+        "name": name or str(library_name or type(trunk).__name__),
+        "class": f"{type(trunk).__module__.partition('.')[0]} {type(trunk).__name__}",
         "layers": len(found.blocks),
         "heads": heads,
         "head_width": width,
@@ -191,14 +195,6 @@ def _describe_model(model: nn.Module, found: Found, name: str | None) -> Values:
         "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
         "device": None if weight is None else str(weight.device),
     }
-
-
-def _library_name(trunk: nn.Module) -> str:
-    """Return the name of a model in its library, or its class."""
-    config: Any = getattr(trunk, "pretrained_cfg", None)
-    if isinstance(config, dict) and config.get("architecture"):
-        return str(config["architecture"])
-    return str(getattr(getattr(trunk, "config", None), "_name_or_path", "") or type(trunk).__name__)
 
 
 @contextmanager

@@ -43,9 +43,7 @@ class Saved(Result):
         """
         file = Path(path)
         if file.suffix.lower() not in (*PAGES, ".json"):
-            raise ReportError(
-                f"cannot save a report as {file}; use the name of a page, like report.html, or of a .json"
-            )
+            raise ReportError(f"cannot save a report as {file}; use the name of a page, like report.html, or a .json")
         texts = {file.with_suffix(".json"): self.to_json()}
         if file.suffix.lower() in PAGES:
             texts[file] = self.to_html()

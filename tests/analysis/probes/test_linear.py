@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vitrail.analysis.probes import linear
 from vitrail.analysis.probes.linear import LinearClassifier, Scaling, _logistic_loss, fit_classifier, fit_regressor
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -26,11 +27,13 @@ def standardized(x: Tensor) -> Tensor:
 class TestClassifier:
     @pytest.mark.parametrize("classes", [2, 3, 5])
     @pytest.mark.parametrize("penalty", [1e-3, 1e-1])
-    def test_equals_scikit_learn(self, classes: int, penalty: float) -> None:
+    def test_equals_scikit_learn(self, classes: int, penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
         linear_model = pytest.importorskip("sklearn.linear_model", reason="compares with scikit-learn")
         x, y = blobs(classes)
         x = x.double()
-        ours = fit_classifier(x, y, penalties=[penalty], max_iter=1000, tolerance=1e-9)
+        monkeypatch.setattr(linear, "MAX_ITER", 1000)
+        monkeypatch.setattr(linear, "TOLERANCE", 1e-9)
+        ours = fit_classifier(x, y, penalties=[penalty])
         strength = (2 if classes == 2 else 1) / (penalty * len(x))
         theirs = linear_model.LogisticRegression(C=strength, tol=1e-10, max_iter=10_000)
         theirs.fit(standardized(x).numpy(), y.numpy())

@@ -222,13 +222,9 @@ class _LayerCounts:
         return missing
 
     def merge(self, other: _LayerCounts) -> None:
-        self.tokens += other.tokens
-        self.medians += other.medians
-        self.maxima += other.maxima
         self.largest = max(self.largest, other.largest)
-        self.total += other.total
-        self.squares += other.squares
-        self.not_finite += other.not_finite
+        for name in ("tokens", "medians", "maxima", "total", "squares", "not_finite"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def threshold(self, false_alarm: float) -> Threshold:
         """Find the layer's threshold; whole images above it are no artifacts."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrail.analysis._inputs import Array, as_features, as_integers, check_count, chunks, map_chunks
+from vitrail.analysis._inputs import Array, as_features, as_integers, chunks, map_chunks
 from vitrail.analysis.statistics import hold_out
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -27,6 +27,9 @@ PENALTIES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 
 MIN_GAIN = 0.005
 """A weaker penalty must lower the held-out loss (natural logarithm) by this much, or the search ends."""
+
+MAX_ITER, TOLERANCE = 100, 1e-4
+"""A fit ends after so many iterations, or when no entry of the gradient is larger."""
 
 RIDGE_PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 """Penalties that a regressor chooses from."""
@@ -104,8 +107,6 @@ def fit_classifier(
     groups: Array | None = None,
     penalties: Sequence[float] = PENALTIES,
     seed: int = 0,
-    max_iter: int = 100,
-    tolerance: float = 1e-4,
 ) -> LinearClassifier:
     """Fit multinomial logistic regression by L-BFGS.
 
@@ -118,10 +119,7 @@ def fit_classifier(
         groups: (n,) the image of each row; by default each row is an image of its own.
         penalties: penalties to choose from; a single one is used as is.
         seed: seed of the held-out part.
-        max_iter: most iterations of one fit.
-        tolerance: the solver stops when no entry of the gradient is larger.
     """
-    check_count(max_iter, "max_iter")
     rows = _as_rows(features)
     classes, target = as_integers(labels, "labels", str(len(rows))).to(rows.device).unique(return_inverse=True)
     if len(classes) < 2:
@@ -132,8 +130,8 @@ def fit_classifier(
     params = torch.zeros(x.shape[1] + 1, len(classes), dtype=x.dtype, device=x.device)
     penalty = grid[len(grid) // 2]
     if kept < len(x):
-        params, penalty = _search_penalty(x, y, kept, params, grid, max_iter, tolerance)
-    params, converged = _minimize(x, y, params, penalty, max_iter, tolerance)
+        params, penalty = _search_penalty(x, y, kept, params, grid)
+    params, converged = _minimize(x, y, params, penalty)
     return LinearClassifier(scaling, params[:-1], params[-1], penalty, classes, converged)
 
 
@@ -186,9 +184,7 @@ def _prepare(
     return scaling, x, targets[order], int((~held).sum()), grid
 
 
-def _search_penalty(
-    x: Tensor, y: Tensor, kept: int, params: Tensor, grid: list[float], max_iter: int, tolerance: float
-) -> tuple[Tensor, float]:
+def _search_penalty(x: Tensor, y: Tensor, kept: int, params: Tensor, grid: list[float]) -> tuple[Tensor, float]:
     """Choose the penalty on the rows from ``kept`` on; return it with the parameters fitted with it.
 
     Held-out rows of a class that no other row has are ignored.
@@ -199,7 +195,7 @@ def _search_penalty(
     held_x, held_y = x[judged], y[judged]
     best, least, chosen = params, math.inf, grid[len(grid) // 2]
     for penalty in grid if len(judged) else ():
-        params, _ = _minimize(x[:kept], y[:kept], params, penalty, max_iter, tolerance)
+        params, _ = _minimize(x[:kept], y[:kept], params, penalty)
         loss, _ = _logistic_loss(held_x, held_y, params, 0.0)
         if not float(loss) < least - MIN_GAIN:
             break
@@ -207,17 +203,15 @@ def _search_penalty(
     return best, chosen
 
 
-def _minimize(
-    x: Tensor, y: Tensor, start: Tensor, penalty: float, max_iter: int, tolerance: float
-) -> tuple[Tensor, bool]:
+def _minimize(x: Tensor, y: Tensor, start: Tensor, penalty: float) -> tuple[Tensor, bool]:
     """Minimize the loss from parameters (D+1, C), biases last; return the minimum, and whether the solver converged."""
     params = torch.nn.Parameter(start.clone(), requires_grad=True)
     solver = torch.optim.LBFGS(
         [params],
-        max_iter=max_iter,
-        max_eval=4 * max_iter,
-        tolerance_grad=tolerance,
-        tolerance_change=tolerance**2,
+        max_iter=MAX_ITER,
+        max_eval=4 * MAX_ITER,
+        tolerance_grad=TOLERANCE,
+        tolerance_change=TOLERANCE**2,
         line_search_fn="strong_wolfe",
     )
 
@@ -228,7 +222,7 @@ def _minimize(
 
     solver.step(closure)
     state = solver.state[params]
-    return params.detach(), state["n_iter"] < max_iter and state["func_evals"] < 4 * max_iter
+    return params.detach(), state["n_iter"] < MAX_ITER and state["func_evals"] < 4 * MAX_ITER
 
 
 def _logistic_loss(x: Tensor, y: Tensor, params: Tensor, penalty: float) -> tuple[Tensor, Tensor]:

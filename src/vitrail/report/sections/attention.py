@@ -39,9 +39,6 @@ STRIP_IMAGES, HEAD_IMAGES = 4, 1
 """Images that are drawn token by token, and head by head: 12 heads of 5 tokens are 60 maps."""
 
 
-# ---------------------------------------------------------------- compute
-
-
 def compute(context: Context) -> Values:
     """Compute attention by role in the last layer, its spread, the share of outliers, and maps."""
     rows, layout = context.attention, context.layout
@@ -153,9 +150,6 @@ def _closer_maps(
         maps(rows[layers[-1]]),
         maps(rollout.result[:, None, :special])[0].cpu() if with_rollout else None,
     )
-
-
-# ---------------------------------------------------------------- render
 
 
 def render(report: Report) -> list[Block]:

@@ -41,9 +41,6 @@ DRAWN = 4
 """Images that are drawn before and after: those with the most artifacts."""
 
 
-# ---------------------------------------------------------------- compute
-
-
 class Trial(NamedTuple):
     """A run with registers: values, norms (B, P), and attention maps (B, S, h, w) unless S is 0."""
 
@@ -188,9 +185,6 @@ def _cosines(context: Context, image: KeptImage, tokens: Tensor) -> Tensor:
     cosine = F.cosine_similarity(image.features.tokens.values.double(), tokens.double(), dim=-1)
     normal = cosine[special:][~context.outliers((image,))[0]]
     return torch.cat([cosine[:special], normal.mean().unsqueeze(0)])
-
-
-# ---------------------------------------------------------------- render
 
 
 def render(report: Report) -> list[Block]:

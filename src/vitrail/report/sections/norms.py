@@ -58,17 +58,11 @@ def _render_layers(report: Report) -> list[Block]:
     else:
         onset = f"Every layer from layer {norms['onset']} on has artifacts."
     head = ["layer", "verdict", "threshold", "above it", "median norm", "largest norm"]
-    rows = [
-        [
-            one["layer"],
-            one["verdict"],
-            number(one["threshold"]),
-            percent(None if one["threshold"] is None else one["outlier_share"]),
-            number(one["quantiles"]["50"]),
-            number(one["quantiles"]["max"]),
-        ]
-        for one in layers
-    ]
+    rows = []
+    for one in layers:
+        share, quantiles = None if one["threshold"] is None else one["outlier_share"], one["quantiles"]
+        cells = number(one["threshold"]), percent(share), number(quantiles["50"]), number(quantiles["max"])
+        rows.append([one["layer"], one["verdict"], *cells])
     table = Table(head, rows, "Norms of patch tokens by layer")
     return [
         Text(f"{onset} Each layer is judged by itself; layers are counted from 0."),

@@ -41,16 +41,11 @@ def compute(context: Context) -> Values:
 
 def render(report: Report) -> list[Block]:
     """Show one row per register."""
-    rows = [
-        [
-            one["name"],
-            number(one["norm"]),
-            f"{number(one['norm_ratio'])} ×",
-            number(one["effective_patches"]),
-            interval((one["class_probe"] or {}).get("accuracy"), percent),
-        ]
-        for one in report.registers.get("tokens") or []
-    ]
+    rows = []
+    for one in report.registers.get("tokens") or []:
+        accuracy = interval((one["class_probe"] or {}).get("accuracy"), percent)
+        ratio, patches = f"{number(one['norm_ratio'])} ×", number(one["effective_patches"])
+        rows.append([one["name"], number(one["norm"]), ratio, patches, accuracy])
     head = ["token", "norm", "of a typical patch", "patches attended to", "class from it alone"]
     return [Table(head, rows, "Registers in the last layer")]
 

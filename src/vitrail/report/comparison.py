@@ -54,7 +54,10 @@ def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[st
     Example:
         >>> vitrail.compare(before, after).save("comparison.html")   # doctest: +SKIP
     """
-    first, second = _load(a), _load(b)
+    for one in (a, b):
+        if not isinstance(one, Report | str | os.PathLike):
+            raise InvalidOption(f"compare takes two reports or their files; got {type(one).__name__}")
+    first, second = (one if isinstance(one, Report) else Report.load(one) for one in (a, b))
     values = first.to_dict(), second.to_dict()
     differences = [Difference("norms.verdict", "verdict", first.norms["verdict"], second.norms["verdict"], None)]
     for key, (name, share) in QUANTITIES.items():
@@ -135,14 +138,6 @@ class Comparison(Saved, eq=False):
                 PageSection("images", "The same images in both", "", _norm_maps(self.a, self.b)),
             ],
         )
-
-
-def _load(report: Any) -> Report:
-    if isinstance(report, Report):
-        return report
-    if isinstance(report, str | os.PathLike):
-        return Report.load(report)
-    raise InvalidOption(f"compare takes two reports or their files; got {type(report).__name__}")
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:

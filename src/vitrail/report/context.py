@@ -189,11 +189,16 @@ class SecondPass:
         known = {image.index: image.features.pixels for image in self.images}
         for batch in self.data.select(known).batches(self.spec, self.batch_size):
             for index, image in zip(batch.indices, batch.images, strict=True):
-                if not torch.equal(to_pixels(image, self.spec), known.pop(index)):
-                    raise _changed(index)
+                if torch.equal(to_pixels(image, self.spec), known[index]):
+                    known.pop(index)
+            if not known.keys().isdisjoint(batch.indices):
+                break
             yield batch
         if known:
-            raise _changed(next(iter(known)))
+            raise UnsupportedInput(
+                f"image {next(iter(known))} changed between the first and the second pass; use data that yields the "
+                "same images in the same order each time, such as a data loader that does not shuffle or augment"
+            )
 
 
 def spread_evenly(items: Sequence[T], most: int) -> list[T]:
@@ -211,10 +216,3 @@ def _not_empty(parts: list[T]) -> list[T]:
     if not parts:
         raise UnsupportedInput("no image is left whose values are all finite")
     return parts
-
-
-def _changed(index: int) -> UnsupportedInput:
-    return UnsupportedInput(
-        f"image {index} changed between the first and the second pass; use data that yields the same images in the "
-        "same order each time, such as a data loader that does not shuffle or augment"
-    )

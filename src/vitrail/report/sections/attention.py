@@ -104,26 +104,22 @@ def drawn_layers(depth: int, most: int = CLOSER_LAYERS) -> tuple[int, ...]:
 def _closer(context: Context) -> Values:
     """Compute maps layer by layer for a few of the shown images, in a second pass."""
     layers = drawn_layers(len(find(context.model).blocks))
-    reason = _no_rollout(context)
+    values: Values = {"layers": list(layers), "rollout": False}
+    size = 4 * context.attention.shape[1] * context.layout.num_tokens**2
+    if merged_trunk(context.model) is not None:
+        values["note"] = "rollout follows single tokens, and those of this model are merged"
+    elif size > ROLLOUT_BYTES:
+        values["note"] = f"no rollout: the attention of one layer and one image would take {size / 2**30:.1f} GiB"
+    else:
+        values["rollout"] = True
     found: dict[int, CloserMaps] = {}
     for batch in context.second_pass(spread_evenly(context.chosen, CLOSER_IMAGES), 1).batches():
         for index, image in zip(batch.indices, batch.images, strict=True):
-            found[index] = _closer_maps(context.model, image.unsqueeze(0), context.layout, layers, reason is None)
+            found[index] = _closer_maps(context.model, image.unsqueeze(0), context.layout, layers, values["rollout"])
     for one in context.shown:
         if one.index in found:
             one.maps["closer"] = found[one.index]
-    values = {"pictures": sorted(found), "layers": list(layers), "rollout": reason is None}
-    return values if reason is None else {**values, "note": reason}
-
-
-def _no_rollout(context: Context) -> str | None:
-    """Return why rollout cannot be computed; None if it can."""
-    if merged_trunk(context.model) is not None:
-        return "rollout follows single tokens, and those of this model are merged"
-    size = 4 * context.attention.shape[1] * context.layout.num_tokens**2
-    if size > ROLLOUT_BYTES:
-        return f"no rollout: the attention of one layer and one image would take {size / 2**30:.1f} GiB"
-    return None
+    return {"pictures": sorted(found), **values}
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, TypedDict, TypeVar, Unpack, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.analysis._inputs import as_features, as_mask, as_patches, check_count, check_share
@@ -112,7 +111,8 @@ def cut_patches(images: Tensor, patch: int | tuple[int, int]) -> Tensor:
             f"images of shape {tuple(images.shape)} do not divide into patches of {height}×{width} pixels; "
             "expected (B, C, H, W) as the model sees them, padded or resized to whole patches"
         )
-    return F.unfold(images, (height, width), stride=(height, width)).transpose(1, 2)
+    rows = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # (B, C, h, p, w, p)
+    return rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 @torch.no_grad()

@@ -71,8 +71,7 @@ class HalfTensor(NamedTuple):
 class Features(NamedTuple):
     """Features of one image.
 
-    Attributes:
-        objects: ``keys`` and ``values`` (P, D) of the last block's patches; empty without object discovery.
+    ``objects`` are ``keys`` and ``values`` (P, D) of the last block's patches; empty without object discovery.
     """
 
     tokens: HalfTensor  # (N, D) leaving the last block
@@ -129,8 +128,10 @@ class Collected:
         self.counts.merge(other.counts)
         self.images |= other.images
         self.queries |= other.queries
-        for name in ("seen", "labelled", "skipped", "num_not_finite"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.seen += other.seen
+        self.labelled += other.labelled
+        self.skipped += other.skipped
+        self.num_not_finite += other.num_not_finite
         self.fingerprint = (self.fingerprint + other.fingerprint) % 2**64
         self.name_not_finite(other.not_finite)
         self.notes |= other.notes
@@ -167,9 +168,8 @@ class Collector:
     def _keep(self, batch: Batch, recorded: Any, norms: Tensor) -> None:
         layout, embedding = recorded.layout, recorded.embedding
         last = {name: recorded.by_layer[name][self.depth - 1] for name in ("tokens", "attention", "k", "v")}
-        finite = _finite(norms) & _finite(embedding)
-        for values in last.values():
-            finite &= _finite(values)
+        values = (norms, embedding, *last.values())
+        finite = torch.stack([one.isfinite().flatten(1).all(1).cpu() for one in values]).all(0)
         similarity = torch.full((len(norms), layout.num_patches), math.nan)
         if finite.any() and layout.grid[1] * layout.grid[2] > 1:
             rows = finite.to(embedding.device)
@@ -305,7 +305,3 @@ def gather(collected: Collected, error: Exception | None) -> Collected | None:
     collected.images = dict(sorted(collected.images.items()))
     collected.skipped.sort()
     return collected
-
-
-def _finite(x: Tensor) -> Tensor:
-    return torch.isfinite(x.detach()).flatten(1).all(1).cpu()

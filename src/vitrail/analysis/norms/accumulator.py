@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import field, fields, replace
+from dataclasses import field, replace
 from fractions import Fraction
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.analysis._inputs import check_shape
 from vitrail.analysis.norms._histogram import (
     NUM_BINS,
     Counts,
@@ -98,11 +99,8 @@ def analyze_norms(
         false_alarm: how often a clean layer may get the verdict "artifacts".
     """
     counted = NormAccumulator(len(norms) if layers is None else layers, false_alarm=false_alarm).add(norms, images)
-    if norms.shape[2] != layout.num_patches:
-        raise UnsupportedInput(
-            f"norms have shape {tuple(norms.shape)}; expected (layers, images, {layout.num_patches} patches) "
-            f"for a grid of {layout.grid}. Remove class and register tokens: tokens[:, layout.patches]"
-        )
+    hint = f", for a grid of {layout.grid}. Remove class and register tokens: tokens[:, layout.patches]"
+    check_shape(norms, "norms", f"L B {layout.num_patches}", hint)
     result = counted.result()
     last = norms[-1].detach().float()
     outliers = torch.zeros_like(last, dtype=torch.bool)
@@ -138,11 +136,7 @@ class NormAccumulator:
 
         ``images`` are the indices of the images; by default they are numbered in order of arrival.
         """
-        if norms.ndim != 3 or len(norms) != len(self.layers) or 0 in norms.shape:
-            raise UnsupportedInput(
-                f"norms have shape {tuple(norms.shape)}; "
-                f"expected ({len(self.layers)} layers, images, patches), not empty"
-            )
+        check_shape(norms, "norms", f"{len(self.layers)} B P")
         number = norms.shape[1]
         indices = range(self.num_images, self.num_images + number) if images is None else images
         if len(indices) != number:
@@ -179,7 +173,7 @@ class NormAccumulator:
             for layer, state, own in zip(self.layers, self._counts, found, strict=True)
         ]
         return Norms(
-            **_fields(replace(last, num_not_finite=sum(state.not_finite for state in self._counts))),
+            **vars(replace(last, num_not_finite=sum(state.not_finite for state in self._counts))),
             num_pictures=self.num_images,
             not_finite=[NotFinite(*key, tokens) for key, tokens in sorted(self._not_finite.items())],
             onset=lasting[0] if lasting else None,
@@ -223,8 +217,12 @@ class _LayerCounts:
 
     def merge(self, other: _LayerCounts) -> None:
         self.largest = max(self.largest, other.largest)
-        for name in ("tokens", "medians", "maxima", "total", "squares", "not_finite"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.tokens += other.tokens
+        self.medians += other.medians
+        self.maxima += other.maxima
+        self.total += other.total
+        self.squares += other.squares
+        self.not_finite += other.not_finite
 
     def threshold(self, false_alarm: float) -> Threshold:
         """Find the layer's threshold; whole images above it are no artifacts."""
@@ -241,7 +239,7 @@ class _LayerCounts:
         variance = float((self.squares - self.total**2 / number) / number) if number else math.nan
         above = count_above(self.tokens, last_threshold)
         return LayerNorms(
-            **_fields(found),
+            **vars(found),
             layer=layer,
             quantiles={**quantiles, "max": self.largest if number else math.nan},
             mean=float(self.total / number) if number else math.nan,
@@ -263,7 +261,3 @@ def exact_sum(values: Floats) -> Fraction:
         for power, upper, lower in zip(exponents.tolist(), high, low, strict=True):
             total += ((int(upper) << 27) + int(lower)) * Fraction(2) ** (power - 53)
     return total
-
-
-def _fields(found: Threshold) -> dict[str, Any]:
-    return {one.name: getattr(found, one.name) for one in fields(Threshold)}

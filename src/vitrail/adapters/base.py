@@ -9,6 +9,7 @@ Shapes: B batch, H heads, N tokens, D channels, d channels of a head, L layers.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +39,7 @@ __all__ = [
     "is_ordinary",
     "is_plain",
     "known_block",
+    "parameters_by_role",
     "repeat_heads",
 ]
 
@@ -315,6 +317,12 @@ class TrunkAdapter(ABC):
         return 0
 
 
+def parameters_by_role(owner: Any, names: Mapping[Role, str]) -> dict[tuple[Role, str], Tensor]:
+    """Return those parameters, by attribute name, that a module has: the result of `TrunkAdapter.token_parameters`."""
+    found = {(role, ""): getattr(owner, name, None) for role, name in names.items()}
+    return {role: value for role, value in found.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class ModelRequest:
     """A model to train: the argument of `Library.build`.
@@ -456,10 +464,17 @@ class Library(ABC):
         model.load_state_dict(read_weights(folder), strict=True)
         return model.eval()
 
-    def missing(self, name: str) -> ModelLoadError:
-        """Return the error for a library that is not installed."""
-        command = f"pip install vitrail[{self.extra}]" if self.extra else f"pip install {self.package}"
-        return ModelLoadError(f"{self.prefix}:{name} needs {self.package}; install it with `{command}`")
+    def imported(self, name: str, module: str = "") -> Any:
+        """Import the library, or a module of it, for a model; raise ``ModelLoadError`` if it is not installed."""
+        try:
+            return importlib.import_module(module or self.package)
+        except ImportError as error:
+            command = f"pip install vitrail[{self.extra}]" if self.extra else f"pip install {self.package}"
+            raise ModelLoadError(f"{self.prefix}:{name} needs {self.package}; install it with `{command}`") from error
+
+    def failed(self, name: str, error: Exception, hint: str = "") -> ModelLoadError:
+        """Return the error for a model that the library could not build or load, with the library's own reason."""
+        return ModelLoadError(f"{self.package} could not build {name!r}: {str(error).rstrip('.')}. {hint}".rstrip())
 
 
 def copy_weights(model: nn.Module, states: Mapping[str, Tensor]) -> None:

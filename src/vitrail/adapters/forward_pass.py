@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,20 @@ def hand_over(before: Tensor, after: Tensor, places: Sequence[int], special: tup
     carried = getattr(before, CARRIER, None)
     if carried is not None:
         setattr(after, CARRIER, carried.with_tokens(places, special))
+
+
+class FeaturesEntry:
+    """Entry point ``forward_features``, with the input as its first argument."""
+
+    def forward_features(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._vitrail_pass(x):
+            return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
+
+    def _vitrail_pass(self: Any, x: Tensor, **options: bool) -> AbstractContextManager[None]:
+        """Open a pass with the layout and position of an input; options as for `open_pass`."""
+        adapter = self._vitrail_adapter
+        layout = adapter.layout(self, tuple(x.shape[2:]))
+        return open_pass(self, layout, adapter.position(self, layout.grid), **options)
 
 
 class ForwardEntry:

@@ -75,9 +75,8 @@ def split_name(name: str) -> tuple[Library | None, str]:
 
 
 def library_of(config: Mapping[str, Any]) -> Library:
-    """Return the library of a trained model by the ``architecture`` in its ``config.json``; ours where it has none."""
-    prefix = str(config.get("architecture", "")).partition(":")[0]
-    return library(prefix if prefix in LIBRARIES else "vitrail")
+    """Return the library of a trained model by its ``config.json``, or what training keeps of it; ours by default."""
+    return next((one for one in map(library, LIBRARIES) if one.restores(config)), library("vitrail"))
 
 
 def find(model: nn.Module) -> Found:

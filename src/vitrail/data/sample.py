@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vitrail._deprecation import renamed_property
+
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
@@ -40,10 +42,7 @@ class Sample(NamedTuple):
     boxes: tuple[Box, ...] | None = None
     labels: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default is never changed)
 
-    @property
-    def picture(self) -> Image.Image:
-        """Former name of ``image``."""
-        return self.image
+    picture = renamed_property("picture", "image")
 
 
 class Batch(NamedTuple):
@@ -84,7 +83,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Height and width, or time, height and width."""
+        """All axes but the channels."""
         return self.shape[1:]
 
     @property

@@ -76,7 +76,7 @@ def write_folder(
         # The config last: a directory that has one is complete.
         write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
         if labels:
-            write_bytes(folder / LABELS, labels_text(labels).encode())
+            write_labels(folder, labels)
         write_bytes(folder / CONFIG, text.encode())
     except OSError as error:
         raise ModelLoadError(
@@ -84,9 +84,10 @@ def write_folder(
         ) from error
 
 
-def labels_text(labels: Mapping[str, Any]) -> str:
-    """Return the content of the labels file."""
-    return json.dumps(labels, indent=2, ensure_ascii=False) + "\n"
+def write_labels(folder: Path, labels: Mapping[str, Any]) -> None:
+    """Write the labels file."""
+    text = json.dumps(labels, indent=2, ensure_ascii=False) + "\n"
+    write_bytes(folder / LABELS, text.encode())
 
 
 def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -179,7 +179,7 @@ def test_progress(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "message"),
     [
         ({"batch": 13}, "12 samples, fewer than one batch of 13"),
-        ({"batch": 5, "world_size": 2}, "batch=5 is not a multiple"),
+        ({"batch": 5, "world_size": 2}, "batch=5: expected a multiple"),
         ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
         ({"image_size": 0}, "image_size=0"),
         ({"workers": -1}, "workers=-1"),

@@ -41,6 +41,8 @@ def open_source(source: Any, columns: Sequence[str] = ()) -> Source:
     if not are_paths(source):
         return TorchSource(source, columns)
     given = [source] if isinstance(source, str | os.PathLike) else list(source)
+    if "" in map(os.fspath, given):
+        raise InvalidOption("an empty path; expected an image file, a folder, or another source of images")
     if len(given) == 1:
         kind, _, rest = os.fspath(given[0]).partition(":")
         if kind == "hf":

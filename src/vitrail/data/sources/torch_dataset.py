@@ -108,25 +108,22 @@ def open_torchvision(source: str, columns: Sequence[str]) -> TorchSource:
 def as_image(value: Any, name: str) -> Image.Image:
     """Convert whatever a dataset calls an image.
 
-    Tensors are (C, H, W) with one or three channels, bytes or numbers from 0 to 1; arrays are (H, W, C) or (H, W), in
-    bytes.
+    Tensors are (C, H, W), arrays (H, W, C) or (H, W), with one or three channels, in bytes or from 0 to 1.
     """
     if isinstance(value, Image.Image):
         return as_rgb(value)
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        good = value.dim() == 3 and value.shape[0] in (1, 3)
-        if good and value.is_floating_point():
-            good = bool(((value >= 0) & (value <= 1)).all())
-            value = (value * 255).round()
-        value = value.byte().permute(1, 2, 0).numpy() if good else None
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
-        value = value[..., 0] if value.ndim == 3 and value.shape[-1] == 1 else value
-        if value.ndim == 2 or (value.ndim == 3 and value.shape[-1] == 3):
+    if isinstance(value, Tensor) and value.dim() == 3:
+        value = value.detach().cpu().movedim(0, -1)
+        value = (value.float() if value.is_floating_point() else value.byte()).numpy()
+    if isinstance(value, np.ndarray) and (value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (1, 3))):
+        if np.issubdtype(value.dtype, np.floating) and bool(((value >= 0) & (value <= 1)).all()):
+            value = np.rint(value * 255).astype(np.uint8)
+        if value.dtype == np.uint8:
+            value = value[..., 0] if value.shape[2:] == (1,) else value
             return Image.fromarray(np.ascontiguousarray(value)).convert("RGB")
     raise ImageError(
-        f"{name}: not an image; expected a PIL image, or a tensor (3, H, W) of bytes or of numbers from 0 to 1. Leave "
-        "out transforms that normalize: that is done here"
+        f"{name}: not an image; expected a PIL image, a tensor (3, H, W) or an array (H, W, 3), in bytes or from 0 to "
+        "1. Leave out transforms that normalize: that is done here"
     )
 
 

@@ -20,28 +20,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vitrail.adapters.forward_pass import ForwardEntry
-from vitrail.adapters.position import Position, Rotary
+from vitrail.adapters.position import Position as Position
+from vitrail.adapters.position import Rotary as Rotary
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
-
-__all__ = [
-    "BlockAdapter",
-    "BlockCall",
-    "DenseBlock",
-    "Library",
-    "ModelRequest",
-    "Position",
-    "Rotary",
-    "TrunkAdapter",
-    "active_drops",
-    "forward_class",
-    "is_ordinary",
-    "is_plain",
-    "known_block",
-    "parameters_by_role",
-    "repeat_heads",
-]
 
 
 def forward_class(module: nn.Module) -> type:
@@ -229,11 +212,7 @@ class BlockAdapter(ABC):
 
 
 def known_block(block: nn.Module, known: Mapping[type | str, BlockAdapter]) -> BlockAdapter:
-    """Return the adapter of a block by its class, or by the dotted name of its class.
-
-    Raises:
-        UnsupportedModel: the block is of another class, or a wrapper replaced its ``forward``.
-    """
+    """Return the adapter of a block by its class or the class's dotted name; raise ``UnsupportedModel`` for others."""
     kind = forward_class(block)
     adapter = known.get(kind) or known.get(f"{kind.__module__}.{kind.__qualname__}")
     if adapter is None:
@@ -374,11 +353,7 @@ class Library(ABC):
 
     @abstractmethod
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-        """Load a model by name, in eval mode.
-
-        Raises:
-            ModelLoadError: the name is unknown, or its weights cannot be read.
-        """
+        """Load a model by name, in eval mode; raise ``ModelLoadError`` if it is unknown or cannot be read."""
 
     def declared_spec(self, model: nn.Module) -> InputSpec | None:
         """Return the input specification that any model of the library declares, with a supported trunk or without."""
@@ -416,12 +391,8 @@ class Library(ABC):
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Build a saved model again with heads for other classes, and copy all weights that fit.
 
-        Args:
-            model: the saved model.
-            folder: the directory that it was read from.
-            config: what `describe` returned for it.
-            request: the model to build.
-            keep_heads: whether the classes are the same, so that the weights of the heads are copied, too.
+        The model was read from ``folder``, and ``config`` is what `describe` returned for it. With ``keep_heads`` the
+        classes are the same, and the weights of the heads are copied, too.
         """
         name = str(config["architecture"]).removeprefix(f"{self.prefix}:")
         options = {**config.get("options", {}), **request.options}
@@ -478,11 +449,7 @@ class Library(ABC):
 
 
 def copy_weights(model: nn.Module, states: Mapping[str, Tensor]) -> None:
-    """Load those weights into a model that fit by name and shape.
-
-    Raises:
-        ModelLoadError: no weight fits.
-    """
+    """Load those weights into a model that fit by name and shape; raise ``ModelLoadError`` if none does."""
     own = model.state_dict()
     fits = {name: value for name, value in states.items() if name in own and own[name].shape == value.shape}
     if not fits:

@@ -28,8 +28,7 @@ class Pass:
 
     Attributes:
         trunk: the model that is running; None where blocks run by themselves.
-        layout: its tokens for the present input.
-        position: position that acts inside attention, where the model has one.
+        layout, position: its tokens for the present input, and the position inside attention, where there is one.
         expose: whether the caller sees the tokens between blocks, and so must get them at full length.
         gridded: whether they are reshaped to the patch grid.
         unmasked: whether the caller passed no mask, so that an all-true mask is ignored.

@@ -43,10 +43,8 @@ class Found:
 def register_adapter(trunk_class: type | str, adapter: TrunkAdapter) -> None:
     """Register the adapter of a model class, so that everything Vitrail does works on its models.
 
-    Args:
-        trunk_class: the class, or its dotted name (``"package.module.Class"``), which imports nothing. Subclasses are
-            included. An adapter registered before for the same class is replaced.
-        adapter: describes the class; see ``docs/adapters.md``.
+    The class is given itself, or by its dotted name (``"package.module.Class"``), which imports nothing. Subclasses are
+    included; an adapter registered before for the same class is replaced. See ``docs/adapters.md``.
 
     Example:
         >>> vitrail.register_adapter("mylib.models.MyViT", MyAdapter())  # doctest: +SKIP
@@ -88,7 +86,7 @@ def find(model: nn.Module) -> Found:
     trunks = [
         (name, part, adapter)
         for name, part in model.named_modules()
-        if (adapter := next((known[kind] for kind in type(part).__mro__ if kind in known), None)) is not None
+        for adapter in [known[kind] for kind in type(part).__mro__ if kind in known][:1]
     ]
     if not trunks:
         raise UnsupportedModel(

@@ -105,11 +105,10 @@ class TimmVisionTransformer(TrunkAdapter):
         return adapter
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
-        special: list[tuple[Role, int]] = [(Role.CLASS, int(trunk.cls_token is not None))]
-        special.append((Role.DISTILLATION, int(getattr(trunk, "dist_token", None) is not None)))
-        special.append((Role.REGISTER, trunk.num_prefix_tokens - sum(count for _, count in special)))
-        embed = trunk.patch_embed
-        grid = embed.grid_size if size is None else embed.dynamic_feat_size(size)
+        classes, distillation = (int(getattr(trunk, name, None) is not None) for name in ("cls_token", "dist_token"))
+        registers = trunk.num_prefix_tokens - classes - distillation
+        grid = trunk.patch_embed.grid_size if size is None else trunk.patch_embed.dynamic_feat_size(size)
+        special = ((Role.CLASS, classes), (Role.DISTILLATION, distillation), (Role.REGISTER, registers))
         return TokenLayout.of(*special, grid=(1, *grid))
 
     def resizes(self, trunk: Any) -> bool:
@@ -154,9 +153,8 @@ class TimmEva(TimmVisionTransformer):
         return ROTARY[type(trunk.rope).__name__](trunk.rope, grid[1:], dropped)
 
 
-def _work_dtype(*buffers: Tensor | None) -> torch.dtype:
-    dtype = next(buffer.dtype for buffer in buffers if buffer is not None)
-    return torch.promote_types(dtype, torch.float32)
+def _work_dtype(buffer: Tensor) -> torch.dtype:
+    return torch.promote_types(buffer.dtype, torch.float32)
 
 
 def _rotary_cat(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
@@ -195,14 +193,8 @@ def _rotary_dinov3(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
     frequencies = axial_frequencies(2 * torch.pi / rope.periods.to(dtype))
     if dropped or (rope.training and rope.aug_active):
         return Rotary(None, frequencies, not rope.rotate_half)
-    positions = make_coords_dinov3(
-        *grid,
-        normalize_coords=rope.normalize_coords,
-        grid_indexing=rope.grid_indexing,
-        grid_offset=rope.grid_offset,
-        device=rope.periods.device,
-        dtype=dtype,
-    )
+    options = {name: getattr(rope, name) for name in ("normalize_coords", "grid_indexing", "grid_offset")}
+    positions = make_coords_dinov3(*grid, **options, device=rope.periods.device, dtype=dtype)
     return Rotary(positions, frequencies, not rope.rotate_half)
 
 
@@ -280,14 +272,12 @@ class Timm(Library):
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
         """Build a model to train; input size and drop path are given only to models that take them."""
+        given = {"drop_path_rate": request.drop_path or None, "img_size": request.image_size}
         options = {"num_classes": len(request.outputs), **request.options}
-        if request.drop_path:
-            options["drop_path_rate"] = request.drop_path
-        if request.image_size is not None:
-            options["img_size"] = request.image_size
-        optional = {"drop_path_rate", "img_size"} & options.keys()
-        refused = optional - self._accepted(name, optional) if optional else set()
-        options = {option: value for option, value in options.items() if option not in refused}
+        options |= {option: value for option, value in given.items() if value is not None}
+        optional = given.keys() & options.keys()
+        for option in optional - self._accepted(name, optional) if optional else ():
+            del options[option]
         model = self.load(name, bool(request.pretrained), **options)
         config = {"architecture": f"timm:{name}", "options": options}
         return model, config if request.image_size is None else {**config, "image_size": request.image_size}

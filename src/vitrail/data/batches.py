@@ -30,8 +30,8 @@ class Batches:
     """Samples to run a model on, in batches.
 
     Attributes:
-        data, kind: a dataset, a tensor of preprocessed images, or an iterable of batches of such; and which of these, as
-            reports name it.
+        data, kind: a dataset, a tensor of preprocessed images, or an iterable of batches of such; and which of these,
+            as reports name it.
         labels: labels of a tensor's images.
         limit: most samples to yield.
         only: indices of the samples to yield, in rising order; None for all.
@@ -157,7 +157,8 @@ def open_batches(
     if _is_source(data):
         columns: Any = (() if labels is None else labels) if with_labels else None
         if labels is not None and _is_image(data[0]) and not isinstance(labels, str):
-            columns, data = (), [*zip(data, _as_labels(labels, len(data)).tolist(), strict=True)]
+            numbers: Any = _as_labels(labels, len(data))
+            columns, data = (), [*zip(data, numbers.tolist(), strict=True)]
         return Batches(open_dataset(data, limit=limit, labels=columns), "collection", limit=limit)
     if isinstance(data, Iterable):
         if labels is not None:

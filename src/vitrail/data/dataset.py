@@ -129,22 +129,14 @@ class Dataset:
         return self._source.statistics(self._rows)
 
     def read(self, index: int) -> Sample:
-        """Read one sample.
-
-        Raises:
-            ImageError: it cannot be read, or its mask or boxes cannot.
-        """
+        """Read one sample; raise ``ImageError`` if it, its mask or its boxes cannot be read."""
         sample = self._source.read(self._rows[index])
         numbers = zip(self.classes, self.labels[index].tolist(), strict=True)
         labels = {column: number for column, number in numbers if number >= 0}
         return sample._replace(label=labels.get(next(iter(self.classes), "")), labels=labels)
 
     def tensor(self, index: int, size: int) -> Tensor:
-        """Read a sample as a tensor: an array as it is, the largest centered square of an image as (3, size, size).
-
-        Raises:
-            ImageError: it cannot be read.
-        """
+        """Read a sample as a tensor: an array as it is, the largest centered square of an image as (3, size, size)."""
         return self.fetch(index, size)()
 
     def fetch(self, index: int, size: int) -> Decode:
@@ -464,14 +456,9 @@ def _shortened(names: Sequence[str]) -> str:
 def _collate(parts: Sequence[Batch]) -> Batch:
     """Join batches that all have labels, masks and boxes, or none of them."""
     images, indices, names, labels, masks, boxes = zip(*parts, strict=True)
-    joined = (None if one[0] is None else torch.cat(one) for one in (labels, masks))
-    return Batch(
-        torch.cat(images),
-        tuple(chain(*indices)),
-        tuple(chain(*names)),
-        *joined,
-        None if boxes[0] is None else [*chain(*boxes)],
-    )
+    joined = [None if one[0] is None else torch.cat(one) for one in (labels, masks)]
+    objects = None if boxes[0] is None else [*chain(*boxes)]
+    return Batch(torch.cat(images), tuple(chain(*indices)), tuple(chain(*names)), joined[0], joined[1], objects)
 
 
 def _image(sample: Sample) -> Image.Image:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from vitrail._deprecation import renamed_property
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +41,11 @@ class Sample(NamedTuple):
     boxes: tuple[Box, ...] | None = None
     labels: dict[str, int] = {}  # noqa: RUF012 (a NamedTuple's default is never changed)
 
-    picture = renamed_property("picture", "image")
+    @property
+    def picture(self) -> Image.Image:
+        """Deprecated name of ``image``."""
+        warnings.warn("Sample.picture is deprecated; use Sample.image", DeprecationWarning, stacklevel=2)
+        return self.image
 
 
 class Batch(NamedTuple):

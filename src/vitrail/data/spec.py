@@ -108,7 +108,8 @@ def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:
         images = [images]
     if len(images) == 0:
         raise UnsupportedInput("no images were given; pass a list of one or more PIL images")
-    size = spec.size[::-1]
+    height, width = spec.size
+    size = (width, height)
     arrays = [np.asarray(as_rgb(one).resize(size, Image.Resampling.BICUBIC), dtype=np.float32) for one in images]
     batch = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous() / 255
     return (batch - torch.tensor(spec.mean).view(3, 1, 1)) / torch.tensor(spec.std).view(3, 1, 1)

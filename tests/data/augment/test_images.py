@@ -43,7 +43,7 @@ def test_shapes_and_range(images: Tensor, strength: Strength) -> None:
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
-def test_the_same_for_any_number_of_processes(images: Tensor, strength: Strength) -> None:
+def test_the_same_for_any_world_size(images: Tensor, strength: Strength) -> None:
     augment = Augment(strength, 32)
     whole = augment(images, generator("cpu", 5, 1))
     parts = [augment(images[at : at + 4], generator("cpu", 5, 1), slice(at, at + 4), 12) for at in (0, 4, 8)]

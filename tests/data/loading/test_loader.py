@@ -1,4 +1,4 @@
-"""Data loaders: the same batches wherever images are kept, for any number of processes, from any step on."""
+"""Data loaders: the same batches wherever images are kept, for any world size, from any step on."""
 
 import os
 import signal
@@ -80,7 +80,7 @@ def test_loaders_agree_at_any_step(tmp_path: Path, kind: str, repeats: int) -> N
 
 @pytest.mark.parametrize("keep", KINDS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_processes_share_the_batch(examples: Dataset, keep: str, world: int) -> None:
+def test_ranks_share_the_batch(examples: Dataset, keep: str, world: int) -> None:
     whole = loader(examples, keep)
     parts = [loader(examples, keep, rank=rank, world_size=world) for rank in range(world)]
     for step in range(4):
@@ -191,7 +191,7 @@ def test_refusals(examples: Dataset, given: dict[str, Any], message: str) -> Non
         loader(examples, **({"keep": "auto"} | given))
 
 
-# ---------------------------------------------------------------- processes that read
+# ---------------------------------------------------------------- worker processes
 
 
 def test_workers_read_the_same_and_their_failure_is_reported(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class Mix:
-    """Mix each image with its neighbor: 0 with 1, 2 with 3, ..., so that pairs stay within a process.
+    """Mix each image with its neighbor: 0 with 1, 2 with 3, ..., so that pairs stay within a rank.
 
     Attributes:
         mixup: alpha of the Beta distribution of an image's own share (Zhang et al., 2018); 0 for no Mixup.

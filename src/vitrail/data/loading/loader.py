@@ -33,8 +33,7 @@ class LoadedBatch(NamedTuple):
 
     Attributes:
         images: (b, 3, S, S) in uint8; arrays (b, C, ...) as they are.
-        labels: (b, T) in int64, columns in the order of the loader's classes.
-        indices: (b,) in int64: positions in the dataset.
+        labels, indices: (b, T), with the dataset's columns, and (b,): positions in the dataset; both in int64.
     """
 
     images: Tensor
@@ -74,24 +73,24 @@ class Loader(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> LoadedBatch:
-        """Return this process's part of a step's batch."""
+        """Return this rank's part of a step's batch."""
 
     @abstractmethod
     def sweep(self, batch: int) -> Iterator[LoadedBatch]:
-        """Yield every readable sample of this process once, in order."""
+        """Yield every readable sample of this rank once, in order."""
 
     @abstractmethod
     def close(self) -> None:
         """Release workers and images."""
 
     def _step_indices(self, step: int) -> Tensor:
-        """Return the indices of this process's part of a step."""
+        """Return the indices of this rank's part of a step."""
         if self.order is None:
             raise InvalidOption("this loader has no batch size, and so no steps; make it with one")
         return self.order.indices(step, self.rank, self.world_size)
 
     def _sweep_indices(self, batch: int) -> list[Tensor]:
-        """Return all indices of this process in order, split into batches."""
+        """Return all indices of this rank in order, split into batches."""
         check_int("batch", batch)
         return [part for part in torch.arange(self.count)[self.rank :: self.world_size].split(batch) if len(part)]
 
@@ -125,12 +124,11 @@ def make_loader(
     """Make a data loader. Batches are the same wherever images are kept.
 
     Args:
-        dataset: what to load.
         image_size: height and width of images, before augmentation; arrays stay as they are.
         device: where batches are needed.
         batch: samples in a step, over all ranks; None for a loader of sweeps alone.
         seed, repeats: as in :class:`~vitrail.data.loading.order.Order`.
-        rank, world_size: which part of each batch this process takes.
+        rank, world_size: which part of each batch this rank takes.
         keep: ``device``: decode all images once and keep them there. ``workers``: decode them again each time, in
             worker processes. ``auto``: the first if it takes at most 40 % of the device's free memory (4 GiB on a CPU),
             otherwise the second.
@@ -138,10 +136,6 @@ def make_loader(
             are in memory already, need none.
         max_unreadable: share of images that may be unreadable; more are an error.
         progress: called with the number of decoded images and the total.
-
-    Raises:
-        ImageError: too many images cannot be read.
-        InvalidOption: the batch is not a multiple of the world size, or the dataset has fewer samples than that.
     """
     from vitrail.data.loading.memory import InMemoryLoader
     from vitrail.data.loading.workers import WorkerLoader

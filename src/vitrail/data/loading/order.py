@@ -77,7 +77,7 @@ class Order:
         return self.count // self.batch
 
     def indices(self, step: int, rank: int = 0, world_size: int = 1) -> Tensor:
-        """Return the samples of a step, or one process's slice of them: (batch / world_size,) in int64, on the CPU."""
+        """Return the samples of a step, or one rank's slice of them: (batch / world_size,) in int64, on the CPU."""
         check_int("step", step, 0)
         distinct = self.batch // self.repeats
         number, place = divmod(step, self.count // distinct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import isfinite
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from vitrail.errors import InvalidOption
@@ -20,13 +21,15 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def check_int(name: str, value: Any, low: int = 1) -> None:
-    """Raise unless an option is an integer (not a bool), ``low`` or more."""
-    check(name, value, is_int(value, low), f"a whole number, {low} or more")
+    """Raise unless an option is an integer (numpy's included, not a bool), ``low`` or more."""
+    right = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= low
+    check(name, value, right, f"a whole number, {low} or more")
 
 
 def check_share(name: str, value: Any, *, zero: bool = True, one: bool = True) -> None:
-    """Raise unless an option is a number from 0 to 1, with or without the ends."""
-    right = is_number(value) and 0 <= value <= 1 and (zero or value > 0) and (one or value < 1)
+    """Raise unless an option is a number from 0 to 1 (numpy's included), with or without the ends."""
+    right = isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
+    right = right and (zero or value > 0) and (one or value < 1)
     check(name, value, right, f"a number {'from' if zero else 'above'} 0, {'up to' if one else 'below'} 1")
 
 

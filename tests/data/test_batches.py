@@ -32,8 +32,8 @@ def images(folder: Path) -> Tensor:
     return next(open_dataset(folder).batches(EXPECTS, COUNT)).images
 
 
-def walk(feed: Batches, batch_size: int | None = 3, rank: int = 0, world: int = 1) -> tuple[list[int], Tensor]:
-    pieces = list(feed.batches(EXPECTS, batch_size, rank, world))
+def walk(opened: Batches, batch_size: int | None = 3, rank: int = 0, world: int = 1) -> tuple[list[int], Tensor]:
+    pieces = list(opened.batches(EXPECTS, batch_size, rank, world))
     found = torch.cat([piece.images for piece in pieces]) if pieces else torch.zeros(0)
     return [index for piece in pieces for index in piece.indices], found
 
@@ -45,13 +45,13 @@ def kinds(folder: Path, images: Tensor) -> list[Any]:
 
 def test_every_kind_of_data_is_the_same_images(folder: Path, images: Tensor) -> None:
     for data in kinds(folder, images):
-        feed = open_batches(data)
+        opened = open_batches(data)
         for _ in range(2):  # and again
-            indices, found = walk(feed)
+            indices, found = walk(opened)
             assert indices == list(range(COUNT))
             assert torch.equal(found, images)
-        assert not feed.runs_once
-        assert feed.repeatable() is feed
+        assert not opened.runs_once
+        assert opened.repeatable() is opened
 
 
 def test_numpy_images_are_those_of_pil(folder: Path, images: Tensor) -> None:
@@ -121,9 +121,9 @@ def test_shares_of_all_ranks_form_the_dataset(folder: Path, images: Tensor) -> N
 
 
 def test_iterators_run_once_and_are_cached_on_request(images: Tensor) -> None:
-    feed = open_batches(iter(images.split(2)))
-    assert feed.runs_once
-    lasting = feed.repeatable()
+    opened = open_batches(iter(images.split(2)))
+    assert opened.runs_once
+    lasting = opened.repeatable()
     assert not lasting.runs_once
     assert torch.equal(walk(lasting)[1], images)
     assert torch.equal(walk(lasting)[1], images)

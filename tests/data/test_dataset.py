@@ -146,8 +146,8 @@ def test_former_names() -> None:
         kept = open_dataset().kept()
     assert (sample, len(kept)) == ("red", 3)
     with pytest.warns(DeprecationWarning, match="open_dataset"):
-        examples = open_examples(Arrays(torch.zeros(3, 1, 2, 2), [0, 1, None]))
-    assert (len(examples), examples.num_unlabeled) == (2, 1)
+        opened = open_examples(Arrays(torch.zeros(3, 1, 2, 2), [0, 1, None]))
+    assert (len(opened), opened.num_unlabeled) == (2, 1)
 
 
 @pytest.mark.parametrize("source", ["", [""], ["photo.jpg", ""]])

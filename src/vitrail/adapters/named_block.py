@@ -246,11 +246,12 @@ class NamedBlock(BlockAdapter):
         return (
             all(isinstance(norm, nn.LayerNorm) and is_plain(norm, type(norm)) for norm in norms)
             and all(_is_own(block, norm) and norm.bias is not None for norm in norms)
-            and all(_is_plain_linear(block, linear) for linear in linears)
+            # a parameter is checked with the attention module that holds it
+            and all(isinstance(one, Tensor) or (is_plain(one, *_LINEAR) and one.bias is not None) for one in linears)
             and all(is_plain(part, nn.Identity) for part in absent if part is not None)
             and all(is_ordinary(part) for part in self.attend_parts(block))
             and (names.gate is None or find(names.gate) is None)
-            and (activation is None or _is_gelu(activation))
+            and (activation is None or is_plain(activation, nn.GELU) or type(activation).__name__ == "GELUActivation")
             and self.attention_dropout(block) == 0
         )
 
@@ -276,12 +277,8 @@ def linear_at(block: nn.Module, path: str) -> Callable[[Tensor], Tensor]:
         projection: nn.Module = find_part(block, path)
         return projection
     owner, _, name = path.rpartition(".")
-    return partial(_apply_weight, find_part(block, owner) if owner else block, name)
-
-
-def _apply_weight(owner: nn.Module, name: str, h: Tensor) -> Tensor:
-    bias = getattr(owner, name.removesuffix("weight") + "bias")
-    return F.linear(h, getattr(owner, name), bias)
+    holder, bias = find_part(block, owner) if owner else block, name.removesuffix("weight") + "bias"
+    return lambda h: F.linear(h, getattr(holder, name), getattr(holder, bias))
 
 
 def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
@@ -292,6 +289,7 @@ def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
     return part(y) if callable(part) else part * y
 
 
+_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _UNKNOWN = nn.Identity()
 """Stands for a layer scale that is not a plain factor per channel."""
 
@@ -322,14 +320,3 @@ def _is_own(block: nn.Module, part: nn.Module) -> bool:
     """Return whether a part's class is one of torch's, or of the library that the block comes from."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(block).__mro__}
     return type(part).__module__.partition(".")[0] in {"torch", *libraries}
-
-
-def _is_plain_linear(block: nn.Module, linear: Any) -> bool:
-    if isinstance(linear, Tensor):  # a parameter, checked with the attention module that holds it
-        return True
-    plain = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return is_plain(linear, *plain) and linear.bias is not None
-
-
-def _is_gelu(activation: nn.Module) -> bool:
-    return is_plain(activation, nn.GELU) or type(activation).__name__ == "GELUActivation"

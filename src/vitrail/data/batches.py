@@ -56,10 +56,9 @@ class Batches:
         return self.limit if total is None else min(total, self.limit or total)
 
     @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes, if the data has them."""
-        names: tuple[str, ...] | None = self.data.class_names if self.kind == "collection" else None
-        return names
+    def class_names(self) -> Any:
+        """Names of the classes, a tuple, if the data has them."""
+        return self.data.class_names if self.kind == "collection" else None
 
     @property
     def runs_once(self) -> bool:
@@ -87,19 +86,16 @@ class Batches:
         if self.only == ():
             return
         if self.kind == "collection":
-            yield from self._of_dataset(spec, batch_size or BATCH_SIZE, rank, world_size)
+            indices = (range(len(self.data)) if self.only is None else self.only)[: self.limit]
+            if rank < len(indices):
+                self.skipped = []
+                given = {"indices": indices, "rank": rank, "world_size": world_size}
+                size = batch_size or BATCH_SIZE
+                yield from self.data.batches(spec, size, on_skip=lambda *one: self.skipped.append(one), **given)
         elif self.kind == "tensor":
             yield from self._of_tensor(batch_size or len(self.data), rank, world_size)
         else:
             yield from self._of_batches(rank, world_size)
-
-    def _of_dataset(self, spec: InputSpec, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
-        indices = (range(len(self.data)) if self.only is None else self.only)[: self.limit]
-        if rank >= len(indices):
-            return
-        self.skipped = []
-        given = {"indices": indices, "rank": rank, "world_size": world_size}
-        yield from self.data.batches(spec, batch_size, on_skip=lambda *one: self.skipped.append(one), **given)
 
     def _of_tensor(self, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
         every = torch.arange(self.total or 0) if self.only is None else torch.tensor(self.only, dtype=torch.long)

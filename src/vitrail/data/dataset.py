@@ -426,27 +426,22 @@ def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tu
     if known is None:
         return names or tuple(str(number) for number in range(top)), numbers
     known = tuple(known)
-    if not names:
-        if known != tuple(map(str, range(len(known)))):
-            raise InvalidOption(
-                f"{column}: the classes here are numbers without names, and the known classes have names "
-                f"({_shortened(known)}); expected class folders, or a column of names"
-            )
-        if top > len(known):
-            raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
+    if not names and known != tuple(map(str, range(len(known)))):
+        raise InvalidOption(
+            f"{column}: the classes here are numbers without names, and the known classes have names "
+            f"({_shortened(known)}); expected class folders, or a column of names"
+        )
+    if not names and top > len(known):
+        raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
+    if not names or names == known:
         return known, numbers
-    return known, numbers if names == known else _renumbered(column, numbers, names, known)
-
-
-def _renumbered(column: str, numbers: Tensor, names: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Number classes as their names are numbered in ``known``."""
     places = {name: number for number, name in enumerate(known)}
     unknown = [names[number] for number in numbers[numbers >= 0].unique().tolist() if names[number] not in places]
     if unknown or len(places) < len(known):
         shown = _shortened(unknown) or "a name that occurs twice"
         raise InvalidOption(f"{column}: {shown} is not one of the {len(known)} known classes ({_shortened(known)})")
     table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])
-    return table[numbers]  # the last entry is for -1
+    return known, table[numbers]  # the last entry is for -1
 
 
 def _shortened(names: Sequence[str]) -> str:

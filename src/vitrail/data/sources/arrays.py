@@ -87,9 +87,8 @@ class Arrays(Source):
 
 def byte_statistics(channels: int) -> InputSpec:
     """Return how to normalize bytes: three channels as ImageNet's colors, others to −1 … 1."""
-    if channels == len(MEAN):
-        return InputSpec.of_arrays(MEAN, STD, 255)
-    return InputSpec.of_arrays((0.5,) * channels, (0.5,) * channels, 255)
+    half = (0.5,) * channels
+    return InputSpec.of_arrays(*((MEAN, STD) if channels == len(MEAN) else (half, half)), 255)
 
 
 def _moments(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

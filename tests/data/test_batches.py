@@ -59,7 +59,7 @@ def test_numpy_images_are_those_of_pil(folder: Path, images: Tensor) -> None:
     pixels = np.stack([np.asarray(Image.open(path)) for path in sorted(folder.iterdir())])
     for data in (pixels, list(pixels), pixels / 255, list((pixels / 255).astype(np.float32)), images.numpy()):
         assert torch.equal(walk(open_batches(data))[1], images)
-    for data in (images.numpy(), [images[:4].numpy(), (images[4:].numpy(),)]):
+    for data in (images.double().numpy(), [images[:4].numpy(), (images[4:].numpy(),)]):
         assert torch.equal(walk(open_batches(data))[1], images)
     for data in (pixels[0], pixels[0] / 255):
         assert torch.equal(walk(open_batches(data))[1], images[:1])

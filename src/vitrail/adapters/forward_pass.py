@@ -109,12 +109,8 @@ def hand_over(before: Tensor, after: Tensor, places: Sequence[int], special: tup
         setattr(after, CARRIER, carried.with_tokens(places, special))
 
 
-class FeaturesEntry:
-    """Entry point ``forward_features``, with the input as its first argument."""
-
-    def forward_features(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with self._vitrail_pass(x):
-            return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
+class EntryPoint:
+    """What the entry points of a trunk share; its methods, named as the trunk's own, open a pass around these."""
 
     def _vitrail_pass(self: Any, x: Tensor, **options: bool) -> AbstractContextManager[None]:
         """Open a pass with the layout and position of an input; options as for `open_pass`."""
@@ -123,12 +119,17 @@ class FeaturesEntry:
         return open_pass(self, layout, adapter.position(self, layout.grid), **options)
 
 
-class ForwardEntry:
+class FeaturesEntry(EntryPoint):
+    """Entry point ``forward_features``, with the input as its first argument."""
+
+    def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._vitrail_pass(x):
+            return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
+
+
+class ForwardEntry(EntryPoint):
     """Entry point of a trunk whose only one is ``forward``, with the input as its first argument."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = self._vitrail_adapter
-        x: Tensor = args[0] if args else kwargs[adapter.argument]
-        layout = adapter.layout(self, tuple(x.shape[2:]))
-        with open_pass(self, layout, adapter.position(self, layout.grid)):
+        with self._vitrail_pass(args[0] if args else kwargs[self._vitrail_adapter.argument]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]

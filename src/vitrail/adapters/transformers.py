@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, known_block, parameters_by_role
-from vitrail.adapters.forward_pass import open_pass
+from vitrail.adapters.forward_pass import EntryPoint
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -65,10 +65,8 @@ _BLOCKS: dict[type | str, BlockAdapter] = {
 }
 
 
-class TransformersEntryPoint:
+class TransformersEntryPoint(EntryPoint):
     """Entry point of a transformers trunk; opens a pass with the layout of its input."""
-
-    _vitrail_adapter: TransformersTrunk
 
     def forward(self: Any, pixel_values: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         config = self.config
@@ -81,12 +79,11 @@ class TransformersEntryPoint:
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
         hidden = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
         adapter = self._vitrail_adapter
-        layout = adapter.layout(self, (pixel_values.shape[-2], pixel_values.shape[-1]))
         expose = adapter.exposes or bool(hidden)
         gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
         # while exporting, transformers makes a mask that allows everything
         unmasked = kwargs.get("attention_mask") is None and not any(isinstance(value, Tensor) for value in args[2:])
-        with open_pass(self, layout, expose=expose, gridded=gridded, unmasked=unmasked):
+        with self._vitrail_pass(pixel_values, expose=expose, gridded=gridded, unmasked=unmasked):
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
 
 

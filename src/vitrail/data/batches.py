@@ -195,12 +195,12 @@ def _is_image(value: Any) -> bool:
 
 
 def _from_numpy(data: Any) -> Any:
-    """Return a floating point array (B, C, ...) as a tensor, and images (H, W), (H, W, C), (B, H, W, C) as a list."""
+    """Return a floating point array (B, C, ...) as a float32 tensor, and images ([B,] H, W[, C]) as a list."""
     if not isinstance(data, np.ndarray):
         return data
     if data.ndim < 4 or (data.ndim == 4 and data.shape[-1] in (1, 3) and data.shape[1] not in (1, 3)):
         return [data] if data.ndim < 4 else list(data)
-    return torch.from_numpy(data) if np.issubdtype(data.dtype, np.floating) else data
+    return torch.tensor(data, dtype=torch.float32) if np.issubdtype(data.dtype, np.floating) else data
 
 
 def _shape(frames: bool) -> str:

@@ -122,7 +122,7 @@ def test_attention_and_neurons_equal_unfused_timm() -> None:
     assert torch.allclose(found.embedding, model.patch_embed(images), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
+@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "beit-both", "hf-deit-head"])
 @pytest.mark.parametrize("proportional", [True, False])
 def test_merged_model_shows_every_position_its_token(name: str, proportional: bool) -> None:
     model, images = ALL[name].model(), ALL[name].images()
@@ -152,7 +152,7 @@ def test_merged_model_shows_every_position_its_token(name: str, proportional: bo
             assert torch.equal(members, members[:1].expand_as(members))
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
+@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "beit-both", "hf-deit-head"])
 def test_row_of_a_patch_is_that_of_its_merged_token(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()

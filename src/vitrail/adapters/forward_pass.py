@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.position import Position, Rotary
+from vitrail.adapters.position import Position
 from vitrail.tokens import TokenLayout, TokenSpan
 
 CARRIER = "_vitrail_carried"
@@ -41,11 +41,6 @@ class Pass:
     expose: bool = False
     gridded: bool = False
     unmasked: bool = False
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """The position, if it is rotary."""
-        return self.position if isinstance(self.position, Rotary) else None
 
 
 class _Local(threading.local):

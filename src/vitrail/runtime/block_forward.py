@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail import kernels
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Rotary, repeat_heads
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Position, repeat_heads
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import Context, MergeState
 from vitrail.merging.attention import key_bias
@@ -32,7 +32,7 @@ class Carried:
         state: sizes and assignments so far.
         r: number of tokens planned to merge in the next block. Read from the state before the block runs: inside, it
             would depend on the layer, and a compiler would specialize every block.
-        rotary: the model's rotary position, where it has one.
+        position: position that acts inside attention, where the model has one.
         expose: whether the tensors between blocks have full length.
         unmasked: whether the caller passed no mask.
         side: side tokens that have entered (B, E, D).
@@ -43,7 +43,7 @@ class Carried:
     layout: TokenLayout
     state: MergeState
     r: int
-    rotary: Rotary | None
+    position: Position | None
     expose: bool
     unmasked: bool = False
     side: Tensor | None = None
@@ -64,29 +64,31 @@ def merged_forward(
     gate = added.gate(state.layer) if added is not None and side is not None else None
     if not torch.compiler.is_compiling():
         carried.plan.report_hooks(parts.attend_parts(block))
-    if call.rope is not None:
-        state = _with_positions(state, carried, call.rope)
-    elif call.mask is None and not call.causal:
+    state = _with_positions(state, carried, x, call.rope)
+    bias = position_bias(carried, state)
+    if call.rope is None and bias is None and call.mask is None and not call.causal:
         dense = dense_block(parts, block, x, carried.plan, state) if gate is None else None
         if dense is not None:
             return _dense_forward(parts, block, dense, x, carried)
 
     method, entered = carried.plan.method, state
     if method.place == "before":
-        x, state = _reduce_before(parts, block, x, call, carried, state)
+        x, state = _reduce_before(parts, block, x, call, carried, state, bias)
+        bias = bias if state is entered else position_bias(carried, state)
     h = parts.attend_norm(block, x)
     projected = parts.qkv(block, h)
     q, k = _rotate(parts, block, projected, call, carried, state)
     k, v = repeat_heads(q, k, projected[2])
     size, log2_size = _attention_sizes(carried.plan, state)
-    attend = partial(_attention_weights, parts, block, q, k, size, state)
+    attend = partial(_attention_weights, parts, block, q, k, size, bias, state)
+    mask = call.mask
     if side is not None:
         reading = prepare(parts, block, side)
-        side = _read(parts, block, side, reading, k, v, size, call.mask, gate)
+        side = _read(parts, block, side, reading, k, v, size, mask, gate)
         if gate is not None:
             k, v, size, log2_size = widen(k, v, size, log2_size, reading, gate)
-            if call.mask is not None:
-                call = call._replace(mask=F.pad(call.mask, (0, reading.k.shape[2]), value=True))
+            mask, bias = _widen_mask(mask, bias, reading.k.shape[2])
+    call = call._replace(mask=mask_with_bias(mask, bias))
     attended = _attend(parts, block, q, k, v, size, log2_size, call)
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
     if method.place == "between":
@@ -100,7 +102,13 @@ def merged_forward(
 
 
 def _reduce_before(
-    parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried, state: MergeState
+    parts: BlockAdapter,
+    block: nn.Module,
+    x: Tensor,
+    call: BlockCall,
+    carried: Carried,
+    state: MergeState,
+    bias: Tensor | None,
 ) -> tuple[Tensor, MergeState]:
     """Reduce a block's input; projections and attention are computed only if the method uses them."""
     context = _context(carried, state, x)
@@ -110,7 +118,7 @@ def _reduce_before(
         projected = (context.q, context.k, context.v)
         q, k = _rotate(parts, block, projected, call, carried, state)
         k, _ = repeat_heads(q, k, context.v)
-        return _attention_weights(parts, block, q, k, _attention_sizes(carried.plan, state)[0], state, queries)
+        return _attention_weights(parts, block, q, k, _attention_sizes(carried.plan, state)[0], bias, state, queries)
 
     context.attend = attend
     return _reduce(carried, state, x, context)
@@ -174,8 +182,9 @@ def _rotate(
     if call.rope is None:
         return q, k
     table = call.rope
-    if state.size is not None and carried.rotary is not None and state.positions is not None:
-        table = carried.rotary.table(state.layer, state.positions)
+    if state.size is not None and carried.position is not None and state.positions is not None:
+        merged = carried.position.table(state.layer, state.positions)
+        table = table if merged is None else merged
     return parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
 
 
@@ -217,22 +226,23 @@ def _attention_weights(
     q: Tensor,
     k: Tensor,
     size: Tensor | None,
+    bias: Tensor | None,
     state: MergeState,
     queries: Sequence[int] | None,
 ) -> Tensor:
     """Compute attention rows (B, H, Q, N), or the mean attention that each token receives (B, H, N)."""
     scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
 
-    def rows(some: Tensor) -> Tensor:
-        scores = (some * scale) @ k.transpose(-2, -1)
-        return parts.weigh(block, scores, key_bias(size, None, scores))
+    def rows(some: list[int] | slice) -> Tensor:
+        scores = (q[:, :, some] * scale) @ k.transpose(-2, -1)
+        return parts.weigh(block, scores, key_bias(size, None if bias is None else bias[..., some, :], scores))
 
     if queries is not None:
-        return rows(q[:, :, list(queries)])
+        return rows(list(queries))
     present = state.presence
     received: Tensor | float = 0.0
     for start in range(0, q.shape[2], QUERIES_AT_ONCE):
-        weights = rows(q[:, :, start : start + QUERIES_AT_ONCE])
+        weights = rows(slice(start, start + QUERIES_AT_ONCE))
         if present is not None:
             weights = weights * present[:, None, start : start + QUERIES_AT_ONCE, None]
         received = received + weights.sum(2)
@@ -271,22 +281,35 @@ def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
     return call
 
 
-def _with_positions(state: MergeState, carried: Carried, table: Tensor) -> MergeState:
-    """Return the state with coordinates, before the first merge: zero, and so no rotation, for special tokens."""
-    rotary = carried.rotary
+def _with_positions(state: MergeState, carried: Carried, x: Tensor, table: Tensor | None) -> MergeState:
+    """Return the state with coordinates, before the first merge."""
     if state.positions is not None or not any(state.per_layer):
         return state
-    if rotary is None:
+    if carried.position is not None:
+        return replace(state, positions=carried.position.coordinates(carried.layout, x, table))
+    if table is not None:
         raise BrokenPass(
             "this model has rotary position, and its blocks were called without it: call the model, its "
             "forward_features or forward_intermediates instead of its blocks"
         )
-    positions = rotary.read(table) if rotary.positions is None else rotary.positions
-    if positions.shape[-2] != table.shape[-2]:
-        raise BrokenPass(
-            f"rotary positions for {positions.shape[-2]} patches, but the model rotates {table.shape[-2]} tokens"
-        )
-    if positions.dim() == 2:
-        positions = positions.unsqueeze(0)
-    special = positions.new_zeros(positions.shape[0], carried.layout.num_special, positions.shape[2])
-    return replace(state, positions=torch.cat([special, positions], 1))
+    return state
+
+
+def position_bias(carried: Carried, state: MergeState) -> Tensor | None:
+    """Return the position bias (…, H, N, N) of a layer's scores, between the tokens as they are merged now."""
+    if carried.position is None:
+        return None
+    return carried.position.bias(state.layer, None if state.size is None else state.positions)
+
+
+def mask_with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return a mask, boolean or additive, and a position bias as one mask."""
+    hidden = None if bias is None else key_bias(None, mask, bias)
+    return mask if bias is None else bias if hidden is None else hidden + bias
+
+
+def _widen_mask(mask: Tensor | None, bias: Tensor | None, extra: int) -> tuple[Tensor | None, Tensor | None]:
+    """Append side tokens to the keys of mask and bias: visible, and without a position."""
+    if mask is not None:
+        mask = F.pad(mask, (0, extra), value=mask.dtype == torch.bool)
+    return mask, None if bias is None else F.pad(bias, (0, extra))

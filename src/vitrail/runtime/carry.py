@@ -89,7 +89,7 @@ def _receive(mine: BlockPlan, x: Tensor) -> Carried:
     if mine.index == 0:
         # the same tensor again is a new pass, unless gradient checkpointing repeats the old one
         if carried is None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-            carried = _begin(mine.plan, x)
+            carried = _begin(mine, x)
             setattr(x, CARRIER, carried)
         return carried
     if carried is None:
@@ -106,10 +106,12 @@ def _receive(mine: BlockPlan, x: Tensor) -> Carried:
     return carried
 
 
-def _begin(plan: Plan, x: Tensor) -> Carried:
+def _begin(mine: BlockPlan, x: Tensor) -> Carried:
     """Start a pass, with what the model's entry point left, or without where blocks are called by themselves."""
-    entered = current_pass()
+    plan, entered = mine.plan, current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
+        if mine.parts.biased:
+            raise BrokenPass("the position bias of these blocks belongs to their model; call the model instead")
         entered = Pass(None, plan.layout)
     else:
         _refuse_changes(plan, entered)
@@ -130,7 +132,7 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
         guide=current_guide(plan, layout, x.shape[0], x.device),
         padded=not plan.method.static,
     )
-    return Carried(plan, layout, state, state.r, entered.rotary, entered.expose, entered.unmasked)
+    return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
 
 
 def _refuse_changes(plan: Plan, entered: Pass) -> None:

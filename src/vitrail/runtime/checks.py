@@ -77,6 +77,23 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
+def biased_layers(found: Found) -> list[bool]:
+    """Return, for each block, whether its scores have a position bias."""
+    if not any(parts.biased for parts in found.block_adapters):
+        return [False] * len(found.blocks)
+    position = found.adapter.position(found.trunk, found.adapter.layout(found.trunk).grid)
+    return [position is not None and position.bias(layer, None) is not None for layer in range(len(found.blocks))]
+
+
+def refuse_biased(found: Found) -> None:
+    """Raise if a model has a position bias: its own attention takes no further tokens."""
+    if any(biased_layers(found)):
+        raise UnsupportedModel(
+            f"the position bias of this {type(found.trunk).__name__} is for its own tokens alone, so test-time "
+            "registers cannot be appended"
+        )
+
+
 def embedding(found: Found) -> list[nn.Module]:
     """Return the modules that embed patches."""
     return [part for root in found.adapter.patch_parts(found.trunk) for part in root.modules()]

@@ -11,6 +11,7 @@ from torch import nn
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
 from vitrail.merging import Method, ToMe
+from vitrail.runtime.checks import biased_layers
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class BlockCost:
         feed: weights that multiply every token after it.
         pair: multiply-adds for every pair of tokens: the channels of all heads, twice, and talking heads.
         feature: channels by which tokens are compared.
+        bias: heads with a position bias, which merged tokens pool: two products with the shares of all tokens.
     """
 
     attend: int
     feed: int
     pair: int
     feature: int
+    bias: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class CostModel:
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)),
             fixed=_rest(rest),
-            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks)),
+            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
             late=late_tokens(found),
         )
 
@@ -75,7 +78,7 @@ class CostModel:
         ``side`` is the number of side tokens in each layer; with ``read``, the others attend to them.
         """
         method = ToMe() if method is None else method
-        kept = special + patches
+        start = kept = special + patches
         extra = list(side) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
         found |= {"patches": self.per_patch * patches, "rest": self.fixed}
@@ -88,6 +91,7 @@ class CostModel:
             found["projections"] += (length + more) * block.attend
             found["attention"] += (length * length + more * (length + more)) * block.pair
             found["attention"] += length * more * block.pair if read else 0
+            found["attention"] += block.bias * length * start * (start + length) if length < start else 0
             kept -= 0 if method.scope == "block" else r
             found["feed"] += (fed + more) * block.feed
         return found
@@ -110,10 +114,11 @@ def late_tokens(found: Found) -> tuple[int, ...]:
     return tuple(layout.num_special - layouts[0].num_special for layout in layouts)
 
 
-def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:
+def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool) -> BlockCost:
     heads, channels = parts.head_shape(block)
     attend, feed = (sum(map(_weights, roots)) for roots in (parts.attend_parts(block), parts.feed_parts(block)))
-    return BlockCost(attend, feed, 2 * heads * channels + parts.pair_weights(block), channels)
+    pair = 2 * heads * channels + parts.pair_weights(block)
+    return BlockCost(attend, feed, pair, channels, heads if biased else 0)
 
 
 def _per_patch(root: nn.Module) -> int:
@@ -126,8 +131,9 @@ def _per_patch(root: nn.Module) -> int:
 
 
 def _weights(module: nn.Module, recurse: bool = True) -> int:
-    """Count the entries of a module's matrices and kernels: parameters of two or more axes, whatever their names."""
-    return sum(weight.numel() for weight in module.parameters(recurse) if weight.dim() > 1)
+    """Count the entries of a module's matrices and kernels: parameters of two or more axes, except position biases."""
+    named = module.named_parameters(recurse=recurse)
+    return sum(weight.numel() for name, weight in named if weight.dim() > 1 and "bias" not in name)
 
 
 def _rest(parts: Iterable[nn.Module]) -> int:

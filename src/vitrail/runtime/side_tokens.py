@@ -110,7 +110,7 @@ def side_bias(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: 
     """Return the bias of scores (B, H, Q, N + E) whose last keys are side tokens.
 
     Args:
-        bias: bias of the other keys (B or 1, 1, Q or 1, N); None for none.
+        bias: bias of the other keys (B or 1, H or 1, Q or 1, N); None for none.
         itself: (Q, E), true where query and key are the same token, which has no gate.
         gate: gate of the layer; None if closed.
         scores: the scores.
@@ -119,7 +119,7 @@ def side_bias(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: 
     front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias.to(scores.dtype)
     front = front.expand(-1, -1, rows, scores.shape[-1] - extra)
     own = torch.where(itself, 0.0, scores.new_full((), CLOSED) if gate is None else gate.to(scores.dtype))
-    return torch.cat([front, own.expand(front.shape[0], 1, -1, -1)], -1)
+    return torch.cat([front, own.expand(*front.shape[:2], -1, -1)], -1)
 
 
 def read(

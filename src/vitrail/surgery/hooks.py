@@ -21,7 +21,7 @@ from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
-from vitrail.runtime.block_forward import Carried, read_mask
+from vitrail.runtime.block_forward import Carried, mask_with_bias, position_bias, read_mask
 from vitrail.runtime.eager import eagerly
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, side_bias
@@ -188,8 +188,9 @@ class Recorder:
         if "attention" in self.what:
             places, special = self._places(layer), self._num_special(layer)
             present = [query for query in now.queries if query in places]
+            bias = self._position_bias(layer, parts, carried)
             rows = attention_rows(
-                parts, block, q, k, call, carried, [places.index(query) for query in present], side, special
+                parts, block, q, k, call, carried, [places.index(query) for query in present], bias, side, special
             )
             rows, added = rows[..., : k.shape[2]], rows[..., k.shape[2] :]
             if state.assignment is not None:
@@ -200,6 +201,13 @@ class Recorder:
             rows = _scatter(rows, places, now.layout.num_tokens, 3)
             rows = _scatter(rows, [now.queries.index(query) for query in present], len(now.queries), 2)
             self._store("attention", layer, rows)
+
+    def _position_bias(self, layer: int, parts: BlockAdapter, carried: Carried | None) -> Tensor | None:
+        if carried is not None:
+            return position_bias(carried, carried.state)
+        grid = self._current(layer).layout.grid
+        position = self.found.adapter.position(self.found.trunk, grid) if parts.biased else None
+        return None if position is None else position.bias(layer, None)
 
     def _store(self, name: str, layer: int, value: Tensor) -> None:
         self._current(layer).by_layer[name][layer] = self.keep(value)
@@ -253,30 +261,38 @@ def attention_rows(
     call: BlockCall,
     carried: Carried | None,
     queries: list[int],
+    bias: Tensor | None = None,
     side: Reading | None = None,
     special: int = 0,
 ) -> Tensor:
     """Compute the attention weights (B, H, Q, N) of some queries as the block does, with rotation, mask and sizes.
 
     Queries are positions before merging; the row of a merged token is that of its group. Added tokens are queries
-    behind the special ones, and the last keys.
+    behind the special ones, and the last keys; they have no position ``bias``.
     """
     if call.rope is not None:
         table = call.rope
-        if carried is not None and carried.state.size is not None and carried.rotary is not None:
+        if carried is not None and carried.state.size is not None and carried.position is not None:
             assert carried.state.positions is not None
-            table = carried.rotary.table(carried.state.layer, carried.state.positions)
+            merged = carried.position.table(carried.state.layer, carried.state.positions)
+            table = table if merged is None else merged
         q, k = parts.rotate(block, q, table), parts.rotate(block, k, table)
     k, _ = repeat_heads(q, k, k)
     scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
     work = torch.promote_types(q.dtype, torch.float32)
     if carried is not None:
         call, q = read_mask(call, carried, k.shape[2]), _unmerge_heads(carried.state, q)
+    if bias is not None:
+        bias = bias.unsqueeze(0) if bias.dim() == 3 else bias
+        bias = bias if carried is None else _unmerge_heads(carried.state, bias)
     rows, extra = queries, 0
     if side is not None:
         extra = side.q.shape[2]
         q = torch.cat([q[:, :, :special], side.q, q[:, :, special:]], 2)
         k = torch.cat([k, side.k], 2)
+        if bias is not None:
+            none = bias.new_zeros(*bias.shape[:2], extra, bias.shape[3])
+            bias = torch.cat([bias[:, :, :special], none, bias[:, :, special:]], 2)
         # an added token has the mask of a patch
         rows = [-1 if special <= query < special + extra else query - extra * (query >= special) for query in queries]
     scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
@@ -286,7 +302,7 @@ def attention_rows(
     size = None
     if carried is not None:
         size = carried.state.size if carried.plan.proportional else carried.state.presence
-    bias = key_bias(size, mask, scores)
+    bias = key_bias(size, mask_with_bias(mask, None if bias is None else bias[:, :, queries]), scores)
     if extra:
         assert carried is not None
         assert carried.plan.added is not None

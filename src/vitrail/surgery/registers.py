@@ -22,7 +22,7 @@ from vitrail._deprecation import renamed_property
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
-from vitrail.runtime.checks import refuse_extended, refuse_merged
+from vitrail.runtime.checks import refuse_biased, refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
 from vitrail.surgery._handle import Handle
 from vitrail.surgery.hooks import check_layers
@@ -64,6 +64,7 @@ def test_time_registers(
         raise AlreadyApplied("this model already has test-time registers; remove them first")
     refuse_merged(model)
     refuse_extended(model)
+    refuse_biased(found)
     known = neurons if isinstance(neurons, RegisterNeurons) else None
     if is_int(neurons):
         if data is None:

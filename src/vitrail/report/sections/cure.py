@@ -18,6 +18,7 @@ from vitrail.adapters import find
 from vitrail.analysis.attention import token_maps
 from vitrail.analysis.norms import NormAccumulator
 from vitrail.errors import UnsupportedInput, VitrailError
+from vitrail.runtime.checks import biased_layers
 from vitrail.report.collect import KeptImage, run_hooked
 from vitrail.report.context import Context, SecondPass, rounded, spread_evenly
 from vitrail.report.page.blocks import Block, Strip, Svg, Table, Text
@@ -58,6 +59,10 @@ def compute(context: Context) -> Values:
     """Try test-time registers if there are artifacts."""
     if context.norms.verdict != "artifacts" or context.norms.threshold is None:
         return {"note": "nothing to cure: no artifacts were found"}
+    if any(biased_layers(find(context.model))):
+        return {
+            "note": "test-time registers cannot be tried: the position bias of this model is for its own tokens alone"
+        }
     images = _images(context)
     batches = context.second_pass(images)
     steps = len(COUNTS) + 2

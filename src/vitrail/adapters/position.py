@@ -111,7 +111,8 @@ class RelativeBias(Position):
     merged tokens is ``shares · bias · sharesᵀ``.
 
     Attributes:
-        between: returns the bias (H, N, N) or (B or 1, H, N, N) of a layer between all tokens before any merge, or None.
+        between: returns the bias of a layer between all tokens before any merge, (H, N, N) or (B or 1, H, N, N), or
+            None.
     """
 
     between: Callable[[int], Tensor | None]

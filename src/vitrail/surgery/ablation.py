@@ -7,18 +7,17 @@ same statistics, or another image's token remove the information about this imag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vitrail._checks import is_int
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_extended, refuse_merged
 from vitrail.runtime.layout import layout_of
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import HookHandle
 from vitrail.surgery.hooks import check_layers
 from vitrail.surgery.recording import Images, stream
 from vitrail.tokens import Role
@@ -26,9 +25,6 @@ from vitrail.tokens import Role
 How = Literal["zero", "mean", "noise", "shuffle"]
 Moments = tuple[Tensor, Tensor]
 """Mean and standard deviation (Q, D) over images of Q tokens."""
-
-_STACK = "_vitrail_ablations"
-"""Attribute of a trunk that lists its ablations, the latest last."""
 
 
 def ablate(
@@ -41,7 +37,7 @@ def ablate(
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Ablation:
-    """Replace tokens after some of a model's blocks, in place.
+    """Replace tokens after some of a model's blocks, in place. A model has at most one ablation.
 
     Args:
         model: a supported model, without merging or added tokens.
@@ -57,6 +53,7 @@ def ablate(
     found = find(model)
     refuse_merged(model)
     refuse_extended(model)
+    Ablation._refuse_twice(found)
     if how not in get_args(How):
         raise InvalidOption(f"how is one of {', '.join(get_args(How))}; got {how!r}")
     if not is_int(seed):
@@ -74,7 +71,7 @@ def ablate(
     return Ablation(model, found, how, places, chosen, moments, seed)
 
 
-class Ablation(Handle):
+class Ablation(HookHandle):
     """The handle of replaced tokens.
 
     Attributes:
@@ -83,6 +80,7 @@ class Ablation(Handle):
     """
 
     _function = "vitrail.ablate"
+    _mark = "_vitrail_ablation"
 
     def __init__(
         self,
@@ -94,48 +92,18 @@ class Ablation(Handle):
         moments: dict[int, Moments],
         seed: int,
     ) -> None:
-        self.model = model
-        self.found = found
+        super().__init__(model, found)
         self.how = how
         self.places = list(places)
         self.layers = layers
         self.moments = moments
         self.seed = seed
-        self._hooks: list[RemovableHandle] = [
-            found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in layers
-        ]
-        setattr(found.trunk, _STACK, [*getattr(found.trunk, _STACK, ()), self])
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the latest ablation of a model."""
-        stacks = (vars(part).get(_STACK) for part in model.modules())
-        stack = next((stack for stack in stacks if stack), None)
-        if stack is None:
-            raise cls._not_found(model)
-        latest: Self = stack[-1]
-        return latest
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._hooks)
+        self._attach([found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in layers])
 
     @property
     def config(self) -> dict[str, Any]:
         """The options as plain data; ``mean`` and ``noise`` need ``data`` in addition."""
         return {"how": self.how, "tokens": list(self.places), "layers": list(self.layers), "seed": self.seed}
-
-    def remove(self) -> None:
-        """Restore the tokens."""
-        self._check_active()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        others = [one for one in getattr(self.found.trunk, _STACK) if one is not self]
-        if others:
-            setattr(self.found.trunk, _STACK, others)
-        else:
-            delattr(self.found.trunk, _STACK)
 
     def _hook(self, layer: int) -> Any:
         def replace(_: nn.Module, __: Any, output: Any) -> Any:

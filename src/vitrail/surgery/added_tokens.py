@@ -27,7 +27,7 @@ from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, layout_of
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.side_tokens import SideTokens, receiving
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import Handle, check_module
 from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
 
 INITIAL_GATE = -10.0
@@ -64,7 +64,7 @@ def add_tokens(
         num_classes: outputs of the heads of class and distillation tokens; by default the model's.
         tokens: specs of further tokens, as objects or dicts. They have no position, and gates replace ``visible``.
     """
-    found = _find(model)
+    found = _find_trunk(model)
     specs = _specs(registers, tasks, classes, distillation, tokens)
     return _apply(model, found, specs, _head_sizes(model, found, specs, num_classes))
 
@@ -120,8 +120,6 @@ class AddedTokens(Handle):
     """The handle of added tokens; call it with images to get an :class:`AddedOutput`.
 
     Attributes:
-        model: the model that was passed to ``vitrail.add_tokens``.
-        found: its trunk, blocks and adapters.
         tokens: the module ``vitrail_tokens`` of the trunk, which holds the added parameters; so they are part of the
             model's ``state_dict`` and move with the model.
     """
@@ -129,22 +127,18 @@ class AddedTokens(Handle):
     _function = "vitrail.add_tokens"
 
     def __init__(self, model: nn.Module, found: Found, tokens: AddedModule) -> None:
-        self.model = model
-        self.found = found
+        super().__init__(model, found)
         self.tokens = tokens
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the handle of the tokens added to a model, which may be a copy or unpickled."""
-        trunk = extended_trunk(model) if isinstance(model, nn.Module) else None
-        if trunk is None:
-            raise cls._not_found(model)
-        return cls(model, find(trunk), trunk._vitrail_plan.added)  # type: ignore[union-attr, arg-type]
+    def _find(cls, model: nn.Module) -> Self | None:
+        trunk = extended_trunk(model)
+        return None if trunk is None else cls(model, find(trunk), trunk._vitrail_plan.added)  # type: ignore[union-attr, arg-type]
 
     @classmethod
     def load(cls, model: nn.Module, path: str | Path) -> AddedTokens:
         """Add tokens saved by :meth:`save` to a model of the same width and depth."""
-        found = _find(model)
+        found = _find_trunk(model)
         specs, outputs, states = _read(Path(path), _width(found), len(found.blocks))
         added = _apply(model, found, specs, outputs)
         added.tokens.load_state_dict(states)
@@ -268,9 +262,8 @@ class AddedTokens(Handle):
         self.found.trunk._vitrail_plan.solved.clear()  # type: ignore[union-attr, operator]
 
 
-def _find(model: nn.Module) -> Found:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+def _find_trunk(model: nn.Module) -> Found:
+    check_module(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedModel(
             "the model is wrapped in DDP, which would not synchronize parameters added now; add tokens first, then "

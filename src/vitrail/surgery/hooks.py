@@ -22,9 +22,9 @@ from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.runtime.block_forward import Carried, mask_with_bias, position_bias, read_mask
-from vitrail.runtime.eager import eagerly
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, side_bias
+from vitrail.runtime.trace import eagerly
 from vitrail.tokens import TokenLayout
 
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")

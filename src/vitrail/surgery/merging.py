@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
-from vitrail.errors import InvalidOption, UnsupportedModel
+from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule, as_method
 from vitrail.runtime.checks import (
     merged_trunk,
@@ -27,7 +27,7 @@ from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to
 from vitrail.runtime.plan import Plan, parse_map, parse_protect
 from vitrail.runtime.trace import Trace, tracking
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import Handle, check_module
 from vitrail.surgery.recording import evaluating
 from vitrail.tokens import TokenLayout
 
@@ -77,8 +77,7 @@ def merge(
         method: how tokens merge: a registered name (``"tome"``; for comparisons ``"random"`` and ``"prune"``), an
             instance such as ``ToMe(features="values")``, or a dict with a name and options.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+    check_module(model)
     refuse_merged(model)
     found = find(model)
     refuse_patched(found)
@@ -113,27 +112,18 @@ def _model_shape(found: Found) -> ModelShape:
 
 
 class Merging(Handle):
-    """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging.
-
-    Attributes:
-        model: the model that was passed to ``vitrail.merge``.
-        found: the merged trunk in it, its blocks and their adapters.
-    """
+    """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging."""
 
     _function = "vitrail.merge"
 
     def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
-        self.model = model
-        self.found = found
+        super().__init__(model, found)
         self._plan = plan
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the handle of a merged model, also of a copied or unpickled one."""
+    def _find(cls, model: nn.Module) -> Self | None:
         trunk = merged_trunk(model)
-        if trunk is None:
-            raise cls._not_found(model)
-        return cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
+        return None if trunk is None else cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
 
     @property
     def is_active(self) -> bool:
@@ -155,9 +145,7 @@ class Merging(Handle):
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
-        self._check_active()
-        shape = 0.0 if hasattr(value, "__len__") else self._plan.schedule.inflection
-        self._plan.change(Schedule.parse(self._plan.depth, value, schedule=shape))
+        self._change(r=value)
 
     @property
     def keep(self) -> float | None:
@@ -166,8 +154,7 @@ class Merging(Handle):
 
     @keep.setter
     def keep(self, value: float) -> None:
-        self._check_active()
-        self._plan.change(Schedule.parse(self._plan.depth, keep=value, schedule=self._plan.schedule.inflection))
+        self._change(keep=value)
 
     @property
     def gflops(self) -> float | None:
@@ -176,8 +163,13 @@ class Merging(Handle):
 
     @gflops.setter
     def gflops(self, value: float) -> None:
+        self._change(gflops=value)
+
+    def _change(self, **wanted: Any) -> None:
+        """Request another number of merges, in the present distribution over depth; a list is one itself."""
         self._check_active()
-        self._plan.change(Schedule.parse(self._plan.depth, gflops=value, schedule=self._plan.schedule.inflection))
+        shape = 0.0 if hasattr(wanted.get("r"), "__len__") else self._plan.schedule.inflection
+        self._plan.change(Schedule.parse(self._plan.depth, **wanted, schedule=shape))
 
     @property
     def config(self) -> dict[str, Any]:

@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
-from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
+from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_biased, refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import HookHandle
 from vitrail.surgery.hooks import check_layers
 from vitrail.surgery.recording import Images, Recording, stream
 
@@ -60,8 +59,7 @@ def test_time_registers(
         raise InvalidOption(f"registers must be an integer, 1 or more; got {registers!r}")
     if control is not None and not is_int(control):
         raise InvalidOption(f"control must be a random seed, an integer; got {control!r}")
-    if hasattr(found.trunk, MARK):
-        raise AlreadyApplied("this model already has test-time registers; remove them first")
+    TestTimeRegisters._refuse_twice(found)
     refuse_merged(model)
     refuse_extended(model)
     refuse_biased(found)
@@ -80,7 +78,7 @@ def test_time_registers(
 test_time_registers.__test__ = False  # type: ignore[attr-defined]
 
 
-class TestTimeRegisters(Handle):
+class TestTimeRegisters(HookHandle):
     """The handle of test-time registers.
 
     Attributes:
@@ -91,6 +89,7 @@ class TestTimeRegisters(Handle):
 
     __test__ = False  # not a test class
     _function = "vitrail.test_time_registers"
+    _mark = MARK
 
     def __init__(
         self,
@@ -100,26 +99,18 @@ class TestTimeRegisters(Handle):
         registers: int,
         neurons: RegisterNeurons | None = None,
     ) -> None:
-        self.model = model
-        self.found = found
+        super().__init__(model, found)
         self.by_layer = {layer: tuple(some) for layer, some in by_layer.items()}
         self.registers = registers
         self.neurons = neurons
         self.place = found.adapter.layout(found.trunk).num_special
-        self._hooks: list[RemovableHandle] = []
-        self._apply()
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the handle of a model's test-time registers."""
-        handle: Self | None = next((vars(part)[MARK] for part in model.modules() if MARK in vars(part)), None)
-        if handle is None:
-            raise cls._not_found(model)
-        return handle
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._hooks)
+        blocks = found.blocks
+        hooks = [blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True)]
+        for layer, some in self.by_layer.items():
+            last = found.block_adapters[layer].feed_last(blocks[layer])
+            hooks.append(last.register_forward_pre_hook(self._move(some)))
+        self._attach([*hooks, blocks[-1].register_forward_hook(self._drop)])
+        self._shift(registers)
 
     active = renamed_property("active", "is_active")
 
@@ -129,24 +120,12 @@ class TestTimeRegisters(Handle):
 
     def remove(self) -> None:
         """Remove the registers and stop moving activations."""
-        self._check_active()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for block, parts in zip(self.found.blocks, self.found.block_adapters, strict=True):
-            parts.shift_prefix(block, -self.registers)
-        delattr(self.found.trunk, MARK)
+        super().remove()
+        self._shift(-self.registers)
 
-    def _apply(self) -> None:
-        blocks = self.found.blocks
-        self._hooks.append(blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True))
-        for layer, neurons in self.by_layer.items():
-            last = self.found.block_adapters[layer].feed_last(blocks[layer])
-            self._hooks.append(last.register_forward_pre_hook(self._move(neurons)))
-        self._hooks.append(blocks[-1].register_forward_hook(self._drop))
-        for block, parts in zip(blocks, self.found.block_adapters, strict=True):
-            parts.shift_prefix(block, self.registers)
-        setattr(self.found.trunk, MARK, self)
+    def _shift(self, by: int) -> None:
+        for block, parts in zip(self.found.blocks, self.found.block_adapters, strict=True):
+            parts.shift_prefix(block, by)
 
     def _insert(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         name = self.found.block_adapters[0].input_name

@@ -18,7 +18,6 @@ from vitrail.adapters import find
 from vitrail.analysis.attention import token_maps
 from vitrail.analysis.norms import NormAccumulator
 from vitrail.errors import UnsupportedInput, VitrailError
-from vitrail.runtime.checks import biased_layers
 from vitrail.report.collect import KeptImage, run_hooked
 from vitrail.report.context import Context, SecondPass, rounded, spread_evenly
 from vitrail.report.page.blocks import Block, Strip, Svg, Table, Text
@@ -27,6 +26,7 @@ from vitrail.report.page.images import NormColors, photo_panel, weight_panel
 from vitrail.report.report import Report, ShownImage
 from vitrail.report.sections.base import Section, Values
 from vitrail.report.verdict import cure_sentence
+from vitrail.runtime.checks import biased_layers
 from vitrail.surgery.hooks import watch
 from vitrail.surgery.registers import find_register_neurons, test_time_registers
 

@@ -74,7 +74,7 @@ def test_errors(kind: type[Handle]) -> None:
         handle.remove()
     for wrong in (3, None, "timm:vit_base_patch16_224", type(model)):
         for function in (kind.of, lambda given: KINDS[kind][0](given, **KINDS[kind][1])):
-            with pytest.raises(UnsupportedModel, match="expected a model.*; got"):
+            with pytest.raises(UnsupportedModel, match=r"expected a model.*; got"):
                 function(wrong)
 
 

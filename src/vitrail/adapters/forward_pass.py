@@ -66,6 +66,19 @@ class Place:
         """Return where the value is kept now."""
         return self.traced if torch.compiler.is_compiling() else self.local
 
+    @contextmanager
+    def holding(self, value: Any) -> Iterator[None]:
+        """Keep a value inside a ``with`` block, also for models in it that are compiled on their own."""
+        places: list[Any] = [self.traced] if torch.compiler.is_compiling() else [self.local, self.traced]
+        outer = [place.current for place in places]
+        for place in places:
+            place.current = value
+        try:
+            yield
+        finally:
+            for place, before in zip(places, outer, strict=True):
+                place.current = before
+
 
 _pass = Place()
 

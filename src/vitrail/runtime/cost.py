@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -96,16 +97,9 @@ class CostModel:
             found["feed"] += (fed + more) * block.feed
         return found
 
-    def counter(
-        self,
-        special: int,
-        patches: int,
-        side: Sequence[int] = (),
-        read: bool = False,
-        method: Method | None = None,
-    ) -> Callable[[Sequence[int]], int]:
-        """Return the cost of one input as a function of the number of merges in each layer."""
-        return lambda per_layer: sum(self.parts(special, patches, per_layer, side, read, method).values())
+    def total(self, *counts: Any) -> int:
+        """Return the sum of `parts`, for the same arguments."""
+        return sum(self.parts(*counts).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:

@@ -181,16 +181,8 @@ _waiting = Place()
 def receiving() -> Iterator[list[Tensor]]:
     """Yield a list that collects the final side tokens (B, E, D) of each forward pass of this thread."""
     found: list[Tensor] = []
-    # A model that is compiled on its own uses the traced place, even if its caller is not compiled.
-    places: list[Any] = [_waiting.traced] if torch.compiler.is_compiling() else [_waiting.local, _waiting.traced]
-    outer = [place.current for place in places]
-    for place in places:
-        place.current = found
-    try:
+    with _waiting.holding(found):
         yield found
-    finally:
-        for place, before in zip(places, outer, strict=True):
-            place.current = before
 
 
 def deliver(side: Tensor) -> None:

@@ -97,7 +97,7 @@ def merge(
     mask = parse_protect(protect, layout.grid, resizes)
     cost = CostModel.of(model, found)
     added = added_to(found)
-    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
+    plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
     chosen.build(_model_shape(found))
     plan.change(wanted)
     install(found, plan)
@@ -258,7 +258,7 @@ class Merging(Handle):
         if self._plan.added is None:
             uninstall(self.found)
         else:
-            install(self.found, self._plan.without_merging())
+            install(self.found, Plan.bare(self.found, self._plan.cost, self._plan.added))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

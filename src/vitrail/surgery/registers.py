@@ -24,8 +24,8 @@ from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_biased, refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
 from vitrail.surgery._handle import HookHandle
-from vitrail.surgery.hooks import check_layers
-from vitrail.surgery.recording import Images, Recording, stream
+from vitrail.surgery.hooks import Recording, check_layers
+from vitrail.surgery.recording import Images, stream
 
 LEAST_FACTOR = 2.0
 """Smallest ratio between the mean norms of artifacts and of other patches."""

@@ -19,7 +19,7 @@ from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.plan import Plan
-from vitrail.runtime.side_tokens import Reading, finish, prepare, read, widen
+from vitrail.runtime.side_tokens import Reading, advance, prepare, widen
 from vitrail.tokens import TokenLayout, TokenSpan
 
 
@@ -79,7 +79,8 @@ def merged_forward(
     own = attention = Attention.of(parts, block, projected, call, carried, state)
     if side is not None:
         reading = prepare(parts, block, side)
-        side = _read(parts, block, side, reading, own.k, own.v, own.size, call.mask, gate)
+        mask = None if call.mask is None else call.mask[-1:]  # side tokens attend to what a patch may attend to
+        side = advance(parts, block, side, reading, own.k, own.v, key_bias(own.size, mask, reading.q), gate)
         if gate is not None:
             attention = own.widened(reading, gate)
     attended = attention.attend(call.causal)
@@ -147,7 +148,7 @@ def _dense_forward(
     size, reading, outputs = state.size if proportional else None, prepare(parts, block, side), []
 
     def read_side(k: Tensor, v: Tensor) -> None:
-        outputs.append(_read(parts, block, side, reading, k, v, size, None, None))
+        outputs.append(advance(parts, block, side, reading, k, v, key_bias(size, None, reading.q), None))
 
     x, state = dense_forward(dense, x, state, carried.r, proportional, read_side)
     return x, outputs[0], state
@@ -268,22 +269,6 @@ def mask_with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Return a mask, boolean or additive, and a position bias as one mask."""
     hidden = None if bias is None else key_bias(None, mask, bias)
     return mask if bias is None else bias if hidden is None else hidden + bias
-
-
-def _read(
-    parts: BlockAdapter,
-    block: nn.Module,
-    side: Tensor,
-    reading: Reading,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor | None,
-    mask: Tensor | None,
-    gate: Tensor | None,
-) -> Tensor:
-    """Run a block for the side tokens, which attend to what a patch may attend to."""
-    bias = key_bias(size, None if mask is None else mask[-1:], reading.q)
-    return finish(parts, block, side, reading, read(parts, block, reading, k, v, bias, gate))
 
 
 def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:

@@ -67,9 +67,8 @@ class MergedBlock:
         parts = self._vitrail.parts
         call = parts.read_call(args, kwargs)
         x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
-        output = x
-        if _shows_full_length(self._vitrail, vitrail_carried):
-            output = state.unmerge(x, vitrail_carried.plan.method)
+        plan, is_shown = vitrail_carried.plan, vitrail_carried.expose or self._vitrail.is_last
+        output = state.unmerge(x, plan.method) if plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, side, output, state)
         return output
 
@@ -149,10 +148,6 @@ def _refuse_changes(plan: Plan, entered: Pass) -> None:
             "feature maps need every patch at its place, and with unmerge=False merged tokens come out; merge with "
             "unmerge=True, or request token sequences (timm: output_fmt='NLC')"
         )
-
-
-def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
-    return mine.plan.unmerge and (carried.expose or mine.is_last)
 
 
 def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:

@@ -14,7 +14,6 @@ from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.errors import NotApplied
-from vitrail.merging import Method
 from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
@@ -28,7 +27,9 @@ def install(found: Found, plan: Plan) -> None:
     """Make a model run by a plan, in place of the plan that it may have."""
     is_new = not hasattr(found.trunk, "_vitrail_plan")
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
-    _attach_method(found.trunk, plan.method)
+    found.trunk._modules.pop(METHOD, None)
+    if next(plan.method.parameters(), None) is not None or next(plan.method.buffers(), None) is not None:
+        found.trunk.add_module(METHOD, plan.method)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
         block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
     if is_new:
@@ -40,25 +41,8 @@ def install(found: Found, plan: Plan) -> None:
             swap(block, MergedBlock)
 
 
-def _attach_method(trunk: nn.Module, method: Method) -> None:
-    trunk._modules.pop(METHOD, None)
-    if next(method.parameters(), None) is not None or next(method.buffers(), None) is not None:
-        trunk.add_module(METHOD, method)
-
-
 def uninstall(found: Found) -> None:
     """Restore a model exactly as it was."""
-    parts = _swapped(found)
-    for part in parts:
-        part.__class__ = original_class(part)  # type: ignore[assignment]
-    del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
-    found.trunk._modules.pop(METHOD, None)
-    for block in found.blocks:
-        del block._vitrail
-
-
-def _swapped(found: Found) -> list[nn.Module]:
-    """Return all modules whose class was changed; raise where one cannot be restored."""
     convolutions = [part for part in embedding(found) if isinstance(part, PatchProduct)]
     parts = [found.trunk, *found.blocks, *convolutions]
     foreign = [part for part in parts if original_class(part) is None]
@@ -67,7 +51,12 @@ def _swapped(found: Found) -> list[nn.Module]:
             f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
             "FSDP for example), so they cannot be restored; undo that first, or merge after it"
         )
-    return parts
+    for part in parts:
+        part.__class__ = original_class(part)  # type: ignore[assignment]
+    del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
+    found.trunk._modules.pop(METHOD, None)
+    for block in found.blocks:
+        del block._vitrail
 
 
 @functools.cache

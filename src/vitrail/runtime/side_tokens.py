@@ -122,19 +122,20 @@ def side_bias(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: 
     return torch.cat([front, own.expand(*front.shape[:2], -1, -1)], -1)
 
 
-def read(
+def advance(
     parts: BlockAdapter,
     block: nn.Module,
+    side: Tensor,
     reading: Reading,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """Attend from the side tokens to a block's keys and values (B, H, N, d), with a bias (B or 1, 1, 1, N).
+    """Run a block for the side tokens: attend to its keys and values (B, H, N, d), with a bias (B or 1, 1, 1, N); feed.
 
-    Returns (B, E, H·d). The scores are few, so they are computed explicitly, which works for every kind of attention
-    and gives the gates gradients.
+    The scores are few, so they are computed explicitly, which works for every kind of attention and gives the gates
+    gradients.
     """
     scale = parts.attention_scale(block) or reading.q.shape[-1] ** -0.5
     work = torch.promote_types(reading.q.dtype, torch.float32)
@@ -145,11 +146,7 @@ def read(
     weights = parts.weigh(block, scores, side_bias(bias, itself, gate, scores)).to(v.dtype)
     weights = F.dropout(weights, parts.attention_dropout(block))
     attended = weights[..., :others] @ v + weights[..., others:] @ reading.v
-    return attended.transpose(1, 2).flatten(2)
-
-
-def finish(parts: BlockAdapter, block: nn.Module, side: Tensor, reading: Reading, attended: Tensor) -> Tensor:
-    """Complete the block for the side tokens: attention output, residual sums, MLP."""
+    attended = attended.transpose(1, 2).flatten(2)
     side = side + parts.attend_branch(block, parts.attend_output(block, attended, reading.h))
     return side + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, side)))
 

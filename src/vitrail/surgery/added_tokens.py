@@ -21,7 +21,7 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, Unsu
 from vitrail.heads.pooling import linear
 from vitrail.models.saving import check_fit
 from vitrail.models.vit import undecayed
-from vitrail.runtime.checks import extended_trunk, refuse_extended, refuse_meta, refuse_patched, refuse_registers
+from vitrail.runtime.checks import check_changeable, extended_trunk, refuse_extended
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, layout_of
@@ -275,9 +275,7 @@ def _find_trunk(model: nn.Module) -> Found:
 
 def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs: Mapping[str, int]) -> AddedTokens:
     """Check that the tokens fit the model, and add them."""
-    refuse_patched(found)
-    refuse_registers(found)
-    refuse_meta(model)
+    check_changeable(model, found)
     _check_fits(found, specs)
     weight = next(value for value in found.trunk.parameters() if value.is_floating_point())
     added = AddedModule(specs, outputs, _width(found), len(found.blocks))

@@ -219,10 +219,8 @@ class Recorder:
         if "attention" in self.what:
             places, special = self._places(layer), self._num_special(layer)
             present = [query for query in now.queries if query in places]
-            bias = self._position_bias(layer, parts, carried)
-            rows = attention_rows(
-                parts, block, (q, k, v), call, carried, [places.index(query) for query in present], bias, side, special
-            )
+            queries = [places.index(query) for query in present]
+            rows = self._attention_rows(layer, block, (q, k, v), call, carried, queries, side)
             rows, added = rows[..., : k.shape[2]], rows[..., k.shape[2] :]
             if state.assignment is not None:
                 members = state.assignment.merge_sizes(rows.new_ones(len(rows), state.assignment.target.shape[1]))
@@ -233,12 +231,57 @@ class Recorder:
             rows = _scatter(rows, [now.queries.index(query) for query in present], len(now.queries), 2)
             self._store("attention", layer, rows)
 
-    def _position_bias(self, layer: int, parts: BlockAdapter, carried: Carried | None) -> Tensor | None:
+    def _attention_rows(
+        self,
+        layer: int,
+        block: nn.Module,
+        qkv: Projections,
+        call: BlockCall,
+        carried: Carried | None,
+        queries: list[int],
+        side: Reading | None,
+    ) -> Tensor:
+        """Compute the attention weights (B, H, Q, N) of some queries as the block does, with rotation, mask and sizes.
+
+        Queries are positions before merging; the row of a merged token is that of its group. Added tokens are queries
+        behind the special ones, and the last keys; they have no position.
+        """
+        parts, special = self.found.block_adapters[layer], self._num_special(layer)
+        state, position, size = MergeState((), layer), None, None
         if carried is not None:
-            return position_bias(carried.position, carried.state)
-        grid = self._current(layer).layout.grid
-        position = self.found.adapter.position(self.found.trunk, grid) if parts.biased else None
-        return None if position is None else position.bias(layer, None)
+            state, position = carried.state, carried.position
+            call, size = read_mask(call, carried, qkv[1].shape[2]), attention_size(carried.plan, state)
+        elif parts.biased:
+            position = self.found.adapter.position(self.found.trunk, self._current(layer).layout.grid)
+        q, k = rotated(parts, block, qkv, call.rope, position, state)
+        q, k = _unmerge_heads(state, q), repeat_heads(q, k, k)[0]
+        bias = position_bias(position, state)
+        if bias is not None:
+            bias = _unmerge_heads(state, bias.unsqueeze(0) if bias.dim() == 3 else bias)
+        rows, extra = queries, 0
+        if side is not None:
+            extra = side.q.shape[2]
+            q, k = self._insert_added(layer, q, side.q, 2), torch.cat([k, side.k], 2)
+            if bias is not None:
+                none = bias.new_zeros(*bias.shape[:2], extra, bias.shape[3])
+                bias = self._insert_added(layer, bias, none, 2)
+            # an added token has the mask of a patch
+            rows = [-1 if special <= row < special + extra else row - extra * (row >= special) for row in queries]
+        work = torch.promote_types(q.dtype, torch.float32)
+        scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
+        scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
+        mask = call.mask
+        if mask is not None and mask.shape[-2] != 1:
+            mask = mask[..., [min(row, mask.shape[-2] - 1) for row in rows], :]
+        bias = key_bias(size, mask_with_bias(mask, None if bias is None else bias[:, :, queries]), scores)
+        if side is not None:
+            added = added_to(self.found)
+            assert added is not None
+            itself = torch.tensor(queries, device=k.device).unsqueeze(1) - special == torch.arange(
+                extra, device=k.device
+            )
+            bias = side_bias(bias, itself, added.gate(layer), scores)
+        return parts.weigh(block, scores, bias)
 
     def _store(self, name: str, layer: int, value: Tensor) -> None:
         self._current(layer).by_layer[name][layer] = self.keep(value)
@@ -282,55 +325,6 @@ class Recorder:
     def _spread(self, layer: int, tokens: Tensor, dim: int = 1) -> Tensor:
         """Return tokens at their positions in the recording's layout, zeros for tokens that have not entered."""
         return _scatter(tokens, self._places(layer), self._current(layer).layout.num_tokens, dim)
-
-
-def attention_rows(
-    parts: BlockAdapter,
-    block: nn.Module,
-    qkv: Projections,
-    call: BlockCall,
-    carried: Carried | None,
-    queries: list[int],
-    bias: Tensor | None,
-    side: Reading | None,
-    special: int,
-) -> Tensor:
-    """Compute the attention weights (B, H, Q, N) of some queries as the block does, with rotation, mask and sizes.
-
-    Queries are positions before merging; the row of a merged token is that of its group. Added tokens are queries
-    behind the special ones, and the last keys; they have no position ``bias``.
-    """
-    state = MergeState(()) if carried is None else carried.state
-    q, k = rotated(parts, block, qkv, call.rope, None if carried is None else carried.position, state)
-    k, _ = repeat_heads(q, k, k)
-    scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
-    work = torch.promote_types(q.dtype, torch.float32)
-    call, q = call if carried is None else read_mask(call, carried, k.shape[2]), _unmerge_heads(state, q)
-    if bias is not None:
-        bias = _unmerge_heads(state, bias.unsqueeze(0) if bias.dim() == 3 else bias)
-    rows, extra = queries, 0
-    if side is not None:
-        extra = side.q.shape[2]
-        q = torch.cat([q[:, :, :special], side.q, q[:, :, special:]], 2)
-        k = torch.cat([k, side.k], 2)
-        if bias is not None:
-            none = bias.new_zeros(*bias.shape[:2], extra, bias.shape[3])
-            bias = torch.cat([bias[:, :, :special], none, bias[:, :, special:]], 2)
-        # an added token has the mask of a patch
-        rows = [-1 if special <= query < special + extra else query - extra * (query >= special) for query in queries]
-    scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
-    mask = call.mask
-    if mask is not None and mask.shape[-2] != 1:
-        mask = mask[..., [min(row, mask.shape[-2] - 1) for row in rows], :]
-    size = None if carried is None else attention_size(carried.plan, state)
-    bias = key_bias(size, mask_with_bias(mask, None if bias is None else bias[:, :, queries]), scores)
-    if extra:
-        assert carried is not None
-        assert carried.plan.added is not None
-        gate = carried.plan.added.gate(state.layer)
-        itself = torch.tensor(queries, device=k.device).unsqueeze(1) == special + torch.arange(extra, device=k.device)
-        bias = side_bias(bias, itself, gate, scores)
-    return parts.weigh(block, scores, bias)
 
 
 def _scatter(tokens: Tensor, places: Sequence[int], length: int, dim: int) -> Tensor:

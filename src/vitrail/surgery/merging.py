@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule, as_method
-from vitrail.runtime.checks import (
-    merged_trunk,
-    refuse_merged,
-    refuse_meta,
-    refuse_other_channels,
-    refuse_patched,
-    refuse_registers,
-)
+from vitrail.runtime.checks import check_changeable, merged_trunk, refuse_merged, refuse_other_channels
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding
 from vitrail.runtime.install import install, uninstall
@@ -80,9 +73,7 @@ def merge(
     check_module(model)
     refuse_merged(model)
     found = find(model)
-    refuse_patched(found)
-    refuse_registers(found)
-    refuse_meta(model)
+    check_changeable(model, found)
     for name, value in (("proportional", proportional), ("unmerge", unmerge)):
         if not isinstance(value, bool):
             raise InvalidOption(f"{name} is True or False; got {value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import nn
@@ -13,6 +14,7 @@ from vitrail.adapters import Found
 from vitrail.errors import AlreadyApplied, NotApplied, UnsupportedModel
 
 
+@dataclass(eq=False, repr=False)
 class Handle(ABC):
     """A reversible change to a model.
 
@@ -24,12 +26,11 @@ class Handle(ABC):
         found: its trunk, blocks and adapters.
     """
 
+    model: nn.Module
+    found: Found
+
     _function: ClassVar[str]
     """The function that makes such a handle, for error messages."""
-
-    def __init__(self, model: nn.Module, found: Found) -> None:
-        self.model = model
-        self.found = found
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -83,11 +84,12 @@ class Handle(ABC):
             raise NotApplied(f"this {type(self).__name__} was removed from its model; apply {self._function} again")
 
 
+@dataclass(eq=False, repr=False)
 class HookHandle(Handle):
     """A change that consists of hooks; the trunk's attribute ``_mark`` holds the handle."""
 
     _mark: ClassVar[str]
-    _hooks: list[RemovableHandle]
+    _hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @classmethod
     def _find(cls, model: nn.Module) -> Self | None:

@@ -7,13 +7,14 @@ same statistics, or another image's token remove the information about this imag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from vitrail._checks import is_int
-from vitrail.adapters import Found, find
+from vitrail.adapters import find
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_extended, refuse_merged
 from vitrail.runtime.layout import layout_of
@@ -68,9 +69,10 @@ def ablate(
         if data is None:
             raise InvalidOption(f"how={how!r} needs images to compute the mean from; pass data")
         moments = _moments(model, data, places, chosen, batch_size)
-    return Ablation(model, found, how, places, chosen, moments, seed)
+    return Ablation(model, found, how, list(places), chosen, moments, seed)
 
 
+@dataclass(eq=False, repr=False)
 class Ablation(HookHandle):
     """The handle of replaced tokens.
 
@@ -82,23 +84,14 @@ class Ablation(HookHandle):
     _function = "vitrail.ablate"
     _mark = "_vitrail_ablation"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Found,
-        how: How,
-        places: tuple[int, ...],
-        layers: tuple[int, ...],
-        moments: dict[int, Moments],
-        seed: int,
-    ) -> None:
-        super().__init__(model, found)
-        self.how = how
-        self.places = list(places)
-        self.layers = layers
-        self.moments = moments
-        self.seed = seed
-        self._attach([found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in layers])
+    how: How
+    places: list[int]
+    layers: tuple[int, ...]
+    moments: dict[int, Moments]
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._attach([self.found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in self.layers])
 
     @property
     def config(self) -> dict[str, Any]:

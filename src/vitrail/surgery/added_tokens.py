@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -116,6 +117,7 @@ class AddedModule(SideTokens):
         ]
 
 
+@dataclass(eq=False, repr=False)
 class AddedTokens(Handle):
     """The handle of added tokens; call it with images to get an :class:`AddedOutput`.
 
@@ -126,9 +128,7 @@ class AddedTokens(Handle):
 
     _function = "vitrail.add_tokens"
 
-    def __init__(self, model: nn.Module, found: Found, tokens: AddedModule) -> None:
-        super().__init__(model, found)
-        self.tokens = tokens
+    tokens: AddedModule
 
     @classmethod
     def _find(cls, model: nn.Module) -> Self | None:

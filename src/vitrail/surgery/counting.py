@@ -96,9 +96,10 @@ def _size(found: Found, size: Any) -> Any:
 
 def _parameters(model: nn.Module, found: Found) -> dict[str, int]:
     """Count parameters by part, each once, however often it is shared."""
+    pairs = zip(found.block_adapters, found.blocks, strict=True)
     roots = {
         "embedding": [found.adapter.patch_embedding(found.trunk)],
-        "feed": [part for parts, block in _blocks(found) for part in parts.feed_parts(block)],
+        "feed": [part for parts, block in pairs for part in parts.feed_parts(block)],
         "attend": list(found.blocks),
     }
     seen: set[int] = set()
@@ -109,7 +110,3 @@ def _parameters(model: nn.Module, found: Found) -> dict[str, int]:
         counted[name] = sum(new.values())
     counted["rest"] = sum(weight.numel() for weight in model.parameters() if id(weight) not in seen)
     return {name: counted[name] for name in ("embedding", "attend", "feed", "rest")}
-
-
-def _blocks(found: Found) -> list[tuple[Any, nn.Module]]:
-    return list(zip(found.block_adapters, found.blocks, strict=True))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters import Found, find
+from vitrail.adapters import find
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule, as_method
 from vitrail.runtime.checks import check_changeable, merged_trunk, refuse_merged, refuse_other_channels
@@ -89,27 +90,22 @@ def merge(
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
-    chosen.build(_model_shape(found))
+    parts, block = found.block_adapters[0], found.blocks[0]
+    heads, head_width = parts.head_shape(block)
+    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
+    chosen.build(ModelShape(depth, int(width), heads, head_width))
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
 
 
-def _model_shape(found: Found) -> ModelShape:
-    parts, block = found.block_adapters[0], found.blocks[0]
-    heads, head_width = parts.head_shape(block)
-    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
-    return ModelShape(len(found.blocks), int(width), heads, head_width)
-
-
+@dataclass(eq=False, repr=False)
 class Merging(Handle):
     """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging."""
 
     _function = "vitrail.merge"
 
-    def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
-        super().__init__(model, found)
-        self._plan = plan
+    _plan: Plan
 
     @classmethod
     def _find(cls, model: nn.Module) -> Self | None:

@@ -68,8 +68,7 @@ def test_time_registers(
         if data is None:
             raise InvalidOption("pass data, images to find register neurons with, or neurons by layer")
         known = find_register_neurons(model, data, neurons, layers=layers, threshold=threshold, batch_size=batch_size)
-    by_layer = _check_neurons(neurons if known is None else known.by_layer)
-    widths = _widths(found, by_layer)
+    by_layer, widths = _check_neurons(found, neurons if known is None else known.by_layer)
     if control is not None:
         by_layer = _random_neurons(by_layer, widths, control)
     return TestTimeRegisters(model, found, by_layer, registers, known)
@@ -78,6 +77,7 @@ def test_time_registers(
 test_time_registers.__test__ = False  # type: ignore[attr-defined]
 
 
+@dataclass(eq=False, repr=False)
 class TestTimeRegisters(HookHandle):
     """The handle of test-time registers.
 
@@ -91,26 +91,19 @@ class TestTimeRegisters(HookHandle):
     _function = "vitrail.test_time_registers"
     _mark = MARK
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Found,
-        by_layer: Mapping[int, Sequence[int]],
-        registers: int,
-        neurons: RegisterNeurons | None = None,
-    ) -> None:
-        super().__init__(model, found)
-        self.by_layer = {layer: tuple(some) for layer, some in by_layer.items()}
-        self.registers = registers
-        self.neurons = neurons
+    by_layer: Mapping[int, tuple[int, ...]]
+    registers: int
+    neurons: RegisterNeurons | None
+
+    def __post_init__(self) -> None:
+        found, blocks = self.found, self.found.blocks
         self.place = found.adapter.layout(found.trunk).num_special
-        blocks = found.blocks
         hooks = [blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True)]
         for layer, some in self.by_layer.items():
             last = found.block_adapters[layer].feed_last(blocks[layer])
             hooks.append(last.register_forward_pre_hook(self._move(some)))
         self._attach([*hooks, blocks[-1].register_forward_hook(self._drop)])
-        self._shift(registers)
+        self._shift(self.registers)
 
     active = renamed_property("active", "is_active")
 
@@ -343,27 +336,22 @@ def _activations(
     return {layer: total / count for layer, total in sums.items()}
 
 
-def _check_neurons(neurons: Any) -> Mapping[int, Sequence[int]]:
+def _check_neurons(found: Found, neurons: Any) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+    """Return the given neurons, and the number of neurons, of each layer."""
     valid = isinstance(neurons, Mapping) and all(isinstance(some, Sequence) for some in neurons.values())
     if not valid or not all(is_int(one) for layer, some in neurons.items() for one in (layer, *some)):
         raise InvalidOption(f"neurons is a number, or numbers by layer such as {{5: [17, 301]}}; got {neurons!r:.200}")
-    checked: Mapping[int, Sequence[int]] = neurons
-    return checked
-
-
-def _widths(found: Found, by_layer: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Return the number of neurons of each layer, after checking the given ones."""
     widths = {}
-    for layer, some in by_layer.items():
+    for layer, some in neurons.items():
         if not 0 <= layer < len(found.blocks):
             raise InvalidOption(f"neurons are given by layer, 0 to {len(found.blocks) - 1}; got layer {layer}")
-        widths[layer] = int(found.block_adapters[layer].feed_last(found.blocks[layer]).in_features)  # type: ignore[arg-type]
+        widths[layer] = int(found.block_adapters[layer].feed_last(found.blocks[layer]).in_features)
         wrong = [neuron for neuron in some if not 0 <= neuron < widths[layer]]
         if wrong or len(set(some)) != len(some):
             raise InvalidOption(
                 f"layer {layer} has neurons 0 to {widths[layer] - 1}, each to be given once; got {wrong or list(some)}"
             )
-    return widths
+    return {layer: tuple(some) for layer, some in neurons.items()}, widths
 
 
 def _random_neurons(

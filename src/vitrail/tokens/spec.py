@@ -51,7 +51,10 @@ class TokenSpec:
     decay: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "role", _role(self.role))
+        special = [role.value for role in Role if role is not Role.PATCH]
+        if self.role not in special:
+            raise InvalidOption(f"the role of a special token is one of {', '.join(special)}; got {self.role!r}")
+        object.__setattr__(self, "role", Role(self.role))
         _check_name(self.name)
         self._expect("count", is_int(self.count, 1), "an integer, 1 or more")
         self._expect("enters", is_int(self.enters, -1), "an integer, -1 or more")
@@ -123,13 +126,6 @@ def check_specs(specs: Iterable[TokenSpec | Mapping[str, Any]]) -> tuple[TokenSp
             "Add task tokens for further teachers"
         )
     return checked
-
-
-def _role(role: Any) -> Role:
-    special = [member.value for member in Role if member is not Role.PATCH]
-    if role not in special:
-        raise InvalidOption(f"the role of a special token is {', '.join(special[:-1])} or {special[-1]}; got {role!r}")
-    return Role(role)
 
 
 def _check_name(name: Any) -> None:

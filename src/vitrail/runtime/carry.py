@@ -56,14 +56,7 @@ class MergedBlock:
         out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
         return _send(mine, carried, out, slot.passed)
 
-    def forward(
-        self,
-        x: Tensor,
-        *args: Any,
-        vitrail_carried: Carried,
-        vitrail_slot: Slot,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Tensor:
         parts = self._vitrail.parts
         call = parts.read_call(args, kwargs)
         x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
+from vitrail.errors import AlreadyApplied, UnsupportedModel
 from vitrail.runtime.layout import MARK
 
 
@@ -79,22 +79,6 @@ def biased_layers(found: Found) -> list[bool]:
     return [position is not None and position.bias(layer, None) is not None for layer in range(len(found.blocks))]
 
 
-def refuse_biased(found: Found) -> None:
-    """Raise if a model has a position bias: its own attention takes no further tokens."""
-    if any(biased_layers(found)):
-        raise UnsupportedModel(
-            f"the position bias of this {type(found.trunk).__name__} is for its own tokens alone, so test-time "
-            "registers cannot be appended"
-        )
-
-
 def embedding(found: Found) -> list[nn.Module]:
     """Return the modules that embed patches."""
     return [part for root in found.adapter.patch_parts(found.trunk) for part in root.modules()]
-
-
-def refuse_other_channels(found: Found) -> None:
-    """Raise if a model does not take RGB images."""
-    channels = next((part.in_channels for part in embedding(found) if isinstance(part, nn.Conv2d)), 3)
-    if channels != 3:
-        raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")

@@ -38,9 +38,6 @@ class BlockCost:
 class CostModel:
     """Multiply-adds of matrix products and convolutions for one input.
 
-    One multiply-add counts as one FLOP, as in the literature (ViT-B/16 has 17.6 GFLOPs); norms, activations and
-    softmax are left out, as there.
-
     Attributes:
         per_patch: weights outside of blocks that multiply every patch.
         fixed: weights outside of blocks that are applied once.

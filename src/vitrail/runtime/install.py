@@ -93,15 +93,11 @@ def _without_swap(kind: type) -> type | None:
     made = vars(kind).get("_vitrail_swap")
     if made is not None:
         return made[1]
-    bases = tuple(map(_base_without_swap, kind.__bases__))
+    bases = tuple(_without_swap(base) or base for base in kind.__bases__)
     if bases == kind.__bases__:
         return None
     names = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(kind.__name__, bases, names)
-
-
-def _base_without_swap(base: type) -> type:
-    return _without_swap(base) or base
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:

@@ -186,18 +186,6 @@ def _with_special(values: Tensor, special: int) -> Tensor:
     return torch.cat([values.new_ones(values.shape[0], special), values], 1)
 
 
-def parse_protect(protect: Any, grid: tuple[int, int, int], resizes: bool) -> Tensor | None:
-    """Return a user's protection mask over the patches as (1 or B, P); see :func:`parse_map` for the shapes."""
-    if protect is None:
-        return None
-    mask = parse_map("protect", protect, grid, resizes)
-    if mask.dtype != torch.bool:
-        raise InvalidOption(
-            f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
-        )
-    return mask.cpu()
-
-
 def parse_map(name: str, values: Any, grid: tuple[int, int, int], resizes: bool) -> Tensor:
     """Return a user's map over the patches, (P,), (B, P), (h, w) or (B, h, w), as (1 or B, P).
 

@@ -249,10 +249,10 @@ class AddedTokens(Handle):
     def remove(self) -> None:
         """Remove the added tokens; a merging stays."""
         self._check_active()
-        plan = self.found.trunk._vitrail_plan
-        if plan.merges:  # type: ignore[union-attr]
-            plan.added = None  # type: ignore[union-attr]
-            plan.solved.clear()  # type: ignore[union-attr, operator]
+        plan: Any = self.found.trunk._vitrail_plan
+        if plan.merges:
+            plan.added = None
+            plan.solved.clear()
         else:
             uninstall(self.found)
         delattr(self.found.trunk, MODULE_NAME)
@@ -343,14 +343,10 @@ def _check_fits(found: Found, specs: tuple[TokenSpec, ...]) -> None:
     for spec in specs:
         if spec.name in taken:
             raise InvalidOption(f"this model already has tokens named {spec.name!r}; choose another name")
-        if not spec.visible:
-            raise InvalidOption(f"the token {spec.name!r} has visible=False; added tokens are hidden until opened")
-        if spec.position:
-            raise InvalidOption(f"the token {spec.name!r} has position=True; added tokens have no position")
-        if not 0 <= spec.enters < len(found.blocks):
-            raise InvalidOption(
-                f"the token {spec.name!r} has enters={spec.enters}; expected a block, 0 to {len(found.blocks) - 1}"
-            )
+        spec.expect("visible", spec.visible, "True: added tokens are hidden until opened")
+        spec.expect("position", not spec.position, "False: added tokens have no position")
+        last = len(found.blocks) - 1
+        spec.expect("enters", 0 <= spec.enters <= last, f"a block, 0 to {last}")
 
 
 def _read(path: Path, width: int, depth: int) -> tuple[tuple[TokenSpec, ...], dict[str, int], dict[str, Tensor]]:

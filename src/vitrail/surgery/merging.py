@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule, as_method
-from vitrail.runtime.checks import check_changeable, merged_trunk, refuse_merged, refuse_other_channels
+from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to
-from vitrail.runtime.plan import Plan, parse_map, parse_protect
+from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
 from vitrail.surgery.recording import evaluating
@@ -86,7 +86,11 @@ def merge(
     layout = found.adapter.layout(found.trunk)
     wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static)
     resizes = found.adapter.resizes(found.trunk)
-    mask = parse_protect(protect, layout.grid, resizes)
+    mask = None if protect is None else parse_map("protect", protect, layout.grid, resizes).cpu()
+    if mask is not None and mask.dtype != torch.bool:
+        raise InvalidOption(
+            f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
@@ -186,10 +190,7 @@ class Merging(Handle):
         return lengths
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
-        """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``).
-
-        One multiply-add is one FLOP, as in the literature.
-        """
+        """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
         layout = self._layout_for(size)
         per_layer = self._planned(layout.num_patches) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
@@ -228,7 +229,9 @@ class Merging(Handle):
         from vitrail.drawing import stained_glass
 
         originals = read_images(images)
-        refuse_other_channels(self.found)
+        channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
+        if channels != 3:
+            raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
         batch = to_tensor(originals, self.found.adapter.input_spec(self.found.trunk))
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:

@@ -124,11 +124,11 @@ def _batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor
     """Yield batches of images; warn about files that could not be read."""
     embedding = found.adapter.patch_embedding(found.trunk)
     frames = any(isinstance(part, nn.Conv3d) for part in embedding.modules())
-    feed = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=frames)
-    for piece in feed.batches(found.adapter.input_spec(found.trunk), batch_size):
+    batches = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=frames)
+    for piece in batches.batches(found.adapter.input_spec(found.trunk), batch_size):
         yield piece.images
-    if feed.skipped:
-        many, (_, reason) = len(feed.skipped), feed.skipped[0]
+    if batches.skipped:
+        many, (_, reason) = len(batches.skipped), batches.skipped[0]
         warnings.warn(
             f"skipped {many} images that could not be read; the first: {reason}", VitrailWarning, stacklevel=2
         )

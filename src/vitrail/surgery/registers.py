@@ -20,8 +20,8 @@ from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
-from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.runtime.checks import refuse_biased, refuse_extended, refuse_merged
+from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
+from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
 from vitrail.surgery._handle import HookHandle
 from vitrail.surgery.hooks import Recording, check_layers
@@ -62,7 +62,8 @@ def test_time_registers(
     TestTimeRegisters._refuse_twice(found)
     refuse_merged(model)
     refuse_extended(model)
-    refuse_biased(found)
+    if any(biased_layers(found)):
+        raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")
     known = neurons if isinstance(neurons, RegisterNeurons) else None
     if is_int(neurons):
         if data is None:

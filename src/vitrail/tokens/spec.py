@@ -56,25 +56,26 @@ class TokenSpec:
             raise InvalidOption(f"the role of a special token is one of {', '.join(special)}; got {self.role!r}")
         object.__setattr__(self, "role", Role(self.role))
         _check_name(self.name)
-        self._expect("count", is_int(self.count, 1), "an integer, 1 or more")
-        self._expect("enters", is_int(self.enters, -1), "an integer, -1 or more")
-        self._expect("std", is_number(self.std) and self.std >= 0, "a number, 0 or more")
-        self._expect("position", self.position is None or isinstance(self.position, bool), "True, False or None")
-        self._expect("visible", isinstance(self.visible, bool), "True or False")
-        self._expect("decay", isinstance(self.decay, bool), "True or False")
-        self._expect("kind", self.kind in ("classification", "regression"), "'classification' or 'regression'")
+        self.expect("count", is_int(self.count, 1), "an integer, 1 or more")
+        self.expect("enters", is_int(self.enters, -1), "an integer, -1 or more")
+        self.expect("std", is_number(self.std) and self.std >= 0, "a number, 0 or more")
+        self.expect("position", self.position is None or isinstance(self.position, bool), "True, False or None")
+        self.expect("visible", isinstance(self.visible, bool), "True or False")
+        self.expect("decay", isinstance(self.decay, bool), "True or False")
+        self.expect("kind", self.kind in ("classification", "regression"), "'classification' or 'regression'")
         if self.role is Role.REGISTER:
-            self._expect("classes", self.classes is None, "None: registers have no head. Use a task token instead")
-            self._expect("kind", self.kind == "classification", "the default: registers have no head")
+            self.expect("classes", self.classes is None, "None: registers have no head. Use a task token instead")
+            self.expect("kind", self.kind == "classification", "the default: registers have no head")
         elif self.role is Role.TASK:
-            self._expect("classes", is_int(self.classes, 1), "the number of outputs of the task, 1 or more")
+            self.expect("classes", is_int(self.classes, 1), "the number of outputs of the task, 1 or more")
         else:
             one = self.role is Role.CLASS or self.count == 1
-            self._expect("count", one, "1; add task tokens for further teachers")
+            self.expect("count", one, "1; add task tokens for further teachers")
             given = self.classes is None or is_int(self.classes, 0)
-            self._expect("classes", given, "None (the model's num_classes), or 0 or more")
+            self.expect("classes", given, "None (the model's num_classes), or 0 or more")
 
-    def _expect(self, option: str, right: bool, expected: str) -> None:
+    def expect(self, option: str, right: bool, expected: str) -> None:
+        """Raise ``InvalidOption`` if an option is not right."""
         if not right:
             raise InvalidOption(
                 f"the {self.role} token {self.name!r} has {option}={getattr(self, option)!r}; expected {expected}"

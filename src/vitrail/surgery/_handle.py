@@ -89,6 +89,7 @@ class HookHandle(Handle):
     """A change that consists of hooks; the trunk's attribute ``_mark`` holds the handle."""
 
     _mark: ClassVar[str]
+    _name: ClassVar[str]
     _hooks: list[RemovableHandle] = field(default_factory=list, init=False)
 
     @classmethod
@@ -98,10 +99,7 @@ class HookHandle(Handle):
     @classmethod
     def _refuse_twice(cls, found: Found) -> None:
         if hasattr(found.trunk, cls._mark):
-            raise AlreadyApplied(
-                f"{cls._function} was already applied to this model; undo it with `{cls.__name__}.of(model).remove()` "
-                "first"
-            )
+            raise AlreadyApplied(f"this model already has {cls._name}; call `{cls.__name__}.of(model).remove()` first")
 
     @property
     def is_active(self) -> bool:

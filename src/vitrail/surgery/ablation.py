@@ -82,7 +82,7 @@ class Ablation(HookHandle):
     """
 
     _function = "vitrail.ablate"
-    _mark = "_vitrail_ablation"
+    _mark, _name = "_vitrail_ablation", "an ablation"
 
     how: How
     places: list[int]

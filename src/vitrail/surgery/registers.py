@@ -90,7 +90,7 @@ class TestTimeRegisters(HookHandle):
 
     __test__ = False  # not a test class
     _function = "vitrail.test_time_registers"
-    _mark = MARK
+    _mark, _name = MARK, "test-time registers"
 
     by_layer: Mapping[int, tuple[int, ...]]
     registers: int

@@ -26,7 +26,6 @@ from vitrail.report.page.images import NormColors, photo_panel, weight_panel
 from vitrail.report.report import Report, ShownImage
 from vitrail.report.sections.base import Section, Values
 from vitrail.report.verdict import cure_sentence
-from vitrail.runtime.checks import biased_layers
 from vitrail.surgery.hooks import watch
 from vitrail.surgery.registers import find_register_neurons, test_time_registers
 
@@ -59,10 +58,6 @@ def compute(context: Context) -> Values:
     """Try test-time registers if there are artifacts."""
     if context.norms.verdict != "artifacts" or context.norms.threshold is None:
         return {"note": "nothing to cure: no artifacts were found"}
-    if any(biased_layers(find(context.model))):
-        return {
-            "note": "test-time registers cannot be tried: the position bias of this model is for its own tokens alone"
-        }
     images = _images(context)
     batches = context.second_pass(images)
     steps = len(COUNTS) + 2

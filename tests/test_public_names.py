@@ -17,8 +17,8 @@ PUBLIC = {
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
-        "Position Rotary TrunkAdapter find head_outputs input_spec known_block load_model register_adapter "
-        "size_options supported"
+        "Position RelativeBias Rotary TrunkAdapter find head_outputs input_spec known_block load_model "
+        "register_adapter size_options supported"
     ),
     "vitrail.analysis": (
         "attention discovery downstream features norms probes redundancy result roles statistics survey"

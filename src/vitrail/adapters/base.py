@@ -124,6 +124,9 @@ class BlockAdapter(ABC):
     fused: bool = True
     """Whether attention is a softmax of the scores and nothing more, so that fused kernels compute it."""
 
+    biased: bool = False
+    """Whether the scores have a position bias, from `Position.bias` of the trunk: blocks do not run by themselves."""
+
     @abstractmethod
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """Read the arguments that the block was called with besides its tokens."""

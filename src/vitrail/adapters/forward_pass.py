@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.position import Position, Rotary
+from vitrail.adapters.position import Position
 from vitrail.tokens import TokenLayout, TokenSpan
 
 CARRIER = "_vitrail_carried"
@@ -41,11 +41,6 @@ class Pass:
     gridded: bool = False
     unmasked: bool = False
 
-    @property
-    def rotary(self) -> Rotary | None:
-        """The position, if it is rotary."""
-        return self.position if isinstance(self.position, Rotary) else None
-
 
 class _Local(threading.local):
     current: Any = None
@@ -69,6 +64,19 @@ class Place:
     def here(self) -> _Local | _Traced:
         """Return where the value is kept now."""
         return self.traced if torch.compiler.is_compiling() else self.local
+
+    @contextmanager
+    def holding(self, value: Any) -> Iterator[None]:
+        """Keep a value inside a ``with`` block, also for models in it that are compiled on their own."""
+        places: list[Any] = [self.traced] if torch.compiler.is_compiling() else [self.local, self.traced]
+        outer = [place.current for place in places]
+        for place in places:
+            place.current = value
+        try:
+            yield
+        finally:
+            for place, before in zip(places, outer, strict=True):
+                place.current = before
 
 
 _pass = Place()

@@ -238,9 +238,12 @@ class Timm(Library):
     heads = {"head": "class", "head_dist": "distillation"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
+        from vitrail.adapters._timm_beit import TimmBeit
+
         return {
             "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
             "timm.models.eva.Eva": TimmEva(),
+            "timm.models.beit.Beit": TimmBeit(),
         }
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:

@@ -180,6 +180,8 @@ def test_keep_with_rows_removes_just_enough(keep):
 def test_layers_without_a_share_merge_nothing_where_the_method_decides():
     assert solve(depth=4, layers=[0, 0.5, 0, 0.5], required=False).per_layer == (0, 197, 0, 197)
     assert solve(depth=4, layers=[0, 0.5, 0, 0.5], r=3).per_layer == (0, 6, 0, 6)
+
+
 def test_without_a_number_layers_without_a_share_merge_nothing():
     solution = solve(3, Room(17, 1), required=False, layers=(0.0, 0.5, 0.5))
     assert solution.per_layer == (0, 17, 17)

@@ -24,7 +24,7 @@ from vitrail.adapters import Found, find, load_model, size_options
 from vitrail.adapters.base import BlockAdapter, repeat_heads
 from vitrail.bench.config import BenchConfig
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
-from vitrail.runtime.class_swap import swap
+from vitrail.runtime.install import swap
 from vitrail.surgery import Merging, merge
 from vitrail.tokens import TokenLayout
 

@@ -198,7 +198,7 @@ def received_attention(
     size: Tensor | None,
     presence: Tensor | None,
     scale: float,
-    weigh: Callable[[Tensor], Tensor] | None = None,
+    weigh: Callable[[Tensor, slice], Tensor] | None = None,
 ) -> Tensor:
     """Compute the mean attention that each token receives from all tokens present (B, H, N).
 
@@ -206,7 +206,8 @@ def received_attention(
         q: queries (B, H, N, d), and keys ``k`` likewise.
         size: sizes of the keys (B, N); None where all are 1.
         presence: 1 for tokens, 0 for padding (B, N); None where nothing is padded.
-        weigh: turns scaled scores (B, H, Q, N) into weights, where that is more than a softmax with sizes.
+        weigh: turns scaled scores (B, H, Q, N) of some queries into weights, where that is more than a softmax with
+            sizes.
     """
     ones = torch.ones(q.shape[0], q.shape[2], dtype=torch.float32, device=q.device)
     present = ones if presence is None else presence
@@ -217,13 +218,14 @@ def received_attention(
         return received
     total: Tensor | float = 0.0
     for start in range(0, q.shape[2], QUERIES_AT_ONCE):
-        scores = (q[:, :, start : start + QUERIES_AT_ONCE] * scale) @ k.transpose(-2, -1)
+        rows = slice(start, start + QUERIES_AT_ONCE)
+        scores = (q[:, :, rows] * scale) @ k.transpose(-2, -1)
         if weigh is None:
             bias_now = key_bias(size, None, scores)
             weights = (scores if bias_now is None else scores + bias_now).softmax(-1)
         else:
-            weights = weigh(scores)
-        total = total + (weights * share[:, None, start : start + QUERIES_AT_ONCE, None]).sum(2)
+            weights = weigh(scores, rows)
+        total = total + (weights * share[:, None, rows, None]).sum(2)
     assert isinstance(total, Tensor)
     return total
 

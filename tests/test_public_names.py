@@ -48,6 +48,7 @@ PUBLIC = {
     ),
     "vitrail.tokens": "Role TokenLayout TokenSpan TokenSpec check_specs span_names token_names",
     "vitrail.training": "Arrays Config Evaluation Event Labels PRESETS Run evaluate load_trained read_log train",
+    "vitrail.tuning": "Candidate QUALITIES Quality SEARCHES Tolerance Tuning tune",
 }
 
 SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"compare", "inspect"}}

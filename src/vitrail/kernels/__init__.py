@@ -209,11 +209,12 @@ def received_attention(
         weigh: turns scaled scores (B, H, Q, N) of some queries into weights, where that is more than a softmax with
             sizes.
     """
-    ones = torch.ones(q.shape[0], q.shape[2], dtype=torch.float32, device=q.device)
+    work = torch.promote_types(q.dtype, torch.float32)
+    ones = torch.ones(q.shape[0], q.shape[2], dtype=work, device=q.device)
     present = ones if presence is None else presence
     share = present / present.sum(1, keepdim=True)
     if weigh is None and q.shape[-1] <= WIDEST and usable(q) and not (torch.is_grad_enabled() and q.requires_grad):
-        bias = ones * 0 if size is None else size.float().log2()
+        bias = torch.zeros_like(ones) if size is None else size.float().log2()
         received: Tensor = ops.attention_received(q.detach(), k.detach(), bias, share.float(), scale)
         return received
     total: Tensor | float = 0.0

@@ -128,7 +128,8 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
                 "here the number of tokens depends on the images, which cannot be compiled; use a static method and "
                 "order='paper', or run without torch.compile"
             )
-        planned = min(planned, method.capacity(x.shape[1], state.protected))
+        if method.static:  # others get the plan itself: the length of a padded batch must not decide for its images
+            planned = min(planned, method.capacity(x.shape[1], state.protected))
     if not planned:
         return x, state
     unlimited = not method.static and carried.r >= carried.layout.num_tokens

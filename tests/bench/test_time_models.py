@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.bench.models import CountingClock, tiny
 from tests.surgery.models import ALL, FEW, main_output
 from vitrail.bench import MODES, copy_model, time_models
-from vitrail.bench._modes import prepare_inference
+from vitrail.bench._modes import prepare
 from vitrail.bench.config import uses_graph
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model
@@ -72,7 +72,7 @@ def test_models_stay_unchanged() -> None:
 )
 def test_step_runs_the_merged_model(options: dict[str, Any], mode: str) -> None:
     model = merged(**options)
-    step = prepare_inference(mode, copy_model(model, share=True), [IMAGES], "default").step
+    step = prepare(mode, copy_model(model, share=True), [IMAGES]).step
     torch.manual_seed(0)
     with torch.inference_mode():
         expected = model(IMAGES)

@@ -44,7 +44,7 @@ def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli._shared.model.load", lambda name, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: SimpleNamespace(model=name))
 
 
 def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_status_line_is_cleared(measured: list[BenchConfig], monkeypatch: pytest
 def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def load(name: str, **options: object) -> SimpleNamespace:
+    def load(name: str, command: str, **options: object) -> SimpleNamespace:
         calls.append((name, options))
         return SimpleNamespace(model="the model")
 
@@ -148,12 +148,12 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return result(*FULL, config=config)
 
     measure_with(fake, monkeypatch)
-    monkeypatch.setattr("vitrail.cli._shared.model.load", load)
+    monkeypatch.setattr("vitrail.cli.bench.load", load)
     done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
     assert done.exit_code == 0, done.output
-    assert calls == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
+    assert calls == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu"})]
     run(MODEL, "--r", 4)
-    assert calls[1] == (MODEL, {"random": True, "size": None, "device": "cpu", "shown": False})
+    assert calls[1] == (MODEL, {"random": True, "size": None, "device": "cpu"})
 
 
 def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_unreachable_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert "--random-weights" in one_line(done.stderr)
     done = run("hf:nobody/never-fetched", "--r", 4, "--device", "cpu")
     assert done.exit_code == 2
-    assert "it is not on this machine, and hub.example cannot be reached" in one_line(done.stderr)
+    assert "it could not be loaded (hub.example cannot be reached)" in one_line(done.stderr)
 
 
 def test_failed_sweep_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +201,8 @@ def test_failed_sweep_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "require_matplotlib", lambda form: None)
-    monkeypatch.setattr(sweeping, "plot", lambda results, name, form: f"{name} {form} {len(results)}".encode())
+    monkeypatch.setattr("vitrail.cli.bench.require_matplotlib", lambda form: None)
+    monkeypatch.setattr("vitrail.cli.bench.plot", lambda results, name, form: f"{name} {form} {len(results)}".encode())
     path = tmp_path / "sweep.SVG"
     done = run(MODEL, "--r", 4, "--batch", "1,8", "--plot", path)
     assert done.exit_code == 0, done.output

@@ -157,7 +157,7 @@ def test_the_command_takes_a_model_images_and_a_directory(monkeypatch: pytest.Mo
     words = ["demo", "--model", "runs/one", "--pictures", "a", "--pictures", "b.png", "-o", "elsewhere"]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert calls == [
-        (Path("demo"), None, ()),
+        (Path("demo"), "vitrail:tiny", None),
         (Path("elsewhere"), "runs/one", [Path("a"), Path("b.png")]),
     ]
 
@@ -195,7 +195,7 @@ def test_the_embedded_model_is_the_default(
     with pytest.raises(ModelLoadError, match="vitrail:tiny is not part of this installation"):
         run_demo(tmp_path / "out", "vitrail:tiny", [photos])
     monkeypatch.setitem(vitrail.adapters.saved.EMBEDDED, "tiny", run / "last")
-    runs = run_demo(tmp_path / "out", None, [photos / "wide.png"])
+    runs = run_demo(tmp_path / "out", "vitrail:tiny", [photos / "wide.png"])
     assert [run.model for run in runs] == ["vitrail:tiny"] * len(STRENGTHS)
 
 

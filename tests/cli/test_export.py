@@ -94,7 +94,7 @@ INVALID = {
     ),
     "size is not whole patches": (
         (MODEL, "--r", "1", "--size", "100", "--random-weights", "-o", "a.pt2"),
-        "--size 100x100 is not a whole number of patches",
+        "size 100x100 is not a whole number of patches",
     ),
     "another size": (
         ("SAVED", "--r", "1", "--size", "64", "-o", "a.pt2"),

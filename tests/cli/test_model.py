@@ -45,7 +45,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
 
 def message(name: str, **options: Any) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        load(name, random=options.pop("random", False), device="cpu", **options)
+        load(name, "merge", device="cpu", **options)
     text = str(caught.value)
     assert ".." not in text
     assert "pretrained=" not in text
@@ -76,7 +76,7 @@ def test_without_network_the_message_explains_it(
     no_weights(OSError("a long story about offline modes"))
     monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
     text = message(MODEL)
-    assert "its trained weights are not on this machine, and hub.example cannot be reached" in text
+    assert "its trained weights could not be loaded (hub.example cannot be reached)" in text
     assert "--random-weights" in text
     text = message("hf:nobody/never-fetched")
     assert "hub.example cannot be reached" in text
@@ -116,7 +116,7 @@ def test_directories_suggest_random_weights_only_where_they_have_a_model(tmp_pat
     text = message(name)
     assert text.startswith(f"{name}: its trained weights could not be loaded (")
     assert "Add --random-weights" in text
-    assert load(name, random=True, device="cpu").weights == "random"
+    assert load(name, "merge", random=True, device="cpu").weights == "random"
 
 
 def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_size_without_an_option(no_weights: Callable[[Exception], None]) -> No
 def test_no_status_line_without_a_terminal(saved_vit: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging as bars
 
-    load(f"hf:{saved_vit}", random=False, device="cpu")
+    load(f"hf:{saved_vit}", "merge", device="cpu")
     assert "Loading weights" not in capfd.readouterr().err
     assert bars.is_progress_bar_enabled()
 
@@ -170,18 +170,22 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "sound": (
         {"in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
         {"mean": [1.0], "std": [2.0], "scale": 1.0},
-        "takes arrays of floating point numbers, 1 × 16 × 24, and this command is for models that take images.",
+        "takes spectrograms or other arrays, 1 × 16 × 24, and vitrail inspect is for models that take images.",
     ),
     "clip": (
         {"image_size": (4, 16, 16), "patch_size": (2, 8, 8)},
         {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": 255},
-        "takes arrays, 3 × 4 × 16 × 16, and",
+        "takes video clips, 3 × 4 × 16 × 16, and",
     ),
-    "never trained": ({"in_chans": 2, "image_size": 16, "patch_size": 8}, None, "takes arrays, 2 × 16 × 16, and"),
+    "never trained": (
+        {"in_chans": 2, "image_size": 16, "patch_size": 8},
+        None,
+        "takes spectrograms or other arrays, 2 × 16",
+    ),
     "numbers": (
         {"image_size": 16, "patch_size": 8},
         {"mean": [0.0] * 3, "std": [9.0] * 3, "scale": 1.0},
-        "takes arrays of floating point numbers, 3 × 16 × 16, and",
+        "takes spectrograms or other arrays, 3 × 16 × 16, and",
     ),
     "bytes": ({"image_size": 16, "patch_size": 8}, {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": 255}, ""),
 }
@@ -195,14 +199,16 @@ def test_models_without_image_input_report_their_input(kind: str, tmp_path: Path
         (tmp_path / "labels.json").write_text(json.dumps({"classes": {}, "preprocessing": expects}))
     if message:
         with pytest.raises(UnsupportedInput) as caught:
-            load(str(tmp_path), random=False, device="cpu")
+            load(str(tmp_path), "inspect", device="cpu")
         text = str(caught.value)
         assert text.startswith(f"{tmp_path} {message}")
         assert "vitrail.training.evaluate" in text
         assert ("vitrail.inspect" in text) == (kind != "clip")  # which is for two axes
-    if kind in ("bytes", "numbers"):  # where nothing is shown to it, the shape is enough
-        loaded = load(str(tmp_path), random=False, device="cpu", shown=kind == "bytes")
-        assert loaded.preprocessing.size == (16, 16)
+    else:
+        assert load(str(tmp_path), "inspect", device="cpu").spec.modality == "image"
+    loaded = load(str(tmp_path), "bench", device="cpu")  # which runs on random inputs
+    sides = options["image_size"]
+    assert loaded.spec.shape == (options.get("in_chans", 3), *((sides, sides) if isinstance(sides, int) else sides))
 
 
 # ---------------------------------------------------------------- asking the Hub

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.bench.config import BenchConfig, uses_graph
+from vitrail.bench.config import uses_graph
 from vitrail.errors import UnsupportedInput
+from vitrail.runtime.cuda_graph import CudaGraph
 
 Call = Callable[[Tensor], Any]
+
+WARMUP_STEPS = 3
+"""Calls before a capture, while compilers and libraries initialize."""
 
 
 @dataclass
@@ -33,24 +37,29 @@ class Runner:
     graph: CapturedGraph | None = None
 
 
-def prepare(config: BenchConfig, mode: str, model: nn.Module, batches: Sequence[Tensor]) -> Runner:
-    """Prepare a model for a mode. Compilation and graph capture happen in the first step."""
-    if config.train:
-        call = _compiled(mode, model, config.compile_mode)
-        return _prepare_training(call, model, batches, config.autocast_dtype)
-    return prepare_inference(mode, model, batches, config.compile_mode, config.autocast_dtype)
-
-
-def prepare_inference(
-    mode: str, model: nn.Module, batches: Sequence[Tensor], compile_mode: str, autocast: torch.dtype | None = None
+def prepare(
+    mode: str,
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    compile_mode: str = "default",
+    autocast: torch.dtype | None = None,
+    train: bool = False,
 ) -> Runner:
-    """Prepare a model for inference in a mode, optionally under ``torch.autocast``."""
-    compiled = _compiled(mode, model, compile_mode)
+    """Prepare inference or training steps in a mode. Compilation and graph capture happen in the first step."""
+    compiled: Call = model
+    torch_mode = None if compile_mode == "default" else compile_mode
+    if mode.startswith("compiled"):
+        compiled = torch.compile(model, dynamic=False, mode=torch_mode)
+    elif mode.startswith("blocks"):
+        for block in find(model).blocks:
+            block.compile(dynamic=False, mode=torch_mode)
 
     def call(batch: Tensor) -> Any:
         with torch.autocast(batch.device.type, autocast, enabled=autocast is not None):
             return compiled(batch)
 
+    if train:
+        return _prepare_training(call, model, batches)
     target = compiled if autocast is None else call
     graph = CapturedGraph(target) if uses_graph(mode) else None
 
@@ -61,6 +70,27 @@ def prepare_inference(
     return Runner(infer, lambda: _nbytes(model), graph)
 
 
+def _prepare_training(call: Call, model: nn.Module, batches: Sequence[Tensor]) -> Runner:
+    model.train()
+    # a tiny learning rate: weights must stay finite however long the measurement takes
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=batches[0].is_cuda or None)
+
+    def train(index: int) -> None:
+        output_tensor(call(batches[index])).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def static_bytes() -> int:
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        return _nbytes(model) + sum(value.nbytes for value in state if isinstance(value, Tensor))
+
+    return Runner(train, static_bytes)
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
+
+
 @contextmanager
 def fresh_compiler(cold: bool = False) -> Iterator[None]:
     """Reset the compiler before and after; with ``cold`` also use empty caches on disk."""
@@ -68,13 +98,9 @@ def fresh_compiler(cold: bool = False) -> Iterator[None]:
     from torch._inductor.utils import fresh_cache
 
     torch._dynamo.reset()
-    with ExitStack() as stack:
-        # each block may have its own shape, and none may silently fall back to eager
-        limits = {"recompile_limit": 512, "accumulated_recompile_limit": 8192}
-        stack.enter_context(torch._dynamo.config.patch(limits))
-        if cold:
-            stack.enter_context(fresh_cache())
-        stack.enter_context(warnings.catch_warnings())
+    # each block may have its own shape, and none may silently fall back to eager
+    limits = torch._dynamo.config.patch(recompile_limit=512, accumulated_recompile_limit=8192)
+    with limits, fresh_cache() if cold else nullcontext(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TensorFloat32")
         yield
     torch._dynamo.reset()
@@ -94,73 +120,26 @@ def output_tensor(output: Any) -> Tensor:
 class CapturedGraph:
     """A call captured as a CUDA graph at first use, then replayed.
 
-    Inputs are copied to the graph's static input; the copy is part of a step's time.
-
     Attributes:
-        peak_bytes: peak memory during capture, beyond what was allocated before; replays allocate nothing.
+        peak_bytes: peak memory during the capture, beyond what was allocated before; replays allocate nothing.
     """
 
-    def __init__(self, call: Call, warmup_steps: int = 3) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
-        self.warmup_steps = warmup_steps
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.output: Any = None
+        self.graph: CudaGraph[Any] | None = None
         self.peak_bytes = 0
 
     def __call__(self, batch: Tensor) -> Any:
         if self.graph is None:
-            self.graph = self._capture(batch)
-        self.input.copy_(batch)
-        self.graph.replay()
-        return self.output
-
-    def _capture(self, batch: Tensor) -> torch.cuda.CUDAGraph:
-        self.input = batch.clone()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compile and allocate workspaces before capture
-            for _ in range(self.warmup_steps):
-                self.call(self.input)
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.output = self.call(self.input)
-        self.peak_bytes = torch.cuda.max_memory_allocated() - before
-        return graph
-
-
-def _compiled(mode: str, model: nn.Module, compile_mode: str) -> Call:
-    torch_mode = None if compile_mode == "default" else compile_mode
-    if mode.startswith("compiled"):
-        return torch.compile(model, dynamic=False, mode=torch_mode)
-    if mode.startswith("blocks"):
-        for block in find(model).blocks:
-            block.compile(dynamic=False, mode=torch_mode)
-    return model
-
-
-def _prepare_training(call: Call, model: nn.Module, batches: Sequence[Tensor], autocast: torch.dtype | None) -> Runner:
-    model.train()
-    # a tiny learning rate: weights must stay finite however long the measurement takes
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=batches[0].is_cuda or None)
-
-    def train(index: int) -> None:
-        batch = batches[index]
-        with torch.autocast(batch.device.type, autocast, enabled=autocast is not None):
-            output = output_tensor(call(batch))
-        output.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def static_bytes() -> int:
-        state = [value for values in optimizer.state.values() for value in values.values()]
-        return _nbytes(model) + sum(value.nbytes for value in state if isinstance(value, Tensor))
-
-    return Runner(train, static_bytes)
-
-
-def _nbytes(model: nn.Module) -> int:
-    return sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
+            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):  # compile and allocate workspaces before the capture
+                for _ in range(WARMUP_STEPS):
+                    self.call(batch)
+            current.wait_stream(side)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.graph = CudaGraph(self.call, (batch,))
+            self.peak_bytes = torch.cuda.max_memory_allocated() - before
+        return self.graph(batch)

@@ -5,29 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from vitrail.bench import MODES, VARIANTS, BenchConfig, BenchResult, Row
+from vitrail.bench.result import LEGEND, summary, title
+from vitrail.bench.sweep import plot, require_matplotlib, sweep
 from vitrail.cli._shared import console, options
+from vitrail.cli._shared.model import load
+from vitrail.cli._shared.output import check_writable, write_atomically, write_text
+from vitrail.cli._shared.ranks import command
 from vitrail.errors import VitrailError
 
-if TYPE_CHECKING:
-    from vitrail.bench import BenchConfig, BenchResult, Row
-
 COLUMNS = ("variant", "mode", "ms", "images/s", "TFLOP/s", "peak MB", "ready s", "diff")
-EPILOG = (
-    "Examples:\n\n"
-    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile\n\n"
-    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph\n\n"
-    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json\n\n"
-    "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png"
+EXAMPLES = (
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile",
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph",
+    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json",
+    "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png",
 )
+PASSED = (
+    "dtype", "device", "train", "autocast", "pretrained", "proportional", "attention", "compile_mode", "cold", "check",
+    "seconds", "limit", "threads",
+)  # fmt: skip
+"""Options that `BenchConfig` takes as they are."""
 
 
 def bench(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, or hf:REPO-OR-FOLDER.")],
+    ctx: typer.Context,
+    model: options.Model,
     r: Annotated[
         str,
         typer.Option("-r", "--r", metavar="N", help="Tokens to merge per layer; comma-separated values for a sweep."),
@@ -77,42 +85,28 @@ def bench(
         Path | None, typer.Option("--plot", metavar="FILE", help="Plot a sweep: png, svg or pdf.")
     ] = None,
 ) -> None:
-    """Measure how fast merging makes a model, and how much of the possible speed-up that is.
+    """Time three variants interleaved: the model as its library runs it; merged; and sliced, the lower bound.
 
-    Three variants are timed interleaved: the model as its library runs it; merged; and sliced, the lower bound, with as
-    many tokens as merged and the others cut off for free. Prints a table and a summary, and ends with one line of JSON.
+    The sliced model has as many tokens as the merged one and the others cut off for free. Prints a table and a summary,
+    and ends with one line of JSON.
     """
-    pixels = options.parse_size(size)
     counts = {"r": parse_counts("--r", r, 0), "batch": parse_counts("--batch", batch, 1)}
     swept = [name for name, values in counts.items() if len(values) > 1]
     if len(swept) > 1:
         raise typer.BadParameter("Sweep either --r or --batch; give a single number for the other.")
     if plot_file is not None and not swept:
         raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
-    with console.user_errors(), console.notes():
-        from vitrail.bench import MODES, BenchConfig
-
-        wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
+    pixels = options.parse_size(size)
+    wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
+    with command():
         config = BenchConfig(
             model,
             r=counts["r"][0],
             batch=counts["batch"][0],
             modes=tuple(mode for mode in MODES if all(wanted[part] for part in mode.split("-"))),
-            dtype=dtype,
-            device=device,
             size=pixels,
-            train=train,
-            autocast=autocast,
-            pretrained=pretrained,
             schedule=options.number_or_word(schedule),
-            proportional=proportional,
-            attention=attention,
-            compile_mode=compile_mode,
-            cold=cold,
-            check=check,
-            seconds=seconds,
-            limit=limit,
-            threads=threads,
+            **{name: ctx.params[name] for name in PASSED},
         )
         name = swept[0] if swept else "r"
         _run(config, name, counts[name], json_file, plot_file)
@@ -137,7 +131,7 @@ def table(result: BenchResult) -> Table:
     """Return the table of one benchmark."""
     made = console.table(*COLUMNS, left=2)
     made.columns[0].no_wrap = made.columns[1].no_wrap = True
-    best = {variant: result.best(variant) for variant in result.config.variants}
+    best = {variant: result.best(variant) for variant in VARIANTS}
     for row in result.rows:
         made.add_row(*cells(row), style="bold" if row is best[row.variant] else "")
     return made
@@ -159,12 +153,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
     """Return the summary table of a sweep: one line per value, every variant in its best mode."""
-    variants = results[0].config.variants
-    made = console.table(
-        name, "tokens", "GFLOPs", *(f"{variant} ms" for variant in variants), "speed-up", "efficiency", left=0
-    )
+    times = [f"{variant} ms" for variant in VARIANTS]
+    made = console.table(name, "tokens", "GFLOPs", *times, "speed-up", "efficiency", left=0)
     for result in results:
-        rows = [result.best(variant) for variant in variants]
+        rows = [result.best(variant) for variant in VARIANTS]
         made.add_row(
             str(getattr(result.config, name)),
             str(result.tokens_per_layer[-1]),
@@ -176,10 +168,6 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
 
 
 def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path | None, plot_file: Path | None) -> None:
-    from vitrail.bench.sweep import plot, require_matplotlib, sweep
-    from vitrail.cli._shared.model import load
-    from vitrail.cli._shared.output import check_writable, write_atomically, write_text
-
     config.check_here()
     for path, option in ((json_file, "--json"), (plot_file, "--plot")):
         if path is not None:
@@ -190,7 +178,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
     results: list[BenchResult] = []
     failure: VitrailError | KeyboardInterrupt | None = None
     with console.err.status(f"Loading {config.model}") as status:
-        loaded = load(config.model, random=not config.pretrained, size=config.size, device="cpu", shown=False)
+        loaded = load(config.model, "bench", random=not config.pretrained, size=config.size, device="cpu")
         try:
             for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
@@ -222,8 +210,6 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
 
 
 def _print(result: BenchResult, legend: bool) -> None:
-    from vitrail.bench.result import LEGEND, summary, title
-
     console.say(title(result), style="bold")
     console.out.print(table(result))
     if legend:

@@ -7,21 +7,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
+import torch
 import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from vitrail import report as reports
 from vitrail._distributed import World, distributed
 from vitrail.cli._shared import console, options
-from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
+from vitrail.cli._shared.media import check_one_readable
+from vitrail.cli._shared.model import Loaded, load
+from vitrail.cli._shared.output import OutputError, check_writable
+from vitrail.cli._shared.prediction import predict
+from vitrail.cli._shared.ranks import command
+from vitrail.data import Dataset, open_dataset
 from vitrail.errors import UnsupportedInput
-
-if TYPE_CHECKING:
-    from vitrail.data import Dataset
-    from vitrail.report import Report
+from vitrail.report import Report
+from vitrail.report.page.formatting import number, percent
+from vitrail.report.page.render import check_jinja
 
 NAMED = 5
 """Skipped images that are printed by name; the report lists more."""
@@ -29,12 +35,11 @@ NAMED = 5
 TIMEOUT = timedelta(hours=12)
 """How long ranks wait for each other: rank 0 computes probes when the others are done."""
 
-INSPECT_EPILOG = (
-    "Examples:\n\n"
-    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --size 518 -o report.html\n\n"
-    "vitrail inspect hf:facebook/dinov2-base pets.parquet --labels breed --limit 1000\n\n"
-    "vitrail inspect timm:vit_tiny_patch16_224 --random-weights --no-probes\n\n"
-    "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect timm:vit_large_patch14_dinov2 photos/ --limit 0"
+EXAMPLES = (
+    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --size 518 -o report.html",
+    "vitrail inspect hf:facebook/dinov2-base pets.parquet --labels breed --limit 1000",
+    "vitrail inspect timm:vit_tiny_patch16_224 --random-weights --no-probes",
+    "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect hf:facebook/dinov2-large photos/ --limit 0",
 )
 
 Images = Annotated[
@@ -75,11 +80,35 @@ class Settings:
 
     def open(self) -> Dataset:
         """Open the images, and check before a model is loaded that one of them can be read."""
-        from vitrail.data import InputSpec, open_dataset
-
         dataset = open_dataset(self.images or None, limit=self.limit or None, labels=self.labels or (), size=self.size)
-        next(dataset.batches(InputSpec((1, 1)), 1))
+        check_one_readable(dataset)
         return dataset
+
+    def load(self, name: str) -> Loaded:
+        """Load a model, and run it once if its size was given: not every model takes another one."""
+        loaded = load(name, "inspect", random=self.random, size=self.size, device=self.device, seed=self.seed)
+        if self.size is not None:
+            predict(loaded, torch.zeros(1, *loaded.spec.shape))
+        return loaded
+
+    def run(self, name: str, dataset: Dataset, world: World) -> Report | None:
+        """Load a model and inspect it; return the report on rank 0, None on the others."""
+        with console.err.status(f"Loading {name}"):
+            loaded = world.run(lambda: self.load(name))
+        if self.random:
+            console.note(f"{name} has random weights here: the results say nothing about trained ones.")
+        chosen = {"batch_size": self.batch, "probes": self.probes, "cure": self.cure, "seed": self.seed}
+
+        def work() -> Report | None:
+            try:
+                with console.bars() as progress:
+                    return reports.inspect(loaded.model, dataset, progress=progress, name=name, **chosen)  # type: ignore[arg-type]
+            except torch.OutOfMemoryError as error:
+                raise UnsupportedInput(
+                    f"Not enough memory for batches of {self.batch} images. Use a smaller --batch or --size."
+                ) from error
+
+        return world.run(work)
 
 
 def inspect(
@@ -97,17 +126,16 @@ def inspect(
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
 ) -> None:
-    """Find artifact tokens in a model: whether there are any, where, from which layer on, and what they encode.
+    """Write a self-contained HTML page, and the same values as JSON beside it.
 
-    Writes a self-contained HTML page, and the same values as JSON beside it. Existing files are overwritten, and only
-    by complete ones. Unreadable images are skipped and named; the exit code is then 1.
+    Existing files are overwritten, and only by complete ones. Unreadable images are skipped and named; the exit code is
+    then 1.
     """
     pixels = options.parse_size(size)
     settings = Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed, cure)
-    with console.user_errors(), console.notes(), interruptible(out), processes(device) as world:
+    with session(out, device) as world:
         world.run(lambda: check_output(out, settings.images))
-        collection = world.run(settings.open)
-        report = run_inspect(model, collection, settings, world)
+        report = settings.run(model, world.run(settings.open), world)
         if report is None:
             return
         report.save(out)
@@ -120,52 +148,20 @@ def inspect(
         raise typer.Exit(1)
 
 
-def run_inspect(name: str, collection: Dataset, settings: Settings, world: World) -> Report | None:
-    """Load a model and inspect it; return the report on rank 0, None on the others."""
-    import torch
-    from PIL import Image
-
-    from vitrail.cli._shared.model import load
-    from vitrail.cli._shared.prediction import predict
-    from vitrail.report import inspect as inspect_model
-
-    def load_checked() -> Any:
-        loaded = load(name, random=settings.random, size=settings.size, device=settings.device, seed=settings.seed)
-        if settings.size is not None:
-            predict(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
-        return loaded
-
-    with console.err.status(f"Loading {name}"):
-        loaded = world.run(load_checked)
-    if settings.random:
-        console.note(f"{name} has random weights here: the results say nothing about trained ones.")
-
-    def work() -> Report | None:
-        try:
-            with console.bars() as progress:
-                return inspect_model(
-                    loaded.model,
-                    collection,
-                    batch_size=settings.batch,
-                    probes=settings.probes,
-                    cure=settings.cure,
-                    seed=settings.seed,
-                    progress=progress,
-                    name=name,
-                )
-        except torch.OutOfMemoryError as error:
-            raise UnsupportedInput(
-                f"Not enough memory for batches of {settings.batch} images. Use a smaller --batch or --size."
-            ) from error
-
-    return world.run(work)
+@contextmanager
+def session(out: Path, device: str | None) -> Iterator[World]:
+    """Join the ranks that torchrun started, if any, of which rank 0 prints; exit with a message on Ctrl-C."""
+    where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
+    try:
+        with command(console.out, console.err), distributed(where, TIMEOUT, tensors=False) as world:
+            yield world
+    except KeyboardInterrupt as stop:  # files are written completely or not at all
+        console.error(f"Interrupted: no report was written. An existing {out} is unchanged.")
+        raise typer.Exit(130) from stop
 
 
 def check_output(out: Path, inputs: Sequence[Path]) -> None:
     """Raise before any work is done if the page and its JSON cannot be written, or would overwrite an input."""
-    from vitrail.cli._shared.output import OutputError, check_writable
-    from vitrail.report.page.render import check_jinja
-
     if out.suffix.lower() not in (".html", ".htm", ".json"):
         raise OutputError(
             f"-o {out}: expected the name of a page, like {out.stem or 'report'}.html, or of a .json file."
@@ -185,8 +181,6 @@ def written(out: Path) -> str:
 
 def show(name: str, report: Report) -> None:
     """Print the verdict, the numbers behind it, and skipped images."""
-    from vitrail.report.page.formatting import number, percent
-
     norms, problems, cure, onset = report.norms, report.problems, report.cure, report.norms["onset"]
     cured = "–"
     if "effect" in cure:
@@ -215,25 +209,3 @@ def show(name: str, report: Report) -> None:
         console.error(f"Skipped {entry['reason']}")
     if problems["num_skipped"] > NAMED:
         console.error(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
-
-
-@contextmanager
-def interruptible(out: Path) -> Iterator[None]:
-    """Exit with a message on Ctrl-C; files are written completely or not at all."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        console.error(f"Interrupted: no report was written. An existing {out} is unchanged.")
-        raise typer.Exit(130) from stop
-
-
-@contextmanager
-def processes(device: str | None) -> Iterator[World]:
-    """Join the ranks that torchrun started, if any; only rank 0 prints."""
-    where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
-    with (
-        first_rank_prints(console.out, console.err),
-        first_rank_reports(),
-        distributed(where, TIMEOUT, tensors=False) as world,
-    ):
-        yield world

@@ -7,28 +7,29 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress, TaskID
 
+from vitrail import training
+from vitrail.adapters.saved import read_config, read_labels
 from vitrail.cli._shared import console
-from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
+from vitrail.cli._shared.ranks import command
 from vitrail.errors import InvalidOption
+from vitrail.models.saving import ARCHITECTURE, CONFIG
+from vitrail.training import Event, Run
 from vitrail.training.config import OPTIONS, default_text, read_value, read_yaml
 from vitrail.training.config.options import Option
+from vitrail.training.interrupt import Interrupted, OutOfTime
 
-if TYPE_CHECKING:
-    from vitrail.training import Event, Run
-
-TRAIN_EPILOG = (
-    "Examples:\n\n"
-    "vitrail train --data photos/ --preset tiny -o runs/first\n\n"
-    "vitrail train --data train.parquet --validation val.parquet --model timm:resnet18 -o runs/teacher\n\n"
-    "vitrail train --data train.parquet --tokens cls,distillation,register=4 --teacher runs/teacher -o runs/student\n\n"
-    "vitrail train --data pets.parquet --tasks breed,species --merge r=8,over_epochs=10\n\n"
-    "vitrail train -o runs/first --resume\n\n"
-    "On several devices: torchrun --nproc-per-node 4 -m vitrail train --data photos/"
+EXAMPLES = (
+    "vitrail train --data photos/ --preset tiny -o runs/first",
+    "vitrail train --data train.parquet --validation val.parquet --model timm:resnet18 -o runs/teacher",
+    "vitrail train --data train.parquet --tokens cls,distillation,register=4 --teacher runs/teacher -o runs/student",
+    "vitrail train --data pets.parquet --tasks breed,species --merge r=8,over_epochs=10",
+    "vitrail train -o runs/first --resume",
+    "On several devices: torchrun --nproc-per-node 4 -m vitrail train --data photos/",
 )
 
 
@@ -50,15 +51,22 @@ def train(
     ] = None,
     **options: Any,
 ) -> None:
-    """Train a model: labels, tasks, distillation, registers, merging, in one recipe.
+    """Write a run directory with the resolved config, a log, checkpoints, and the last and the best model.
 
-    Options take precedence over the --config file; the preset decides everything else. Writes a run directory with the
-    resolved config, a log, checkpoints, and the last and the best model. --resume continues an interrupted run.
+    Options take precedence over the --config file; the preset decides everything else. --resume continues an
+    interrupted run.
     """
-    with first_rank_prints(), console.user_errors(), console.notes():
+    with command():
         given = {name: value for name, value in options.items() if value is not None}
         given = {**({} if config is None else read_yaml(config)), **given, **_read_pairs(set_ or [])}
-        _print_next_steps(_train(given, resume, overwrite, seconds))
+        limits: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "seconds": seconds}
+        try:
+            with _progress() as on_event:
+                run = training.train(None, on_event=on_event, **limits, **given)
+        except Interrupted as stop:
+            console.error(str(stop))
+            raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
+        _print_next_steps(run)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -77,18 +85,6 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 _OWN = list(inspect.signature(train, eval_str=True).parameters.values())[:-1]
 train.__signature__ = inspect.Signature([*_OWN, *map(_parameter, OPTIONS.values())])  # type: ignore[attr-defined]
-
-
-def _train(given: dict[str, Any], resume: bool, overwrite: bool, seconds: float | None) -> Run:
-    from vitrail import training
-    from vitrail.training.interrupt import Interrupted, OutOfTime
-
-    try:
-        with _progress() as on_event, first_rank_reports():
-            return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, on_event=on_event, **given)
-    except Interrupted as stop:
-        console.error(str(stop))
-        raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
 
 
 def _read_pairs(pairs: list[str]) -> dict[str, Any]:
@@ -139,9 +135,6 @@ def _update_bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> N
 
 def _print_next_steps(run: Run) -> None:
     """Print what the run wrote, and the commands to run next."""
-    from vitrail.adapters.saved import read_config, read_labels
-    from vitrail.models.saving import ARCHITECTURE, CONFIG
-
     last = run.folder / "last"
     console.say(f"Run directory: {run.folder}", style="bold")
     console.say(

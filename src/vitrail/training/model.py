@@ -118,9 +118,9 @@ def _go_on(config: Config, request: ModelRequest) -> Built:
 
 
 def _expected(model: nn.Module, size: Size) -> InputSpec:
-    sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
-    found = declared_spec(model) or InputSpec(sides or (224, 224), MEAN, STD)
-    return replace(found, size=sides) if sides else found
+    found = declared_spec(model) or InputSpec((224, 224), MEAN, STD)
+    axes = len(found.size)
+    return replace(found, size=(size,) * axes if isinstance(size, int) else size[-axes:]) if size else found
 
 
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:

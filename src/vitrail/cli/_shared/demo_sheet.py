@@ -34,6 +34,10 @@ LEGEND = (
 )
 
 
+Maps = dict[str, NDArray[Any]]
+"""Attention of each special token over the patches (h, w), by its name."""
+
+
 @dataclass(frozen=True)
 class Column:
     """One merging strength.
@@ -42,14 +46,14 @@ class Column:
         image: the original, or its stained glass.
         heading, detail: name and cost.
         guesses: the most likely classes.
-        maps: attention of each special token over the patches (h, w).
+        maps: attention maps.
     """
 
     image: Image.Image
     heading: str
     detail: str
     guesses: Guesses
-    maps: dict[str, NDArray[Any]]
+    maps: Maps
 
 
 def draw_sheet(title: str, detail: str, columns: Sequence[Column]) -> Image.Image:
@@ -111,7 +115,7 @@ def _draw_guesses(draw: ImageDraw.ImageDraw, place: tuple[int, int], guesses: Gu
             y += BAR
 
 
-def _draw_maps(sheet: Image.Image, place: tuple[int, int], maps: dict[str, NDArray[Any]], image: Image.Image) -> None:
+def _draw_maps(sheet: Image.Image, place: tuple[int, int], maps: Maps, image: Image.Image) -> None:
     """Draw the maps in rows, each with the name of its token."""
     draw = ImageDraw.Draw(sheet)
     x, y = place

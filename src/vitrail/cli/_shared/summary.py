@@ -1,4 +1,4 @@
-"""Results of ``vitrail merge`` and ``vitrail demo``: a table, Markdown, and JSON."""
+"""Results of ``vitrail merge`` and ``vitrail demo``: a table, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """Comparison of the merged with the unmerged model on one image; field names are JSON keys.
+    """Comparison of the merged with the unmerged model on one sample; field names are JSON keys.
 
     ``cosine`` and ``same_top1`` are None where they are undefined; guesses are empty without class names.
     """
@@ -68,16 +68,14 @@ class Result:
             return "–"
         if not self.guesses_before:
             return "same" if self.same_top1 else "other"
-        before, after = (
-            ", ".join(best[0].name for best in guesses.values())
-            for guesses in (self.guesses_before, self.guesses_after)
-        )
+        both = (self.guesses_before, self.guesses_after)
+        before, after = (", ".join(best[0].name for best in guesses.values()) for guesses in both)
         return f"same: {before}" if before == after else f"{before} → {after}"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """An image that could not be read."""
+    """A sample that could not be read."""
 
     picture: str
     reason: str
@@ -85,7 +83,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Summary:
-    """One model, merged in one way at one input size, over some images; field names are JSON keys."""
+    """One model, merged in one way at one input size, over some samples; field names are JSON keys."""
 
     model: str
     weights: str
@@ -97,7 +95,7 @@ class Summary:
     skipped: list[Skipped] = field(default_factory=list)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of the table, one for each image."""
+        """Return the rows of the table, one for each sample."""
         cost = self.cost
         return [
             (
@@ -113,43 +111,41 @@ class Summary:
         ]
 
 
-def table(runs: Sequence[Summary], title: str) -> Table:
+def table(summary: Summary) -> Table:
     """Return the table for the terminal."""
-    made = console.table(*COLUMNS, title=title)
-    for run in runs:
-        for row in run.rows():
-            made.add_row(*row)
+    made = console.table(*COLUMNS, title=f"{summary.model} ({summary.weights} weights, {summary.device})")
+    for row in summary.rows():
+        made.add_row(*row)
     return made
 
 
-def markdown(runs: Sequence[Summary], heading: str, remarks: Sequence[str] = ()) -> str:
-    """Return the Markdown text: the table, its legend, tokens per layer, and skipped images."""
-    lines = [f"# {heading}", ""]
-    lines += [line for remark in remarks for line in (remark, "")]
-    lines += [markdown_row(COLUMNS), "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    lines += [markdown_row(row) for run in runs for row in run.rows()]
-    lines += ["", LEGEND, ""]
-    details = []
-    for run in runs:
-        height, width = run.input_size
-        settings = ", ".join(f"{name}={value}" for name, value in run.merging.items())
-        tokens = " ".join(str(count) for count in run.cost.tokens_after)
-        details.append(
-            f"- {run.model} ({run.weights} weights, {run.device}), input {height} × {width}, merged with "
-            f"{settings}: {tokens} tokens after each block, instead of {run.cost.tokens_before[-1]}."
-        )
-        details += [f"- Skipped: {skipped.reason}" for skipped in run.skipped]
-    lines += dict.fromkeys(details)  # once where runs agree
-    return "\n".join([*lines, "", f"Written by Vitrail {__version__}.", ""])
+def markdown(summary: Summary) -> str:
+    """Return the Markdown text: the table, its legend, tokens per layer, and skipped samples."""
+    settings = ", ".join(f"{name}={value}" for name, value in summary.merging.items())
+    tokens = " ".join(map(str, summary.cost.tokens_after))
+    lines = [
+        f"# {summary.model}, merged",
+        "",
+        *markdown_table(COLUMNS, summary.rows()),
+        "",
+        LEGEND,
+        "",
+        f"- {summary.model} ({summary.weights} weights, {summary.device}), input "
+        f"{' × '.join(map(str, summary.input_size))}, merged with {settings}: {tokens} tokens after each block, "
+        f"instead of {summary.cost.tokens_before[-1]}.",
+        *(f"- Skipped: {skipped.reason}" for skipped in summary.skipped),
+    ]
+    return "\n".join(lines)
 
 
-def markdown_row(cells: Sequence[str]) -> str:
-    """Return a row of a Markdown table."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; all columns but the first are numbers."""
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows))
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
     """Write ``summary.json`` and ``summary.md``."""
     content = json.dumps({"vitrail": __version__, **data}, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(folder / "summary.json", content + "\n")
-    write_text(folder / "summary.md", text)
+    write_text(folder / "summary.md", f"{text}\n\nWritten by Vitrail {__version__}.\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import getdoc
 from typing import Annotated, Any
 
 import typer
@@ -42,7 +43,7 @@ class Commands(TyperGroup):
             function = getattr(module, name)
             examples = "\n\n".join(["Examples:", *module.EXAMPLES])
             alone = typer.Typer(**STYLE)
-            alone.command(help=f"{COMMANDS[name]}\n\n{function.__doc__}", epilog=examples)(function)
+            alone.command(help=f"{COMMANDS[name]}\n\n{getdoc(function)}", epilog=examples)(function)
             command = typer.main.get_command(alone)
         return name, command, rest
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -26,6 +27,7 @@ EXAMPLES = (
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json",
     "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png",
 )
+SWEEP = "; comma-separated values for a sweep."
 PASSED = (
     "dtype", "device", "train", "autocast", "pretrained", "proportional", "attention", "compile_mode", "cold", "check",
     "seconds", "limit", "threads",
@@ -33,86 +35,7 @@ PASSED = (
 """Options that `BenchConfig` takes as they are."""
 
 
-def bench(
-    ctx: typer.Context,
-    model: options.Model,
-    r: Annotated[
-        str,
-        typer.Option("-r", "--r", metavar="N", help="Tokens to merge per layer; comma-separated values for a sweep."),
-    ],
-    batch: Annotated[
-        str, typer.Option("-b", "--batch", metavar="N", help="Images per batch; comma-separated values for a sweep.")
-    ] = "64",
-    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16, for weights and computation.")] = "fp32",
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda", help="Device; CUDA if available by default.", show_default=False),
-    ] = None,
-    size: Annotated[str | None, typer.Option(metavar="N or HxW", help="Input size in pixels.")] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Also measure with torch.compile.")] = False,
-    blocks: Annotated[bool, typer.Option("--blocks", help="Also measure with each block compiled separately.")] = False,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Also measure each mode as a CUDA graph, for small batches.")
-    ] = False,
-    train: Annotated[bool, typer.Option("--train", help="A training step: forward, backward, AdamW.")] = False,
-    autocast: Annotated[
-        bool, typer.Option("--autocast", help="Keep weights in float32 and compute in --dtype.")
-    ] = False,
-    pretrained: Annotated[
-        bool,
-        typer.Option(
-            "--pretrained/--random-weights",
-            help="Speed does not depend on the weights, so they are random by default.",
-        ),
-    ] = False,
-    schedule: options.Schedule = "constant",
-    proportional: options.Proportional = True,
-    attention: Annotated[
-        str, typer.Option(metavar="A", help="PyTorch's attention: auto, flash, cudnn, efficient or math.")
-    ] = "auto",
-    compile_mode: Annotated[
-        str, typer.Option(metavar="M", help="Mode of torch.compile: default, or max-autotune-no-cudagraphs.")
-    ] = "default",
-    cold: Annotated[bool, typer.Option("--cold", help="Compile from empty caches, as on a new machine.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare the merged model with the reference.")
-    ] = True,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Time budget for measuring, shared by all rows.")] = 10.0,
-    limit: Annotated[float | None, typer.Option(metavar="S", help="Prepare no further mode after this time.")] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON here.")] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Plot a sweep: png, svg or pdf.")
-    ] = None,
-) -> None:
-    """Time three variants interleaved: the model as its library runs it; merged; and sliced, the lower bound.
-
-    The sliced model has as many tokens as the merged one and the others cut off for free. Prints a table and a summary,
-    and ends with one line of JSON.
-    """
-    counts = {"r": parse_counts("--r", r, 0), "batch": parse_counts("--batch", batch, 1)}
-    swept = [name for name, values in counts.items() if len(values) > 1]
-    if len(swept) > 1:
-        raise typer.BadParameter("Sweep either --r or --batch; give a single number for the other.")
-    if plot_file is not None and not swept:
-        raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
-    pixels = options.parse_size(size)
-    wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
-    with command():
-        config = BenchConfig(
-            model,
-            r=counts["r"][0],
-            batch=counts["batch"][0],
-            modes=tuple(mode for mode in MODES if all(wanted[part] for part in mode.split("-"))),
-            size=pixels,
-            schedule=options.number_or_word(schedule),
-            **{name: ctx.params[name] for name in PASSED},
-        )
-        name = swept[0] if swept else "r"
-        _run(config, name, counts[name], json_file, plot_file)
-
-
-def parse_counts(name: str, text: str, least: int) -> list[int]:
+def _parse_counts(text: str, name: str, least: int) -> list[int]:
     """Parse ``16``, or ``0,4,8,16`` for a sweep."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
@@ -125,6 +48,71 @@ def parse_counts(name: str, text: str, least: int) -> list[int]:
         python = " For one number per layer, use Python: BenchConfig(model, r=(16, 16, 8, …))." if name == "--r" else ""
         raise typer.BadParameter(f"{name} {text!r} repeats a value. Pass each value of a sweep once.{python}")
     return values
+
+
+parse_r, parse_batch = partial(_parse_counts, name="--r", least=0), partial(_parse_counts, name="--batch", least=1)
+
+
+def bench(
+    ctx: typer.Context,
+    model: options.Model,
+    r: Annotated[Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help="Tokens to merge per layer" + SWEEP)],
+    batch: Annotated[
+        Any, typer.Option("-b", "--batch", metavar="N", parser=parse_batch, help="Images per batch" + SWEEP)
+    ] = "64",
+    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16, for weights and computation.")] = "fp32",
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Device; CUDA if available.")] = None,
+    size: options.Size = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Also measure with torch.compile.")] = False,
+    blocks: Annotated[bool, typer.Option("--blocks", help="Also measure with each block compiled separately.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Also measure each mode as a CUDA graph.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="A training step: forward, backward, AdamW.")] = False,
+    autocast: Annotated[bool, typer.Option("--autocast", help="Weights in float32, computation in --dtype.")] = False,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained/--random-weights", help="Random by default: speed does not depend on weights.")
+    ] = False,
+    schedule: options.Schedule = "constant",
+    proportional: options.Proportional = True,
+    attention: Annotated[
+        str, typer.Option(metavar="A", help="PyTorch's attention: auto, flash, cudnn, efficient or math.")
+    ] = "auto",
+    compile_mode: Annotated[
+        str, typer.Option(metavar="M", help="Mode of torch.compile: default, or max-autotune-no-cudagraphs.")
+    ] = "default",
+    cold: Annotated[bool, typer.Option("--cold", help="Compile from empty caches, as on a new machine.")] = False,
+    check: Annotated[bool, typer.Option(help="Compare the merged model with the reference.")] = True,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Time budget for measuring, shared by all rows.")] = 10.0,
+    limit: Annotated[float | None, typer.Option(metavar="S", help="Prepare no further mode after this time.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON here.")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Plot: png, svg or pdf.")
+    ] = None,
+) -> None:
+    """Time three variants interleaved: the model as its library runs it; merged; and sliced, the lower bound.
+
+    The sliced model has as many tokens as the merged one and the others cut off for free. Prints a table and a summary,
+    and ends with one line of JSON.
+    """
+    counts = {"r": r, "batch": batch}
+    swept = [name for name, values in counts.items() if len(values) > 1]
+    if len(swept) > 1:
+        raise typer.BadParameter("Sweep either --r or --batch; give a single number for the other.")
+    if plot_file is not None and not swept:
+        raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
+    wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
+    with command():
+        config = BenchConfig(
+            model,
+            r=r[0],
+            batch=batch[0],
+            modes=tuple(mode for mode in MODES if all(wanted[part] for part in mode.split("-"))),
+            size=size,
+            schedule=schedule,
+            **{name: ctx.params[name] for name in PASSED},
+        )
+        name = swept[0] if swept else "r"
+        _run(config, name, counts[name], json_file, plot_file)
 
 
 def table(result: BenchResult) -> Table:

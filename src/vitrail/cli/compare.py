@@ -23,17 +23,18 @@ EITHER = (
 
 
 def compare(
+    ctx: typer.Context,
     first: Annotated[str, typer.Argument(metavar="A", help=EITHER)],
     second: Annotated[str, typer.Argument(metavar="B", help="A report or a model, like A.")],
     images: inspect.Images = None,
     out: inspect.Out = Path("compare.html"),
-    limit: inspect.Limit = 200,
+    limit: options.Limit = 200,
     batch: options.Batch = 16,
     size: options.Size = None,
     labels: inspect.Labels = None,
     probes: inspect.Probes = True,
     random_weights: options.RandomWeights = False,
-    device: options.DeviceOf = None,
+    device: options.Device = None,
     seed: inspect.Seed = 0,
 ) -> None:
     """Options are those of `vitrail inspect` and apply to models; reports are taken as they are."""
@@ -41,17 +42,15 @@ def compare(
     files = [Path(name) for name in names if is_report(name)]
     if images and len(files) == 2:
         raise typer.BadParameter("A and B are reports, and images are for models. Leave the images out.")
-    pixels = options.parse_size(size)
-    settings = inspect.Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed)
-    inputs = [*settings.images, *files, *(path.with_suffix(".json") for path in files)]
+    inputs = [*(images or []), *files, *(path.with_suffix(".json") for path in files)]
     with inspect.session(out, device) as world:
         world.run(lambda: inspect.check_output(out, inputs))
         # damaged files are found before a model is loaded
         found = world.run(lambda: {name: reports.Report.load(name) for name in names if is_report(name)})
         if len(files) < 2:
-            dataset = world.run(settings.open)
+            dataset = world.run(lambda: inspect.open_images(ctx.params))
             for name in dict.fromkeys(name for name in names if not is_report(name)):
-                report = settings.run(name, dataset, world)
+                report = inspect.inspect_model(name, dataset, ctx.params, world)
                 if report is not None:
                     found[name] = report
         if len(found) < len(set(names)):  # not rank 0

@@ -44,7 +44,7 @@ def evaluate(
         typer.Option(min=1, metavar="N", help="Input size in pixels; by default the model's.", show_default=False),
     ] = None,
     batch: options.Batch = 256,
-    device: options.DeviceOf = None,
+    device: options.Device = None,
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="float32, or bfloat16 autocast.")] = "fp32",
     max_unreadable: Annotated[
         float, typer.Option("--max-unreadable", metavar="X", help="Fraction of images that may be unreadable.")

@@ -29,6 +29,7 @@ EXAMPLES = (
 
 
 def export(
+    ctx: typer.Context,
     model: options.Model,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Output file: .onnx or .pt2.")],
     r: options.R = None,
@@ -39,7 +40,7 @@ def export(
         typer.Option(metavar="onnx|pt2", help="ONNX, or a torch.export program; from the file name by default."),
     ] = None,
     schedule: options.Schedule = "constant",
-    order: options.OrderOf = options.Order.paper,
+    order: options.Order = "paper",
     proportional: options.Proportional = True,
     method: options.Method = "tome",
     size: options.Size = None,
@@ -56,18 +57,18 @@ def export(
 
     The number of tokens in every block must be the merged model's, too. If anything fails, no file is left.
     """
-    settings = options.merge_options(r, keep, gflops, schedule, order, proportional, method)
+    settings = options.merge_options(ctx.params)
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype {dtype!r} is unknown. Expected one of {', '.join(DTYPES)}.")
     if batch != "dynamic" and not (batch.isascii() and batch.isdigit() and int(batch) > 0):
         raise typer.BadParameter(f"--batch {batch!r} is not a batch size. Expected 1 or more, or dynamic.")
     batch_size: Any = batch if batch == "dynamic" else int(batch)
-    pixels, torch_dtype = options.parse_size(size), None if dtype is None else DTYPES[dtype]
+    torch_dtype = None if dtype is None else DTYPES[dtype]
     with command():
         find_format(out, format).check(torch_dtype or torch.float32, opset)  # before the model is loaded
         check_writable(out, "-o")
         with console.err.status(f"Loading {model}"):
-            loaded = load(model, "export", random=random_weights, size=pixels, device="cpu")
+            loaded = load(model, "export", random=random_weights, size=size, device="cpu")
         if random_weights:
             console.note(f"{model} has random weights: use the file for trying things out only.")
         example = torch.zeros(1, *loaded.spec.shape)

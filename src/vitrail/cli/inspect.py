@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -42,87 +41,28 @@ EXAMPLES = (
     "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect hf:facebook/dinov2-large photos/ --limit 0",
 )
 
-Images = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="IMAGES",
-        help="Image files, directories, parquet files, shards, hf:OWNER/NAME. Default: sample images.",
-        show_default=False,
-    ),
-]
-Limit = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Maximum number of images, spread over the data; 0 for all.")
-]
+SOURCES = "Image files, directories, parquet files, shards, hf:OWNER/NAME. Default: sample images."
+Images = Annotated[list[Path] | None, typer.Argument(metavar="IMAGES", help=SOURCES, show_default=False)]
 Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of a parquet file with the classes.")]
-Probes = Annotated[bool, typer.Option("--probes/--no-probes", help="Fit probes, which takes the longest.")]
-Cure = Annotated[bool, typer.Option("--cure/--no-cure", help="If there are artifacts, try test-time registers.")]
+Probes = Annotated[bool, typer.Option(help="Fit probes, which takes the longest.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of splits, draws and random weights.")]
-Out = Annotated[
-    Path,
-    typer.Option("-o", "--out", metavar="FILE", help="Page to write, with its values as .json beside it; or .json."),
-]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Options of an inspection; the same for both models of a comparison."""
-
-    images: Sequence[Path]
-    limit: int = 200
-    batch: int = 16
-    size: tuple[int, ...] | None = None
-    labels: str | None = None
-    probes: bool = True
-    random: bool = False
-    device: str | None = None
-    seed: int = 0
-    cure: bool = False
-
-    def open(self) -> Dataset:
-        """Open the images, and check before a model is loaded that one of them can be read."""
-        dataset = open_dataset(self.images or None, limit=self.limit or None, labels=self.labels or (), size=self.size)
-        check_one_readable(dataset)
-        return dataset
-
-    def load(self, name: str) -> Loaded:
-        """Load a model, and run it once if its size was given: not every model takes another one."""
-        loaded = load(name, "inspect", random=self.random, size=self.size, device=self.device, seed=self.seed)
-        if self.size is not None:
-            predict(loaded, torch.zeros(1, *loaded.spec.shape))
-        return loaded
-
-    def run(self, name: str, dataset: Dataset, world: World) -> Report | None:
-        """Load a model and inspect it; return the report on rank 0, None on the others."""
-        with console.err.status(f"Loading {name}"):
-            loaded = world.run(lambda: self.load(name))
-        if self.random:
-            console.note(f"{name} has random weights here: the results say nothing about trained ones.")
-        chosen = {"batch_size": self.batch, "probes": self.probes, "cure": self.cure, "seed": self.seed}
-
-        def work() -> Report | None:
-            try:
-                with console.bars() as progress:
-                    return reports.inspect(loaded.model, dataset, progress=progress, name=name, **chosen)  # type: ignore[arg-type]
-            except torch.OutOfMemoryError as error:
-                raise UnsupportedInput(
-                    f"Not enough memory for batches of {self.batch} images. Use a smaller --batch or --size."
-                ) from error
-
-        return world.run(work)
+PAGE = "Page to write, with its values as .json beside it; or .json."
+Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help=PAGE)]
 
 
 def inspect(
+    ctx: typer.Context,
     model: options.Model,
     images: Images = None,
     out: Out = Path("report.html"),
-    limit: Limit = 200,
+    limit: options.Limit = 200,
     batch: options.Batch = 16,
     size: options.Size = None,
     labels: Labels = None,
     probes: Probes = True,
-    cure: Cure = True,
+    cure: Annotated[bool, typer.Option(help="If there are artifacts, try test-time registers.")] = True,
     random_weights: options.RandomWeights = False,
-    device: options.DeviceOf = None,
+    device: options.Device = None,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
 ) -> None:
@@ -131,11 +71,10 @@ def inspect(
     Existing files are overwritten, and only by complete ones. Unreadable images are skipped and named; the exit code is
     then 1.
     """
-    pixels = options.parse_size(size)
-    settings = Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed, cure)
     with session(out, device) as world:
-        world.run(lambda: check_output(out, settings.images))
-        report = settings.run(model, world.run(settings.open), world)
+        world.run(lambda: check_output(out, images or []))
+        dataset = world.run(lambda: open_images(ctx.params))
+        report = inspect_model(model, dataset, ctx.params, world)
         if report is None:
             return
         report.save(out)
@@ -146,6 +85,44 @@ def inspect(
             console.say(f"Report: {written(out)}", style="bold")
     if report.problems["num_skipped"] and world.world_size == 1:  # torchrun would report a crash
         raise typer.Exit(1)
+
+
+def open_images(given: Mapping[str, Any]) -> Dataset:
+    """Open the images of a command's options, and check before a model is loaded that one of them can be read."""
+    source, limit, labels = given["images"] or None, given["limit"] or None, given["labels"] or ()
+    dataset = open_dataset(source, limit=limit, labels=labels, size=given["size"])
+    check_one_readable(dataset)
+    return dataset
+
+
+def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: World) -> Report | None:
+    """Load a model and inspect it by a command's options; return the report on rank 0, None on the others."""
+
+    def load_checked() -> Loaded:
+        where = {"size": given["size"], "device": given["device"], "seed": given["seed"]}
+        loaded = load(name, "inspect", random=given["random_weights"], **where)
+        if loaded.size is not None:  # not every model takes another size
+            predict(loaded, torch.zeros(1, *loaded.spec.shape))
+        return loaded
+
+    with console.err.status(f"Loading {name}"):
+        loaded = world.run(load_checked)
+    if given["random_weights"]:
+        console.note(f"{name} has random weights here: the results say nothing about trained ones.")
+    chosen = {"batch_size": given["batch"], "probes": given["probes"], "cure": given.get("cure", False)}
+
+    def work() -> Report | None:
+        try:
+            with console.bars() as progress:
+                return reports.inspect(
+                    loaded.model, dataset, **chosen, seed=given["seed"], progress=progress, name=name
+                )
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedInput(
+                f"Not enough memory for batches of {given['batch']} images. Use a smaller --batch or --size."
+            ) from error
+
+    return world.run(work)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ EXAMPLES = (
 
 
 def merge(
+    ctx: typer.Context,
     model: options.Model,
     images: Annotated[
         list[Path],
@@ -38,26 +39,25 @@ def merge(
     gflops: options.Gflops = None,
     out: options.Folder = Path("glass"),
     schedule: options.Schedule = "constant",
-    order: options.OrderOf = options.Order.paper,
+    order: options.Order = "paper",
     proportional: options.Proportional = True,
     method: options.Method = "tome",
     size: options.Size = None,
     random_weights: options.RandomWeights = False,
-    device: options.DeviceOf = None,
-    limit: Annotated[int, typer.Option(min=0, metavar="N", help="Most images, spread over the data; 0 for all.")] = 0,
+    device: options.Device = None,
+    limit: options.Limit = 0,
 ) -> None:
     """Write for each image the stained glass (one pane per remaining token) and a side-by-side view.
 
     Also writes a summary with tokens per layer, FLOPs, and how close the merged model's output is to the unmerged
     one's.
     """
-    settings = options.merge_options(r, keep, gflops, schedule, order, proportional, method)
-    pixels = options.parse_size(size)
+    settings = options.merge_options(ctx.params)
     with command():
         dataset = open_dataset(images, labels=None, limit=limit or None)
         good, skipped = find_readable(dataset)  # before loading the model, which may take long
         with console.err.status(f"Loading {model}"):
-            loaded = load(model, "merge", random=random_weights, size=pixels, device=device)
+            loaded = load(model, "merge", random=random_weights, size=size, device=device)
         with vitrail.merge(loaded.model, **settings) as merging:  # wrong options are found before anything is written
             cost, config = cost_of(loaded, merging), merging.config
         folder = make_directory(out)

@@ -9,8 +9,7 @@ from torch import nn
 
 from vitrail.bench import BenchConfig, BenchResult, Row
 from vitrail.bench._modes import Runner
-from vitrail.bench._variants import Baseline
-from vitrail.bench.benchmark import Entry
+from vitrail.bench.benchmark import make_row
 from vitrail.bench.timing import Spread
 
 NAME = "timm:vit_tiny_patch16_224"
@@ -46,11 +45,8 @@ def row(variant: str, mode: str, ms: float, **options: Any) -> Row:
     """Return a row with a median and a small spread."""
     config = options.pop("config", BenchConfig(NAME, r=4, batch=8))
     spread = Spread(ms / 1e3, 0.99 * ms / 1e3, 1.01 * ms / 1e3, 0.98 * ms / 1e3, samples=9, loops=2)
-    runner = Runner(lambda index: None, lambda: 0)
-    entry = Entry(variant, mode, runner, **{"peak": 5_000_000, "ready_s": 0.5, **options})
-    flops = 1_000_000_000
-    base = Baseline(nn.Identity(), (3, 224, 224), {}, (), 197, flops, flops)
-    return entry.row(config, spread, base)
+    runner = Runner(lambda index: None, lambda: 0, **{"peak": 5_000_000, "ready_s": 0.5, **options})
+    return make_row(config, variant, mode, runner, spread, 1_000_000_000)
 
 
 def result(*rows: Row, **options: Any) -> BenchResult:

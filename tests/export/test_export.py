@@ -71,7 +71,7 @@ def test_full_disk_leaves_nothing(linear: nn.Module, tmp_path: Path, monkeypatch
 
 
 def test_unwritable_directory(linear: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(**options: object) -> None:
+    def refused(*args: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("tempfile.mkdtemp", refused)

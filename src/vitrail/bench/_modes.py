@@ -30,11 +30,17 @@ class Runner:
         step: run inference, or one training step, on the batch with that index; returns the output, or None.
         static_bytes: memory that stays allocated between steps: weights, buffers and optimizer state.
         graph: the CUDA graph that a step replays, if any.
+        ready_s: seconds until the first step was done.
+        peak: peak memory of a step in bytes; None on the CPU.
+        difference: relative distance of the output from the eager one.
     """
 
     step: Callable[[int], Any]
     static_bytes: Callable[[], int]
     graph: CapturedGraph | None = None
+    ready_s: float = 0.0
+    peak: int | None = None
+    difference: float | None = None
 
 
 def prepare(

@@ -17,15 +17,7 @@ from vitrail._checks import as_tuple
 from vitrail._deprecation import renamed_arguments, renamed_property
 from vitrail.bench._agreement import compare, kernels_used, relative_error
 from vitrail.bench._modes import Runner, fresh_compiler, output_tensor, prepare
-from vitrail.bench._variants import (
-    INPUTS,
-    Baseline,
-    build,
-    copy_model,
-    does_not_fit,
-    random_batches,
-    try_input_size,
-)
+from vitrail.bench._variants import INPUTS, Baseline, build, copy_model, does_not_fit, random_batches, try_input_size
 from vitrail.bench.config import (
     ATTENTION,
     COMPILE_MODES,
@@ -52,37 +44,6 @@ CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 
 MAX_REASON = 300
 """Characters of an error message that are kept."""
-
-
-@dataclass
-class Entry:
-    """A variant in a mode, after its first step."""
-
-    variant: str
-    mode: str
-    runner: Runner
-    ready_s: float
-    peak: int | None
-    difference: float | None = None
-
-    def row(self, config: BenchConfig, spread: Spread, base: Baseline) -> Row:
-        flops = base.flops_before if self.variant == "unmerged" else base.flops_after
-        passes = 3 if config.train else 1
-        return Row(
-            variant=self.variant,
-            mode=self.mode,
-            ms=spread.median * 1e3,
-            images_per_s=config.batch / spread.median,
-            peak_mb=None if self.peak is None else self.peak / 1e6,
-            ready_s=self.ready_s,
-            ms_low=spread.low * 1e3,
-            ms_high=spread.high * 1e3,
-            ms_least=spread.least * 1e3,
-            samples=spread.samples,
-            loops=spread.loops,
-            tflops=2 * flops * config.batch * passes / spread.median / 1e12,
-            difference=self.difference,
-        )
 
 
 def run(
@@ -119,15 +80,18 @@ def run(
             tell("comparing with the reference")
             check = compare(base, batches[0], autocast=config.autocast_dtype, gradients=config.train)
         deadline = math.inf if config.limit is None else began + config.limit
-        entries, failed = _prepare_all(config, base, batches, clock, deadline, tell)
-        tell(f"measuring {len(entries)} rows for {config.seconds:g} s")
-        steps = {(entry.variant, entry.mode): entry.runner.step for entry in entries}
+        runners, failed = _prepare_all(config, base, batches, clock, deadline, tell)
+        tell(f"measuring {len(runners)} rows for {config.seconds:g} s")
+        steps = {key: runner.step for key, runner in runners.items()}
         spreads = measure(steps, clock, config.seconds, inputs=INPUTS)
         machine, kernels = describe_machine(device), kernels_used(device)
-    rows = [entry.row(config, spreads[entry.variant, entry.mode], base) for entry in entries]
+    rows = []
+    for variant, mode in sorted(runners, key=lambda key: (VARIANTS.index(key[0]), config.modes.index(key[1]))):
+        flops = base.flops_before if variant == "unmerged" else base.flops_after
+        rows.append(make_row(config, variant, mode, runners[variant, mode], spreads[variant, mode], flops))
     return BenchResult(
         config=config,
-        rows=tuple(sorted(rows, key=lambda row: (VARIANTS.index(row.variant), config.modes.index(row.mode)))),
+        rows=tuple(rows),
         failed=tuple(failed),
         size=base.shape[1:],
         tokens_before=base.tokens_before,
@@ -142,11 +106,31 @@ def run(
     )
 
 
+def make_row(config: BenchConfig, variant: str, mode: str, runner: Runner, spread: Spread, flops: int) -> Row:
+    """Return the row of a variant in a mode, whose steps took these times."""
+    passes = 3 if config.train else 1
+    return Row(
+        variant=variant,
+        mode=mode,
+        ms=spread.median * 1e3,
+        images_per_s=config.batch / spread.median,
+        peak_mb=None if runner.peak is None else runner.peak / 1e6,
+        ready_s=runner.ready_s,
+        ms_low=spread.low * 1e3,
+        ms_high=spread.high * 1e3,
+        ms_least=spread.least * 1e3,
+        samples=spread.samples,
+        loops=spread.loops,
+        tflops=2 * flops * config.batch * passes / spread.median / 1e12,
+        difference=runner.difference,
+    )
+
+
 def _prepare_all(
     config: BenchConfig, base: Baseline, batches: list[Tensor], clock: Clock, deadline: float, tell: Tell
-) -> tuple[list[Entry], list[Failure]]:
+) -> tuple[dict[tuple[str, str], Runner], list[Failure]]:
     """Prepare every variant mode by mode, so that a mode that runs out of time is missing from all variants."""
-    entries: list[Entry] = []
+    runners: dict[tuple[str, str], Runner] = {}
     failed: list[Failure] = []
     eager: dict[str, Tensor] = {}
     for mode, variant in product(config.modes, VARIANTS):
@@ -155,7 +139,7 @@ def _prepare_all(
             continue
         tell(f"preparing {variant}, {mode}")
         try:
-            entry, output = _prepare_one(config, base, variant, mode, batches, clock)
+            runner, output = _prepare_one(config, base, variant, mode, batches, clock)
         except Exception as error:
             # without eager rows of these two there is nothing to compare
             if _is_out_of_memory(error) or (mode == "eager" and variant != "sliced"):
@@ -163,32 +147,32 @@ def _prepare_all(
             failed.append(Failure(variant, mode, _reason(error)))
             tell(f"{variant}, {mode} failed: {_reason(error)}")
             continue
-        entries.append(entry)
-        if output is not None and mode == "eager":
+        runners[variant, mode] = runner
+        if mode == "eager" and output is not None:
             eager[variant] = output
         elif output is not None and variant in eager:
-            entry.difference = relative_error(output, eager[variant])
-    return entries, failed
+            runner.difference = relative_error(output, eager[variant])
+    return runners, failed
 
 
 def _prepare_one(
     config: BenchConfig, base: Baseline, variant: str, mode: str, batches: list[Tensor], clock: Clock
-) -> tuple[Entry, Tensor | None]:
+) -> tuple[Runner, Tensor | None]:
+    """Prepare a variant in a mode, and run its first steps; return its output, too."""
     module = base.variant(variant, own_weights=config.train)
     start = clock.now()
     runner = prepare(mode, module, batches, config.compile_mode, config.autocast_dtype, config.train)
     runner.step(0)
-    ready = clock.now() - start
-    peak = _peak(runner, batches[0])
+    runner.ready_s = clock.now() - start
+    if batches[0].is_cuda:
+        runner.peak = _peak(runner, batches[0])
     # not the batch of the first step: a captured graph must read the one it is given
     output = runner.step(len(batches) - 1)
-    return Entry(variant, mode, runner, ready, peak), None if output is None else output_tensor(output).detach().clone()
+    return runner, None if output is None else output_tensor(output).detach().clone()
 
 
-def _peak(runner: Runner, batch: Tensor) -> int | None:
+def _peak(runner: Runner, batch: Tensor) -> int:
     """Return the peak memory of a step in bytes, as if the model and one batch were alone on the device."""
-    if not batch.is_cuda:
-        return None
     runner.step(0)  # the first step may have allocated what stays: workspaces, optimizer state
     torch.cuda.synchronize(batch.device)
     before = torch.cuda.memory_allocated(batch.device)

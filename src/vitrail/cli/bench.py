@@ -85,9 +85,7 @@ def bench(
     limit: Annotated[float | None, typer.Option(metavar="S", help="Prepare no further mode after this time.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON here.")] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Plot: png, svg or pdf.")
-    ] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Plot: png, svg or pdf.")] = None,
 ) -> None:
     """Time three variants interleaved: the model as its library runs it; merged; and sliced, the lower bound.
 

@@ -37,7 +37,7 @@ def compare(
     device: options.Device = None,
     seed: inspect.Seed = 0,
 ) -> None:
-    """Options are those of `vitrail inspect` and apply to models; reports are taken as they are."""
+    """Inspect models by the options of `vitrail inspect`; load reports as they are."""
     names = (first, second)
     files = [Path(name) for name in names if is_report(name)]
     if images and len(files) == 2:

@@ -52,7 +52,7 @@ def evaluate(
     confusion: Annotated[bool, typer.Option("--confusion", help="Print the confusion matrix.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
-    """Accuracy is per cent of the labeled samples, by head and fused; merged or not."""
+    """Print the figures of all heads, of the model merged or not; with --json, write more of them."""
     with command():
         if json_file is not None:
             check_writable(json_file, "--json")

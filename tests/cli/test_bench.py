@@ -174,7 +174,7 @@ def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_unreachable_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vitrail.cli._shared.model._unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr("vitrail.adapters.hub.unreachable", lambda: "hub.example")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     done = run(MODEL, "--r", 4, "--pretrained", "--device", "cpu")

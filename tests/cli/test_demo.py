@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 import vitrail
 from tests.training.toys import FIELDS, make_photos
 from vitrail.cli import app
-from vitrail.cli._shared.demo_sheet import CHANGED, DARKEST, LIKELY, MARGIN, Column, draw_sheet, over
-from vitrail.cli._shared.summary import Guess, Summary
-from vitrail.cli.demo import STRENGTHS, run_demo
+from vitrail.cli._shared.summary import Summary
+from vitrail.cli.demo import DARKEST, STRENGTHS, over, run_demo
 from vitrail.data import read_image, to_tensor
 from vitrail.data.sample_images import drawings
 from vitrail.errors import InvalidOption, ModelLoadError
@@ -96,34 +95,6 @@ def test_all_outputs_are_present(
     first = runs[0].pictures[0].guesses_before["label"][0]
     text = (out / "summary.md").read_text(encoding="utf-8")
     assert f"| tall | {first.name} {first.probability:.0%} |" in text
-
-
-def test_sheets_hold_image_and_maps_without_overlap() -> None:
-    image = Image.new("RGB", (40, 20), (200, 30, 30))
-    glass = Image.new("RGB", (40, 20), (10, 200, 10))
-    guesses = {"label": [Guess("käse|" * 20, 0.75), Guess("猫", 0.25)]}
-    other = {"label": [Guess("猫", 0.6), Guess("x", 0.4)]}
-    values = np.array([[0.0, 1.0]])
-    columns = [
-        Column(image, "unmerged", "", guesses, {"class": values}),
-        Column(glass, "strong", "", other, {"class": values}),
-    ]
-    sheet = np.asarray(draw_sheet("title", "detail", columns)).astype(int)
-
-    def place(color: tuple[int, int, int]) -> tuple[int, int, int, int]:
-        rows, columns = (np.abs(sheet - color).max(-1) <= 1).nonzero()
-        return rows.min(), rows.max(), columns.min(), columns.max()
-
-    red, green = place((200, 30, 30)), place((10, 200, 10))
-    assert (red[1] - red[0] + 1, red[3] - red[2] + 1) == (210, 420)  # as large as it may be, in its own shape
-    assert red[:2] == green[:2]
-    assert red[2] == MARGIN
-    assert red[3] < green[2]
-    changed, likely = place(CHANGED), place(LIKELY)
-    assert changed[2] == green[2]  # another class is first in the second column, and its bar is as long as it is likely
-    assert changed[3] - changed[2] == round(0.6 * 420)
-    assert likely[2] == red[2]
-    assert red[1] < likely[0] < likely[1]
 
 
 def test_a_larger_weight_is_lighter_on_any_background() -> None:

@@ -237,7 +237,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_explained(photos: Path, tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.cli._shared.model._unreachable_hub", lambda: None)  # tests do not ask the network
+    monkeypatch.setattr("vitrail.adapters.hub.unreachable", lambda: None)  # tests do not ask the network
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     arguments, expected = MISTAKES[mistake]

@@ -12,8 +12,8 @@ import timm
 import torch
 from huggingface_hub import constants
 
+from vitrail.adapters import hub
 from vitrail.adapters.registry import library
-from vitrail.cli._shared import model as loading
 from vitrail.cli._shared.model import load
 from vitrail.errors import ModelLoadError, UnsupportedInput
 from vitrail.models import create_model
@@ -24,7 +24,7 @@ MODEL = "timm:vit_tiny_patch16_224"
 @pytest.fixture(autouse=True)
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the Hub is reachable, without using the network."""
-    monkeypatch.setattr(loading, "_unreachable_hub", lambda: None)
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_without_network_the_message_explains_it(
     no_weights: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_weights(OSError("a long story about offline modes"))
-    monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr(hub, "unreachable", lambda: "hub.example")
     text = message(MODEL)
     assert "its trained weights could not be loaded (hub.example cannot be reached)" in text
     assert "--random-weights" in text
@@ -226,18 +226,18 @@ def test_only_names_that_need_it_use_the_hub(tmp_path: Path) -> None:
 
 def test_an_unreachable_hub_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real function, on this machine only
-    monkeypatch.setattr(loading, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-        assert loading._unreachable_hub() is None
-    assert loading._unreachable_hub() == "127.0.0.1"
+        assert hub.unreachable() is None
+    assert hub.unreachable() == "127.0.0.1"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # no requests are made
-    assert loading._unreachable_hub() is None
+    assert hub.unreachable() is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loading, "getproxies", lambda: {"https": "http://proxy.example"})
-    assert loading._unreachable_hub() is None
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.example"})
+    assert hub.unreachable() is None
 
 
 def test_the_hub_library_is_quiet_and_restored_afterwards(
@@ -247,7 +247,7 @@ def test_the_hub_library_is_quiet_and_restored_afterwards(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     logger = logging.getLogger("huggingface_hub.utils._http")
     level = logger.getEffectiveLevel()
-    with loading._quiet_hub(offline=True):
+    with hub.quiet(offline=True):
         assert constants.is_offline_mode()
         assert not logger.isEnabledFor(logging.WARNING)
         logger.warning("Retrying in 1s [Retry 1/5].")
@@ -255,12 +255,12 @@ def test_the_hub_library_is_quiet_and_restored_afterwards(
     assert not constants.is_offline_mode()
     assert logger.getEffectiveLevel() == level
     monkeypatch.setenv("HF_HUB_VERBOSITY", "warning")  # set by the user
-    with loading._quiet_hub(offline=False):
+    with hub.quiet(offline=False):
         assert logger.getEffectiveLevel() == level
 
 
 def test_without_network_fails_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr(hub, "unreachable", lambda: "hub.example")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "hub.example cannot be reached" in message(MODEL)

@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 import vitrail
@@ -18,21 +19,24 @@ from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import PREFIX, named
 from vitrail.analysis.attention import token_maps
 from vitrail.cli._shared import console, options
-from vitrail.cli._shared.demo_sheet import Column, Maps, draw_sheet
 from vitrail.cli._shared.media import find_readable
 from vitrail.cli._shared.model import Loaded, load
 from vitrail.cli._shared.output import Names, make_directory, write_image
 from vitrail.cli._shared.prediction import compare_merged, cost_of, predict
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, Guesses, Result, Summary, markdown_table, write_summary
-from vitrail.data import Dataset, Sample, open_dataset, read_image, samples
+from vitrail.data import Dataset, open_dataset, read_image, samples
 from vitrail.data.sample_images import drawings
+from vitrail.drawing.predictions import WIDE, Column, prediction_sheet
 from vitrail.errors import InvalidOption
+from vitrail.report.page.images import colors
 from vitrail.report.sections.attention import MAX_TOKENS
 from vitrail.tokens import token_names
 from vitrail.training.run_directory import model_of
 
 EXAMPLES = ("vitrail demo -o demo", "vitrail demo --model runs/student --pictures photos/ -o student")
+
+Costs = dict[str, tuple[Cost, dict[str, Any]]]
 
 STRENGTHS = {"gentle": 0.5, "medium": 0.25, "strong": 0.1}
 """Share of patches that remain, by name."""
@@ -40,6 +44,14 @@ STRENGTHS = {"gentle": 0.5, "medium": 0.25, "strong": 0.1}
 MOST = 12
 """Most images that are shown."""
 
+DARKEST = 0.75
+"""Brightness of a map over black pixels: little is lost, so that colors stay readable."""
+
+LEGEND = "Bars: the most likely classes; red where merging put another class first."
+MAPS = (
+    " Maps: what each special token attends to, mean over heads, from nothing (violet) to its largest weight (yellow), "
+    "lightly shaded by the image."
+)
 DRAWN = (
     "The golf ball, the parachute and the church are drawings. Whatever an image shows, the model predicts one of "
     "its own classes; predictions are shown as they are."
@@ -120,12 +132,8 @@ def _show(loaded: Loaded, dataset: Dataset, folder: Path) -> dict[str, Summary]:
     predict(loaded, loaded.medium.batch(dataset.read(0).image, loaded.spec))  # the first pass is slower
     with console.progress() as bar:
         for index in bar.track(range(len(dataset)), description="Merging"):
-            sheet, found = _one_sample(loaded, dataset.read(index), {name: cost for name, (cost, _) in costs.items()})
             file = names.of(index, ["sheet"])["sheet"]
-            write_image(file, sheet)
-            for strength, result in found.items():
-                result.files["sheet"] = file.name
-                results[strength].append(result)
+            write_image(file, _one_sample(loaded, dataset.read(index).image, file, costs, results))
     size, device = loaded.spec.size, loaded.device.type
     return {
         strength: Summary(loaded.name, "trained", device, size, config, cost, results[strength])
@@ -133,9 +141,9 @@ def _show(loaded: Loaded, dataset: Dataset, folder: Path) -> dict[str, Summary]:
     }
 
 
-def _costs(loaded: Loaded) -> dict[str, tuple[Cost, dict[str, Any]]]:
+def _costs(loaded: Loaded) -> Costs:
     """Return cost and settings of each strength that the model has enough layers for."""
-    costs: dict[str, tuple[Cost, dict[str, Any]]] = {}
+    costs: Costs = {}
     for strength, keep in STRENGTHS.items():
         try:
             with vitrail.merge(loaded.model, keep=keep) as merging:
@@ -147,30 +155,35 @@ def _costs(loaded: Loaded) -> dict[str, tuple[Cost, dict[str, Any]]]:
     return costs
 
 
-def _one_sample(loaded: Loaded, sample: Sample, costs: Mapping[str, Cost]) -> tuple[Image.Image, dict[str, Result]]:
-    """Run one sample at every strength; return the sheet, and the results by strength."""
-    title, batch = loaded.medium.title(sample), loaded.medium.batch(sample.image, loaded.spec)
-    before = predict(loaded, batch)
-    cost = next(iter(costs.values()))
+def _one_sample(
+    loaded: Loaded, sample: Any, file: Path, costs: Costs, results: Mapping[str, list[Result]]
+) -> Image.Image:
+    """Run one sample at every strength, and add the results; return the sheet."""
+    title, batch = file.stem.removesuffix("-sheet"), loaded.medium.batch(sample, loaded.spec)
+    before, small = predict(loaded, batch), ImageOps.contain(sample, (WIDE, WIDE))
     columns: list[Column] = []
-    found = {}
 
     def add_column(shown: Image.Image, name: str, tokens: int, flops: int, guesses: Guesses) -> None:
         detail = f"{tokens} tokens, {flops / 1e9:.3g} GFLOPs"
-        columns.append(Column(shown, name, detail, guesses, attention_maps(loaded, batch)))
+        pairs = {question: [(one.name, one.probability) for one in best] for question, best in guesses.items()}
+        maps = {token: over(small, values) for token, values in attention_maps(loaded, batch).items()}
+        columns.append(Column(shown, name, detail, pairs, maps))
 
-    add_column(sample.image, "unmerged", cost.tokens_before[-1], cost.flops_before, before.guesses)
-    for strength, spent in costs.items():
+    cost, _ = next(iter(costs.values()))
+    add_column(sample, "unmerged", cost.tokens_before[-1], cost.flops_before, before.guesses)
+    for strength, (cost, _) in costs.items():
         with vitrail.merge(loaded.model, keep=STRENGTHS[strength]) as merging:
-            drawings, found[strength] = compare_merged(loaded, merging, sample.image, f"{title}, {strength}", before)
+            drawings, result = compare_merged(loaded, merging, sample, f"{title}, {strength}", before)
             glass = next(iter(drawings.values()))
-            add_column(glass, strength, spent.tokens_after[-1], spent.flops_after, found[strength].guesses_after)
+            add_column(glass, strength, cost.tokens_after[-1], cost.flops_after, result.guesses_after)
+        result.files["sheet"] = file.name
+        results[strength].append(result)
     size, special = " x ".join(map(str, loaded.spec.size)), loaded.layout.num_special
     detail = f"{loaded.name}, input {size}, {loaded.layout.num_patches} patches and {special} special tokens"
-    return draw_sheet(title, detail, columns), found
+    return prediction_sheet(title, detail, columns, LEGEND + (MAPS if special else ""))
 
 
-def attention_maps(loaded: Loaded, batch: Tensor) -> Maps:
+def attention_maps(loaded: Loaded, batch: Tensor) -> dict[str, np.ndarray]:
     """Return the attention (h, w) of each special token in the last layer: the mean over heads, which sums to one."""
     if not loaded.layout.num_special:
         return {}
@@ -179,6 +192,14 @@ def attention_maps(loaded: Loaded, batch: Tensor) -> Maps:
     maps = token_maps(rows, seen.layout)[0].mean(0)[:MAX_TOKENS].flatten(1, 2).double().cpu().numpy()
     names = token_names(seen.layout.special)
     return {names[query]: values for query, values in zip(seen.queries, maps, strict=False)}
+
+
+def over(image: Image.Image, values: np.ndarray) -> Image.Image:
+    """Overlay an image with a map (h, w), from zero (violet) to its largest value (yellow)."""
+    shades = Image.fromarray(colors(values / max(float(values.max()), 1e-12)))
+    heat = np.asarray(shades.resize(image.size, Image.Resampling.NEAREST), dtype=np.float64)
+    light = np.asarray(image.convert("L"), dtype=np.float64)[..., None] / 255
+    return Image.fromarray(np.rint(heat * (DARKEST + (1 - DARKEST) * light)).astype(np.uint8))
 
 
 def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks: Sequence[str]) -> None:

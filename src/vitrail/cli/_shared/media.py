@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from vitrail.adapters import Found
 from vitrail.cli._shared import console
 from vitrail.cli._shared.summary import Skipped
-from vitrail.data import Dataset, InputSpec, Sample, check_image, to_tensor
-from vitrail.data.decode import EXTENSIONS
+from vitrail.data import Dataset, InputSpec, check_image, to_tensor
 from vitrail.drawing import contact_sheet, stained_glass
 from vitrail.errors import ImageError, UnsupportedInput
 from vitrail.models.saving import LABELS_ATTRIBUTE
@@ -45,7 +44,6 @@ class Medium:
         check: checks a file, mostly by its header; returns its number of frames, of which the first is used.
         batch: returns a sample as a batch of one for a model.
         draw: draws a sample's groups (h, w); returns pictures by the ending of their files, the drawing first.
-        title: returns a sample's name for a heading.
     """
 
     noun: str
@@ -54,7 +52,6 @@ class Medium:
     check: Callable[[Path], int] = lambda path: 1
     batch: Callable[[Any, InputSpec], Tensor] = lambda values, spec: spec.normalize(values[None])
     draw: Callable[[Any, Any], dict[str, Image.Image]] = lambda values, groups: {}
-    title: Callable[[Sample], str] = lambda sample: sample.name
 
 
 def _draw_glass(image: Image.Image, groups: Any) -> dict[str, Image.Image]:
@@ -65,11 +62,6 @@ def _draw_glass(image: Image.Image, groups: Any) -> dict[str, Image.Image]:
     return {"glass": glass, "side-by-side": contact_sheet(sides)}
 
 
-def _without_extension(sample: Sample) -> str:
-    name = Path(sample.name)
-    return name.stem if name.suffix.lower() in EXTENSIONS else sample.name
-
-
 MEDIA = {
     "image": Medium(
         "images",
@@ -78,7 +70,6 @@ MEDIA = {
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
         draw=_draw_glass,
-        title=_without_extension,
     ),
     "audio": Medium("spectrograms or other arrays", "vitrail.record or vitrail.inspect"),
     "video": Medium("video clips", "vitrail.record"),

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from torch import nn
 
 import vitrail
-from vitrail.adapters import LIBRARIES, find, size_options
+from vitrail.adapters import LIBRARIES, find, hub, size_options
 from vitrail.adapters.registry import library, split_name
 from vitrail.bench._variants import sized
 from vitrail.cli._shared.media import MEDIA, Medium, check_accepted, input_spec
 from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
-
-CONNECT_SECONDS = 3.0
-"""How long to wait for the Hub."""
 
 if TYPE_CHECKING:
     from vitrail.training.objective.targets import Target
@@ -68,9 +59,9 @@ def load(
     options = size_options(name, size)
     torch.manual_seed(seed)
     origin, rest = split_name(name)
-    unreachable = _unreachable_hub() if origin and origin.uses_hub(rest, not random) else None
+    unreachable = hub.unreachable() if origin and origin.uses_hub(rest, not random) else None
     try:
-        with _quiet_hub(offline=unreachable is not None), origin.quiet() if origin else nullcontext():
+        with hub.quiet(offline=unreachable is not None), origin.quiet() if origin else nullcontext():
             model = vitrail.load_model(name, pretrained=not random, **options)
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
@@ -125,48 +116,10 @@ def _guess(name: str) -> str | None:
 
 def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError | None:
     """Return why a model cannot be merged even with random weights, or None; uses neither memory nor network."""
-    with _quiet_hub(offline=True), warnings.catch_warnings(), torch.device("meta"):
+    with hub.quiet(offline=True), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
             find(vitrail.load_model(name, pretrained=False, **(options or {})))
         except VitrailError as error:
             return error
     return None
-
-
-def _unreachable_hub() -> str | None:
-    """Return the Hub's host if it cannot be reached; its own library would retry for most of a minute.
-
-    Behind a proxy, only the proxy knows.
-    """
-    try:
-        settings: Any = import_module("huggingface_hub.constants")
-        url = urlsplit(settings.ENDPOINT)
-        if not (settings.HF_HUB_OFFLINE or url.hostname is None or {"https", "http", "all"} & getproxies().keys()):
-            port = url.port or (80 if url.scheme == "http" else 443)
-            socket.create_connection((url.hostname, port), CONNECT_SECONDS).close()
-    except OSError:
-        return url.hostname
-    except (ImportError, AttributeError):  # no such library, or a much older or newer one: do as usual
-        pass
-    return None
-
-
-@contextmanager
-def _quiet_hub(offline: bool) -> Iterator[None]:
-    """Silence the Hub library's retries; with ``offline``, do not let it connect."""
-    try:
-        settings: Any = import_module("huggingface_hub.constants")
-        log: Any = import_module("huggingface_hub.utils.logging")  # sets its level when it is imported, so before us
-        before = settings.HF_HUB_OFFLINE, log.get_verbosity()
-    except (ImportError, AttributeError):
-        yield
-        return
-    try:
-        settings.HF_HUB_OFFLINE = before[0] or offline
-        if "HF_HUB_VERBOSITY" not in os.environ:
-            log.set_verbosity(log.ERROR)
-        yield
-    finally:
-        settings.HF_HUB_OFFLINE = before[0]
-        log.set_verbosity(before[1])

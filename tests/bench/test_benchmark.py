@@ -35,7 +35,7 @@ def test_all_variants_in_all_modes(no_inductor: None) -> None:
         assert row.samples == 5
         assert (row.difference is None) == (row.mode == "eager")
         assert row.difference is None or row.difference < 1e-5
-    assert (result.speedup, result.efficiency, result.eager_efficiency) == (1.0, 1.0, 1.0)
+    assert (result.speedup, result.efficiency, result.ratio("sliced", "eager")) == (1.0, 1.0, 1.0)
     assert result.tokens_per_layer == (15, 13)
     assert (result.tokens_before, result.size) == (17, (64, 64))
     assert result.flops_after < result.flops_before

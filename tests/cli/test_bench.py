@@ -201,8 +201,8 @@ def test_failed_sweep_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.cli.bench.require_matplotlib", lambda form: None)
-    monkeypatch.setattr("vitrail.cli.bench.plot", lambda results, name, form: f"{name} {form} {len(results)}".encode())
+    monkeypatch.setattr("vitrail.cli.bench.require_matplotlib", lambda kind: None)
+    monkeypatch.setattr("vitrail.cli.bench.plot", lambda results, name, kind: f"{name} {kind} {len(results)}".encode())
     path = tmp_path / "sweep.SVG"
     done = run(MODEL, "--r", 4, "--batch", "1,8", "--plot", path)
     assert done.exit_code == 0, done.output

@@ -169,7 +169,7 @@ def test_images_of_one_name_and_images_in_the_output_directory_stay_distinct(pho
     result = run("merge", MODEL, photos, "-r", "1", "-o", photos, *TINY)
     assert result.exit_code == 0, result.output
     names = {path.name for path in photos.iterdir()}
-    assert {"photos-a-glass.png", "more-a-glass.png", "b-2-glass.png", "b-glass-glass.png"} <= names
+    assert {"a-glass.png", "more-a-glass.png", "b-2-glass.png", "b-glass-glass.png"} <= names
     images = json.loads((photos / "summary.json").read_text(encoding="utf-8"))["pictures"]
     assert {"a.png", "more/a.png", "b.png"} <= {entry["picture"] for entry in images}
     assert read_image(photos / "b-glass.png").size == (9, 9)

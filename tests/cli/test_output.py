@@ -135,10 +135,10 @@ def test_names_do_not_collide(tmp_path: Path) -> None:
         tmp_path, SimpleNamespace(paths=None, names=["cat.jpg", "cat.jpg", "CAT.jpg", "cat-2.jpg"])
     )  # named alike: numbers are needed
     assert [names.of(index, ["glass"])["glass"].name for index in range(4)] == [
-        "cat-glass.png",
+        "cat.jpg-glass.png",
+        "cat.jpg-2-glass.png",
+        "CAT.jpg-3-glass.png",
         "cat-2-glass.png",
-        "CAT-3-glass.png",
-        "cat-2-2-glass.png",
     ]
 
 
@@ -149,7 +149,7 @@ def test_names_follow_the_images(tmp_path: Path) -> None:
         "anim.webp": "anim.webp-glass.png",
         "a/cat.jpg": "a-cat-glass.png",
         "b/CAT.jpg": "b-CAT-glass.png",
-        "b/../c/cat.png": "cat.png-glass.png",
+        "b/../c/cat.png": "c-cat-glass.png",
         "x/same/dog.jpg": "x-same-dog-glass.png",
         "y/same/dog.jpg": "y-same-dog-glass.png",
         "no-suffix": "no-suffix-glass.png",

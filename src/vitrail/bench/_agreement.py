@@ -26,12 +26,9 @@ class Check:
     dtype: the fast path is right if it is as close to the precise reference as the reference in the same dtype is.
 
     Attributes:
-        error: fast path against the reference, both in the benchmark's dtype.
-        equal_groups: likewise.
-        error_precise: fast path against the reference in ``precise``.
-        equal_groups_precise: likewise.
-        error_of_dtype: reference in the benchmark's dtype against the reference in ``precise``.
-        equal_groups_of_dtype: likewise.
+        error, equal_groups: fast path against the reference, both in the benchmark's dtype.
+        error_precise, equal_groups_precise: fast path against the reference in ``precise``.
+        error_of_dtype, equal_groups_of_dtype: reference in the benchmark's dtype against the one in ``precise``.
         precise: the longer dtype.
         images: number of images compared.
         gradient_error: fast path against the reference, for the gradients of all weights; None in inference.

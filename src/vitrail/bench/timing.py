@@ -55,10 +55,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Spread:
-    """Summary of samples, each in seconds per step.
-
-    ``low`` and ``high`` are the quartiles, ``least`` the minimum; each of the ``samples`` has ``loops`` steps.
-    """
+    """Median, quartiles and minimum of ``samples``, in seconds per step; each sample has ``loops`` steps."""
 
     median: float
     low: float
@@ -78,9 +75,7 @@ class Spread:
         return (self.high - self.low) / 2 / self.median
 
 
-def measure(
-    steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: int = 1, seed: int = 0
-) -> dict[Key, Spread]:
+def measure(steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: int = 1) -> dict[Key, Spread]:
     """Time several steps interleaved: one sample of each per round, in a new random order each round.
 
     Thermal drift and other load on the machine then affect all steps alike.
@@ -88,7 +83,7 @@ def measure(
     """
     loops = {key: _warm_up(step, clock, inputs) for key, step in steps.items()}
     samples: dict[Key, list[float]] = {key: [] for key in steps}
-    order, generator = list(steps), random.Random(seed)
+    order, generator = list(steps), random.Random(0)
     end = clock.now() + seconds
     for done in range(MAX_ROUNDS):
         if done >= MIN_ROUNDS and clock.now() >= end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from vitrail.adapters.saved import read_config, read_labels
 from vitrail.cli._shared import console
 from vitrail.cli._shared.ranks import command
 from vitrail.errors import InvalidOption
-from vitrail.models.saving import ARCHITECTURE, CONFIG
+from vitrail.models.saving import ARCHITECTURE
 from vitrail.training import Event, Run
 from vitrail.training.config import OPTIONS, default_text, read_value, read_yaml
 from vitrail.training.config.options import Option
@@ -135,23 +136,19 @@ def _update_bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> N
 
 def _print_next_steps(run: Run) -> None:
     """Print what the run wrote, and the commands to run next."""
-    last = run.folder / "last"
+    last, name = run.folder / "last", shlex.quote(str(run.folder / "last"))
     console.say(f"Run directory: {run.folder}", style="bold")
-    console.say(
-        "  last/ is the model after the last step" + (", best/ the one with the best score" if run.best else "")
-    )
+    best = ", best/ the one with the best score" if run.best else ""
+    console.say(f"  last/ is the model after the last step{best}")
     if run.best:
         console.say(f"  best score {100 * run.best['score']:.2f} % after step {run.best['step']}")
-    name = shlex.quote(str(last))
-    console.say("Next:")
-    if ARCHITECTURE not in (last / CONFIG).read_text(encoding="utf-8"):
-        console.say(f"  vitrail evaluate {name} DATA             # accuracy of each head")
-        return
-    console.say(f"  vitrail evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging")
+    steps = [f"evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging"]
     config = read_config(last)
-    if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
-        console.say(f"  vitrail train --model {name} --data LABELED  # fine-tune it")
-    elif read_labels(last).get("classes"):
-        console.say(f"  vitrail demo --model {name}              # predictions and attention at several merge rates")
-    console.say(f"  vitrail inspect vitrail:{name} IMAGES  # artifact tokens, attention, features")
-    console.say(f"  vitrail export vitrail:{name} -r 8 -o model.onnx")
+    if ARCHITECTURE in json.dumps(config):  # a model of ours
+        if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
+            steps.append(f"train --model {name} --data LABELED  # fine-tune it")
+        elif read_labels(last).get("classes"):
+            steps.append(f"demo --model {name}              # predictions and attention at several merge rates")
+        steps.append(f"inspect vitrail:{name} IMAGES  # artifact tokens, attention, features")
+        steps.append(f"export vitrail:{name} -r 8 -o model.onnx")
+    console.say("\n".join(["Next:", *(f"  vitrail {step}" for step in steps)]))

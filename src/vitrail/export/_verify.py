@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail.errors import ExportError
 from vitrail.export._trace import explained
-from vitrail.export.formats import ExportedFile
+from vitrail.export.formats import OnnxFile, Pt2File
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Largest allowed error by dtype, relative to the largest value of an output."""
@@ -40,7 +40,7 @@ class Comparison:
 
 
 def compare(
-    run: Run, file: ExportedFile, shape: Sequence[int], dtype: torch.dtype, tolerance: float, draws: int
+    run: Run, file: OnnxFile | Pt2File, shape: Sequence[int], dtype: torch.dtype, tolerance: float, draws: int
 ) -> Comparison:
     """Compare a file with the model on random batches of ``shape``; raise if none of ``draws`` agrees.
 
@@ -86,7 +86,7 @@ def _difference(wanted: dict[str, Tensor], got: dict[str, Tensor], draw: int) ->
     return Comparison(batch, max_abs, max_rel, draw)
 
 
-def count_tokens(file: ExportedFile, feeds: Sequence[Sequence[str]]) -> list[int]:
+def count_tokens(file: OnnxFile | Pt2File, feeds: Sequence[Sequence[str]]) -> list[int]:
     """Return the number of tokens that leave each block of a file: the length of what its MLP modules compute."""
     lengths: list[set[int | None]] = [set() for _ in feeds]
     for scopes, shape in file.values():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +26,6 @@ METADATA = "vitrail.json"
 
 Value = tuple[tuple[str, ...], tuple[int | None, ...]]
 """A value inside a file: the modules that computed it, and its shape."""
-
-
-class ExportedFile(Protocol):
-    """A loaded file."""
-
-    opset: int | None
-
-    def run(self, images: Tensor) -> dict[str, Tensor]:
-        """Return the outputs by name."""
-
-    def values(self) -> Iterator[Value]:
-        """Yield the values inside the file."""
 
 
 class Onnx:
@@ -96,7 +84,7 @@ class Onnx:
                 f"one from {self.OPSETS[0]} to {self.OPSETS[-1]}"
             )
 
-    def load(self, path: Path, outputs: Sequence[str]) -> ExportedFile:
+    def load(self, path: Path, outputs: Sequence[str]) -> OnnxFile:
         """Load a file as its users will."""
         with explained("ONNX Runtime cannot load the exported model"):
             return OnnxFile(path)
@@ -121,11 +109,13 @@ class OnnxFile:
         self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def run(self, images: Tensor) -> dict[str, Tensor]:
+        """Return the outputs by name."""
         names = [output.name for output in self.session.get_outputs()]
         values = self.session.run(names, {INPUT: images.numpy()})
         return {name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)}
 
     def values(self) -> Iterator[Value]:
+        """Yield the values inside the file."""
         graph = self.graph.graph
         shapes = {
             info.name: tuple(side.dim_value or None for side in info.type.tensor_type.shape.dim)
@@ -186,7 +176,7 @@ class Pt2:
         with quiet():
             torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
 
-    def load(self, path: Path, outputs: Sequence[str]) -> ExportedFile:
+    def load(self, path: Path, outputs: Sequence[str]) -> Pt2File:
         with quiet():
             return Pt2File(torch.export.load(path), outputs)
 

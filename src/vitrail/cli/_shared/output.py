@@ -87,38 +87,28 @@ def make_directory(path: Path) -> Path:
 class Names:
     """File names for results, after their samples; they collide neither with each other nor with an input.
 
-    Results of ``cat.jpg`` are called ``cat``. Samples that share a name get a longer one: ``cat.gif`` and ``cat.webp``
-    keep their suffixes, ``a/cat.jpg`` and ``b/cat.jpg`` become ``a-cat`` and ``b-cat``. Case is ignored, as on some
-    file systems.
+    Results of ``cat.jpg`` are called ``cat``, those of ``dogs/rex.jpg`` beside it ``dogs-rex``; ``cat.gif`` and
+    ``cat.webp`` keep their suffixes. Case is ignored, as on some file systems.
     """
 
     def __init__(self, directory: Path, dataset: Dataset) -> None:
         self.directory = directory
-        self.inputs = dataset.paths or [Path(re.sub(r"[^\w./-]+", "-", name)) for name in dataset.names]
-        self.taken = {str(path.resolve()).casefold() for path in self.inputs}
-        self.shared = Counter(label for path in self.inputs for label in {label.casefold() for label in _labels(path)})
+        paths = dataset.paths or [re.sub(r"[^\w./-]+", "-", name) for name in dataset.names]
+        inputs = [Path(os.path.normpath(Path(path).absolute())) for path in paths]
+        root = os.path.commonpath([path.parent for path in inputs])
+        full = ["-".join(path.relative_to(root).parts) for path in inputs]
+        count = Counter(Path(label).stem.casefold() for label in full)
+        self.labels = [label if count[Path(label).stem.casefold()] > 1 else Path(label).stem for label in full]
+        self.taken = {str(Path(path).resolve()).casefold() for path in paths}
 
     def of(self, index: int, endings: Iterable[str]) -> dict[str, Path]:
         """Return the files for the results of a sample, by ending."""
-        path = self.inputs[index]
-        label = next((label for label in _labels(path) if self.shared[label.casefold()] <= 1), path.stem)
         number = 1
         while True:
-            stem = label if number == 1 else f"{label}-{number}"
+            stem = self.labels[index] + (f"-{number}" if number > 1 else "")
             paths = {ending: self.directory / f"{stem}-{ending}.png" for ending in endings}
             keys = {str(path.resolve()).casefold() for path in paths.values()}
             if self.taken.isdisjoint(keys):
                 self.taken |= keys
                 return paths
             number += 1
-
-
-def _labels(path: Path) -> Iterator[str]:
-    """Yield possible labels of a sample, shortest first."""
-    yield path.stem
-    yield path.name
-    parents = Path(os.path.normpath(path.absolute())).parent.parts[1:]
-    for start in reversed(range(len(parents))):
-        prefix = "-".join(parents[start:])
-        yield f"{prefix}-{path.stem}"
-        yield f"{prefix}-{path.name}"

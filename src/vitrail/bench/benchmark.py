@@ -329,7 +329,7 @@ def time_models(
 
 
 def _check(models: Mapping[Key, nn.Module], batches: Sequence[Tensor]) -> None:
-    """Raise unless these are batches of one kind, and models on the same device."""
+    """Raise unless these are models by name, and batches of one kind."""
     if not isinstance(models, Mapping) or not models:
         got = "none" if isinstance(models, Mapping) else type(models).__name__
         raise InvalidOption(f'models must be at least one model by name, such as {{"merged": model}}; got {got}')
@@ -348,12 +348,6 @@ def _check(models: Mapping[Key, nn.Module], batches: Sequence[Tensor]) -> None:
     for name, model in models.items():
         if not isinstance(model, nn.Module):
             raise InvalidOption(f"model {name!r} is a {type(model).__name__}; expected a torch.nn.Module")
-        others = {str(value.device) for value in (*model.parameters(), *model.buffers())} - {str(batches[0].device)}
-        if others:
-            raise UnsupportedInput(
-                f"model {name!r} is on {', '.join(sorted(others))}, the images are on {batches[0].device}; move one "
-                "to the other"
-            )
 
 
 def _describe(batch: Tensor) -> str:

@@ -17,12 +17,11 @@ from rich.text import Text
 from vitrail import report as reports
 from vitrail._distributed import World, distributed
 from vitrail.cli._shared import console, options
-from vitrail.cli._shared.media import check_one_readable
 from vitrail.cli._shared.model import Loaded, load
 from vitrail.cli._shared.output import OutputError, check_writable
 from vitrail.cli._shared.prediction import predict
 from vitrail.cli._shared.ranks import command
-from vitrail.data import Dataset, open_dataset
+from vitrail.data import Dataset, InputSpec, open_dataset
 from vitrail.errors import UnsupportedInput
 from vitrail.report import Report
 from vitrail.report.page.formatting import number, percent
@@ -91,7 +90,7 @@ def open_images(given: Mapping[str, Any]) -> Dataset:
     """Open the images of a command's options, and check before a model is loaded that one of them can be read."""
     source, limit, labels = given["images"] or None, given["limit"] or None, given["labels"] or ()
     dataset = open_dataset(source, limit=limit, labels=labels, size=given["size"])
-    check_one_readable(dataset)
+    next(dataset.batches(dataset.statistics() or InputSpec((1, 1)), 1))
     return dataset
 
 

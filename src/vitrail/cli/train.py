@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress, TaskID
 
 from vitrail import training
 from vitrail.adapters.saved import read_config, read_labels
@@ -100,10 +98,9 @@ def _read_pairs(pairs: list[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _progress() -> Iterator[Callable[[Event], None]]:
     """Yield a callback that shows the events of a run: progress bars, and a line for each evaluation."""
-    with console.progress() as progress:
-        tasks: dict[str, TaskID] = {}
+    with console.bars() as update:
 
         def show(event: Event) -> None:
             step = f"step {event.done} of {event.total}"
@@ -114,24 +111,17 @@ def _progress() -> Iterator[Any]:
             elif event.kind == "evaluation":
                 scores = (f"{name} {100 * share:.2f} %" for name, share in event.values["accuracy"].items())
                 console.say(f"{step}  {'  '.join(scores)}")
-            elif event.kind in ("reading", "evaluating", "train"):
-                _update_bar(progress, tasks, event)
+            elif event.kind in ("reading", "evaluating"):
+                update(f"{event.kind} {event.text}".strip(), event.done, event.total)
+            elif event.kind == "train":
+                loss = event.values.get("loss")
+                detail = "" if loss is None else f", epoch {event.values['epoch'] + 1}, loss {loss:.3f}"
+                update("training", event.done, event.total, detail)
             elif event.kind == "epoch" and not console.err.is_terminal:
                 rate = event.values["images_per_s"]
                 console.say(f"{step}  loss {event.values['loss']:.4f}  {rate:,.0f} images/s")
 
         yield show
-
-
-def _update_bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> None:
-    title = {"reading": f"Reading {event.text}", "evaluating": "Evaluating", "train": "Training"}[event.kind]
-    if event.kind == "train" and "loss" in event.values:
-        title = f"Training, epoch {event.values['epoch'] + 1}, loss {event.values['loss']:.3f}"
-    key = f"{event.kind} {event.text}"
-    if key not in tasks:
-        tasks[key] = progress.add_task(title, total=event.total)
-    finished = event.kind != "train" and event.done == event.total
-    progress.update(tasks[key], description=title, completed=event.done, total=event.total, visible=not finished)
 
 
 def _print_next_steps(run: Run) -> None:
@@ -144,7 +134,7 @@ def _print_next_steps(run: Run) -> None:
         console.say(f"  best score {100 * run.best['score']:.2f} % after step {run.best['step']}")
     steps = [f"evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging"]
     config = read_config(last)
-    if ARCHITECTURE in json.dumps(config):  # a model of ours
+    if config.get("architecture") == ARCHITECTURE:  # a model of ours
         if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
             steps.append(f"train --model {name} --data LABELED  # fine-tune it")
         elif read_labels(last).get("classes"):

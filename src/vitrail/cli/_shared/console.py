@@ -81,14 +81,15 @@ def progress() -> Progress:
 
 
 @contextmanager
-def bars() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yield a callback ``(stage, done, total)`` that draws one progress bar per stage."""
+def bars() -> Iterator[Callable[..., None]]:
+    """Yield a callback ``(stage, done, total, detail="")`` that draws a progress bar for each stage until done."""
     with progress() as shown:
         tasks: dict[str, TaskID] = {}
 
-        def update(stage: str, done: int, total: int | None) -> None:
+        def update(stage: str, done: int, total: int | None, detail: str = "") -> None:
+            title = f"{stage[:1].upper()}{stage[1:]}{detail}"
             if stage not in tasks:
-                tasks[stage] = shown.add_task(stage[:1].upper() + stage[1:], total=total)
-            shown.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = shown.add_task(title, total=total)
+            shown.update(tasks[stage], description=title, completed=done, total=total, visible=done != total)
 
         yield update

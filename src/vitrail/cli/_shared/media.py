@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from vitrail.adapters import Found
 from vitrail.cli._shared import console
-from vitrail.cli._shared.summary import Skipped
 from vitrail.data import Dataset, InputSpec, check_image, to_tensor
 from vitrail.drawing import contact_sheet, stained_glass
 from vitrail.errors import ImageError, UnsupportedInput
@@ -107,13 +106,13 @@ def check_accepted(name: str, spec: InputSpec, command: str) -> None:
         )
 
 
-def find_readable(dataset: Dataset) -> tuple[list[int], list[Skipped]]:
+def find_readable(dataset: Dataset) -> tuple[list[int], list[dict[str, str]]]:
     """Return the indices of readable samples, and those that are not, by file headers; note files of several frames.
 
     Of a source without files, such as a parquet file, samples are read until one can be.
     """
     good: list[int] = []
-    skipped: list[Skipped] = []
+    skipped: list[dict[str, str]] = []
     frames: dict[str, int] = {}
     paths, check = dataset.paths, medium_of(dataset).check
     for index in range(len(dataset)):
@@ -137,26 +136,13 @@ def find_readable(dataset: Dataset) -> tuple[list[int], list[Skipped]]:
     return good, skipped
 
 
-def skip(dataset: Dataset, index: int, error: ImageError) -> Skipped:
+def skip(dataset: Dataset, index: int, error: ImageError) -> dict[str, str]:
     """Print that a sample is skipped, and return it for the summary."""
     console.error(f"Skipped {error}")
-    return Skipped(str(dataset.paths[index]) if dataset.paths else dataset.name(index), str(error))
+    return {"picture": str(dataset.paths[index]) if dataset.paths else dataset.name(index), "reason": str(error)}
 
 
-def check_any(readable: Sequence[object], dataset: Dataset, reason: str = "") -> None:
+def check_any(readable: Sequence[object], dataset: Dataset) -> None:
     """Raise if no sample could be read."""
     if not readable:
-        raise ImageError(f"none of the {len(dataset)} {medium_of(dataset).noun} could be read{reason}")
-
-
-def check_one_readable(dataset: Dataset) -> None:
-    """Raise if no sample can be read; those before the first that can are read, and no others."""
-    first = ""
-    for index in range(len(dataset)):
-        try:
-            dataset.read(index)
-        except ImageError as error:
-            first = first or f". The first: {error}"
-        else:
-            return
-    check_any((), dataset, first)
+        raise ImageError(f"none of the {len(dataset)} {medium_of(dataset).noun} could be read")

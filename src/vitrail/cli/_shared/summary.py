@@ -74,16 +74,11 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A sample that could not be read."""
-
-    picture: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Summary:
-    """One model, merged in one way at one input size, over some samples; field names are JSON keys."""
+    """One model, merged in one way at one input size, over some samples; field names are JSON keys.
+
+    ``skipped`` are the samples that could not be read: name (``picture``) and ``reason``.
+    """
 
     model: str
     weights: str
@@ -92,7 +87,7 @@ class Summary:
     merging: dict[str, Any]
     cost: Cost
     pictures: list[Result]
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table, one for each sample."""
@@ -133,7 +128,7 @@ def markdown(summary: Summary) -> str:
         f"- {summary.model} ({summary.weights} weights, {summary.device}), input "
         f"{' × '.join(map(str, summary.input_size))}, merged with {settings}: {tokens} tokens after each block, "
         f"instead of {summary.cost.tokens_before[-1]}.",
-        *(f"- Skipped: {skipped.reason}" for skipped in summary.skipped),
+        *(f"- Skipped: {skipped['reason']}" for skipped in summary.skipped),
     ]
     return "\n".join(lines)
 

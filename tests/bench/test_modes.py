@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tests.bench.models import quick, tiny
 from tests.extras import always
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench import VARIANTS
-from vitrail.bench._modes import CapturedGraph, output_tensor, prepare
+from vitrail.bench._modes import CapturedGraph, prepare
 from vitrail.bench._variants import build, copy_model, random_batches, slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model

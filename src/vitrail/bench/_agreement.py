@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail import kernels
 from vitrail._deprecation import renamed_property
-from vitrail.bench._modes import output_tensor
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench._variants import Baseline, copy_model
 
 MAX_IMAGES = 16

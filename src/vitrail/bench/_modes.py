@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import find
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.config import uses_graph
-from vitrail.errors import UnsupportedInput
 from vitrail.runtime.cuda_graph import CudaGraph
 
 Call = Callable[[Tensor], Any]
@@ -110,17 +110,6 @@ def fresh_compiler(cold: bool = False) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="TensorFloat32")
         yield
     torch._dynamo.reset()
-
-
-def output_tensor(output: Any) -> Tensor:
-    """Return the tensor of a model's output: the output itself, its logits, pooled features or tokens."""
-    names = ("logits", "pooler_output", "last_hidden_state")
-    for value in (output, *(getattr(output, name, None) for name in names)):
-        if isinstance(value, Tensor):
-            return value
-    raise UnsupportedInput(
-        f"the model returned a {type(output).__name__}; expected a tensor, or an output with {' or '.join(names)}"
-    )
 
 
 class CapturedGraph:

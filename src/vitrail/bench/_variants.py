@@ -13,22 +13,20 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters import Found, find, load_model, size_options
+from vitrail.adapters import find, load_model, size_options
 from vitrail.adapters.base import BlockAdapter, repeat_heads
+from vitrail.adapters.registry import sized
 from vitrail.bench.config import BenchConfig
-from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 from vitrail.runtime.class_swap import swap
 from vitrail.surgery import Merging, merge
-from vitrail.tokens import TokenLayout
 
 INPUTS = 4
 """Number of random batches to rotate through."""
@@ -75,25 +73,6 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
         tokens = tuple(merging.tokens_per_layer(config.size))
         before, after = merging.flops(config.size, merged=False), merging.flops(config.size)
     return Baseline(module, spec.shape, options, tokens, layout.num_tokens, before, after)
-
-
-def sized(found: Found, size: tuple[int, ...] | None, name: str) -> tuple[InputSpec, TokenLayout]:
-    """Return a model's input specification and layout for a height and width, or for its own size.
-
-    Raise if the size is not a whole number of patches.
-    """
-    spec = found.adapter.input_spec(found.trunk)
-    if size is None:
-        return spec, found.adapter.layout(found.trunk, spec.size)
-    spec = replace(spec, size=(*spec.size[:-2], *size))
-    with suppress(ValueError):  # smaller than a patch
-        layout = found.adapter.layout(found.trunk, spec.size)
-        if not any(side % cells for side, cells in zip(size, layout.grid[1:], strict=True)):
-            return spec, layout
-    raise InvalidOption(
-        f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
-        "(often 16 or 14) in each direction, or leave the size out"
-    )
 
 
 def copy_model(module: nn.Module, share: bool) -> nn.Module:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from vitrail._checks import as_tuple
 from vitrail._deprecation import renamed_arguments, renamed_property
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench._agreement import compare, kernels_used, relative_error
-from vitrail.bench._modes import Runner, fresh_compiler, output_tensor, prepare
+from vitrail.bench._modes import Runner, fresh_compiler, prepare
 from vitrail.bench._variants import INPUTS, Baseline, build, copy_model, does_not_fit, random_batches, try_input_size
 from vitrail.bench.config import (
     ATTENTION,

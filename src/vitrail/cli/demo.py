@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,6 +76,7 @@ def demo(
 
     Also writes a report on the model, and a summary.
     """
+    torch.set_num_threads(1)  # enough for a small model, and much faster than several on a busy machine
     with command():
         run_demo(out, model, pictures)
 
@@ -96,12 +96,11 @@ def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summa
     if len(given) > MOST:
         console.note(f"Only the first {MOST} of {len(given)} images are shown.")
         given = given.select(range(MOST))
-    with one_thread():
-        runs = _show(loaded, given, folder)
-        with console.err.status("Writing report.html"):
-            report = vitrail.inspect(loaded.model, given, probes=False, name=loaded.name)
-            assert report is not None  # one process
-            report.save(folder / "report.html")
+    runs = _show(loaded, given, folder)
+    with console.err.status("Writing report.html"):
+        report = vitrail.inspect(loaded.model, given, probes=False, name=loaded.name)
+        assert report is not None  # one process
+        report.save(folder / "report.html")
     _conclude(loaded, runs, folder, [] if images else [DRAWN])
     return list(runs.values())
 
@@ -242,14 +241,3 @@ def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks
 
 def _words(guesses: Guesses) -> str:
     return ", ".join(f"{best[0].name} {best[0].probability:.0%}" for best in guesses.values())
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one core: enough for a small model, and much faster than several on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -18,9 +18,6 @@ from vitrail.training import Evaluation
 MAX_CONFUSION = 30
 """Largest number of classes for which a confusion matrix is printed; the JSON has all."""
 
-MERGE_DEFAULTS = {"proportional": True, "order": "paper", "unmerge": True, "method": "tome"}
-"""Settings that are not printed."""
-
 EXAMPLES = (
     "vitrail evaluate runs/student val.parquet",
     "vitrail evaluate runs/student/last photos/ --merge r=8 --json result.json",
@@ -78,9 +75,8 @@ def evaluate(
 
 
 def _print(found: Evaluation) -> None:
-    given = {name: value for name, value in (found.merge or {}).items() if name != "protect"}
-    settings = [f"{name}={value}" for name, value in given.items() if MERGE_DEFAULTS.get(name) != value]
-    merged = "not merged" if found.merge is None else f"merged: {', '.join(settings)}"
+    settings = ", ".join(f"{name}={value}" for name, value in (found.merge or {}).items() if name != "protect")
+    merged = "not merged" if found.merge is None else f"merged: {settings}"
     console.say(f"{found.count} images, {merged}", style="bold")
     table = console.table("head", "accuracy", "top 5", "calibration error")
     for name, share in found.accuracy.items():

@@ -15,10 +15,16 @@ from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import Names, make_directory, write_image
 from vitrail.cli._shared.prediction import compare_merged, cost_of, predict
 from vitrail.cli._shared.ranks import command
-from vitrail.cli._shared.summary import Result, Summary, markdown, table, write_summary
+from vitrail.cli._shared.summary import Result, Summary, markdown_table, write_summary
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError
 
+COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
+LEGEND = (
+    "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
+    "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
+    "most likely class stays the same. Ms: latency of a single pass each, so a rough figure."
+)
 EXAMPLES = (
     "vitrail merge timm:vit_base_patch16_224 photos/ -r 16 -o glass",
     "vitrail merge timm:vit_small_patch14_dinov2 cat.jpg --keep 0.25 --size 518",
@@ -85,16 +91,39 @@ def merge(
         check_any(results, dataset)
         input_size, kind = loaded.spec.size, loaded.device.type
         summary = Summary(model, loaded.weights, kind, input_size, config, cost, results, skipped)
-        write_summary(folder, asdict(summary), markdown(summary))
-        _print(summary, folder)
+        _conclude(summary, folder)
     if skipped:
         raise typer.Exit(1)
 
 
-def _print(summary: Summary, folder: Path) -> None:
-    console.out.print(table(summary))
-    tokens = " ".join(map(str, summary.cost.tokens_after))
-    console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
+def _conclude(summary: Summary, folder: Path) -> None:
+    """Write the summary, and print its table."""
+    cost, tokens = summary.cost, " ".join(map(str, summary.cost.tokens_after))
+    rows = [
+        (
+            result.picture,
+            str(result.panes),
+            f"{cost.tokens_before[-1]} → {cost.tokens_after[-1]}",
+            f"{cost.flops_before / 1e9:.3g} → {cost.flops_after / 1e9:.3g}",
+            "–" if result.cosine is None else f"{result.cosine:.4f}",
+            result.top1,
+            f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
+        )
+        for result in summary.pictures
+    ]
+    size, config = " × ".join(map(str, summary.input_size)), summary.merging
+    model = f"{summary.model} ({summary.weights} weights, {summary.device})"
+    settings = ", ".join(f"{name}={value}" for name, value in config.items())
+    details = f"- {model}, input {size}, merged with {settings}: {tokens} tokens after each block, instead of "
+    lines = [f"# {summary.model}, merged", "", *markdown_table(COLUMNS, rows), "", LEGEND, ""]
+    lines += [f"{details}{cost.tokens_before[-1]}.", *(f"- Skipped: {one['reason']}" for one in summary.skipped)]
+    write_summary(folder, asdict(summary), "\n".join(lines))
+
+    table = console.table(*COLUMNS, title=model)
+    for row in rows:
+        table.add_row(*row)
+    console.out.print(table)
+    console.say(f"Tokens after each block: {tokens} (unmerged: {cost.tokens_before[-1]})")
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
         console.error(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")

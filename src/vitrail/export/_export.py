@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import vitrail
 from vitrail._atomic_files import rename_all
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import input_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
-from vitrail.export._trace import PlainModel, explained, surface_interrupts, trace
+from vitrail.export._trace import PlainModel, explained, trace
 from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
 from vitrail.export.formats import INPUT, find_format
 from vitrail.runtime.checks import refuse_meta
@@ -106,9 +107,6 @@ def export(
         raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
     model = _prepare(model, dtype)
     dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
-    if dtype not in TOLERANCES:
-        known = ", ".join(map(str, TOLERANCES))
-        raise ExportError(f"the model's weights are {dtype}; expected one of {known}. Pass dtype=torch.float32")
     kind.check(dtype, opset)
     tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
     if not is_number(tolerance) or tolerance <= 0:
@@ -124,9 +122,12 @@ def export(
     plain = PlainModel(model)
     expected, outputs = _run_and_count(plain, merging, images)
     merges = expected is not None and len(set(expected)) > 1
-    with _staging(path) as directory, surface_interrupts():
+    with _staging(path) as directory:
         program = trace(plain, torch.zeros_like(images), batch == "dynamic")
-        metadata = _metadata(merging, (free, *image_shape), expected)
+        metadata: dict[str, Any] = {"vitrail": vitrail.__version__, "input": INPUT, "shape": (free, *image_shape)}
+        if merging is not None and expected is not None:
+            spec = merging.found.adapter.input_spec(merging.found.trunk)
+            metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
         staged = directory / path.name
         kind.write(program, tuple(outputs), metadata, staged, opset)
         file = kind.load(staged, tuple(outputs))
@@ -173,10 +174,12 @@ def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         raise ExportError(
             f"{len(training)} modules are in training mode ({training[0]}, for example); call model.eval() first"
         )
-    if dtype is not None and dtype not in TOLERANCES:
-        raise InvalidOption(f"dtype must be one of {', '.join(map(str, TOLERANCES))}; got {dtype!r}")
     refuse_meta(model)
     values = [*model.parameters(), *model.buffers()]
+    own = next((value.dtype for value in values if value.is_floating_point()), torch.float32)
+    if (dtype or own) not in TOLERANCES:
+        known = ", ".join(map(str, TOLERANCES))
+        raise InvalidOption(f"dtype is {dtype or own}; expected one of {known}, such as dtype=torch.float32")
     elsewhere = any(value.device.type != "cpu" for value in values)
     other = dtype is not None and any(value.is_floating_point() and value.dtype != dtype for value in values)
     return copy.deepcopy(model).to("cpu", dtype) if elsewhere or other else model
@@ -228,17 +231,6 @@ def _run(plain: PlainModel, images: Tensor) -> dict[str, Tensor]:
     shape = tuple(images.shape)
     with explained(f"the model itself fails for an input of shape {shape}", "; choose an input size that it accepts"):
         return plain.outputs(images)
-
-
-def _metadata(merging: Merging | None, shape: Shape, expected: list[int] | None) -> dict[str, object]:
-    """Return what the file stores: the merging options, and how to normalize images."""
-    from vitrail import __version__
-
-    metadata: dict[str, object] = {"vitrail": __version__, "input": INPUT, "shape": shape}
-    if merging is not None and expected is not None:
-        spec = merging.found.adapter.input_spec(merging.found.trunk)
-        metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
-    return metadata
 
 
 @contextmanager

@@ -104,20 +104,6 @@ def quiet(*loggers: str) -> Iterator[None]:
 
 
 @contextmanager
-def surface_interrupts() -> Iterator[None]:
-    """Raise a ``KeyboardInterrupt`` that a library replaced by an error of its own while cleaning up."""
-    try:
-        yield
-    except ExportError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, KeyboardInterrupt):
-                raise KeyboardInterrupt from error
-            cause = cause.__cause__ or cause.__context__
-        raise
-
-
-@contextmanager
 def explained(what: str, hint: str = "") -> Iterator[None]:
     """Raise ``ExportError`` for any error inside another library, with the error's first line."""
     try:

@@ -64,7 +64,7 @@ class Onnx:
         self,
         program: ExportedProgram,
         names: Sequence[str],
-        metadata: dict[str, object],
+        metadata: dict[str, Any],
         path: Path,
         opset: int | None,
     ) -> None:
@@ -169,7 +169,7 @@ class Pt2:
         self,
         program: ExportedProgram,
         outputs: Sequence[str],
-        metadata: dict[str, object],
+        metadata: dict[str, Any],
         path: Path,
         opset: int | None,
     ) -> None:

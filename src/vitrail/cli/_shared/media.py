@@ -25,9 +25,6 @@ from vitrail.models.saving import LABELS_ATTRIBUTE
 SIDE = 1600
 """Longest side of an image in the side-by-side view; the stained glass keeps the image's resolution."""
 
-NAMED = 5
-"""Most files that a note names one by one."""
-
 RANDOM_INPUTS = ("bench", "export")
 """Commands that read no data: they run models on random inputs of the right shape."""
 
@@ -38,7 +35,6 @@ class Medium:
 
     Attributes:
         noun: what inputs are called.
-        looks: functions that show from Python what happens inside models, where no command does.
         commands: commands that accept such models.
         check: checks a file, mostly by its header; returns its number of frames, of which the first is used.
         batch: returns a sample as a batch of one for a model.
@@ -46,7 +42,6 @@ class Medium:
     """
 
     noun: str
-    looks: str
     commands: Sequence[str] = RANDOM_INPUTS
     check: Callable[[Path], int] = lambda path: 1
     batch: Callable[[Any, InputSpec], Tensor] = lambda values, spec: spec.normalize(values[None])
@@ -64,14 +59,13 @@ def _draw_glass(image: Image.Image, groups: Any) -> dict[str, Image.Image]:
 MEDIA = {
     "image": Medium(
         "images",
-        "vitrail.record or vitrail.inspect",
         (*RANDOM_INPUTS, "merge", "demo", "inspect"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
         draw=_draw_glass,
     ),
-    "audio": Medium("spectrograms or other arrays", "vitrail.record or vitrail.inspect"),
-    "video": Medium("video clips", "vitrail.record"),
+    "audio": Medium("spectrograms or other arrays"),
+    "video": Medium("video clips"),
 }
 """Media by modality, as in `InputSpec.modality`."""
 
@@ -101,8 +95,8 @@ def check_accepted(name: str, spec: InputSpec, command: str) -> None:
         raise UnsupportedInput(
             f"{name} takes {medium.noun}, {' × '.join(map(str, spec.shape))}, and vitrail {command} is for models that "
             f"take {accepted}. From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, and "
-            f"look inside with {medium.looks}; vitrail.training.load_trained gives the model, and its "
-            "labels.preprocessing normalizes arrays for it."
+            "look inside with vitrail.record; vitrail.training.load_trained returns the model, and its "
+            "labels.preprocessing normalizes arrays."
         )
 
 
@@ -129,10 +123,9 @@ def find_readable(dataset: Dataset) -> tuple[list[int], list[dict[str, str]]]:
                 raise
             skipped.append(skip(dataset, index, error))
     check_any(good, dataset)
-    several = [f"{name} ({count} frames)" for name, count in frames.items() if count > 1]
+    several = [name for name, count in frames.items() if count > 1]
     if several:
-        more = f" and {len(several) - NAMED} more" if len(several) > NAMED else ""
-        console.note(f"Only the first frame is used of {', '.join(several[:NAMED])}{more}.")
+        console.note(f"Only the first frame is used of {len(several)} animations, such as {several[0]}.")
     return good, skipped
 
 

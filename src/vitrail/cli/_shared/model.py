@@ -13,8 +13,7 @@ from torch import nn
 
 import vitrail
 from vitrail.adapters import LIBRARIES, find, hub, size_options
-from vitrail.adapters.registry import library, split_name
-from vitrail.bench._variants import sized
+from vitrail.adapters.registry import library, sized, split_name
 from vitrail.cli._shared.media import MEDIA, Medium, check_accepted, input_spec
 from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.bench._modes import output_tensor
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.timing import Clock
 from vitrail.cli._shared.model import Loaded
 from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result

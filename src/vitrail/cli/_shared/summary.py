@@ -8,18 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vitrail import __version__
-from vitrail.cli._shared import console
 from vitrail.cli._shared.output import write_text
-
-COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
-LEGEND = (
-    "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
-    "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
-    "most likely class stays the same. Ms: latency of a single pass each, so a rough figure."
-)
 
 
 @dataclass(frozen=True)
@@ -88,49 +78,6 @@ class Summary:
     cost: Cost
     pictures: list[Result]
     skipped: list[dict[str, str]] = field(default_factory=list)
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of the table, one for each sample."""
-        cost = self.cost
-        return [
-            (
-                result.picture,
-                str(result.panes),
-                f"{cost.tokens_before[-1]} → {cost.tokens_after[-1]}",
-                f"{cost.flops_before / 1e9:.3g} → {cost.flops_after / 1e9:.3g}",
-                "–" if result.cosine is None else f"{result.cosine:.4f}",
-                result.top1,
-                f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
-            )
-            for result in self.pictures
-        ]
-
-
-def table(summary: Summary) -> Table:
-    """Return the table for the terminal."""
-    made = console.table(*COLUMNS, title=f"{summary.model} ({summary.weights} weights, {summary.device})")
-    for row in summary.rows():
-        made.add_row(*row)
-    return made
-
-
-def markdown(summary: Summary) -> str:
-    """Return the Markdown text: the table, its legend, tokens per layer, and skipped samples."""
-    settings = ", ".join(f"{name}={value}" for name, value in summary.merging.items())
-    tokens = " ".join(map(str, summary.cost.tokens_after))
-    lines = [
-        f"# {summary.model}, merged",
-        "",
-        *markdown_table(COLUMNS, summary.rows()),
-        "",
-        LEGEND,
-        "",
-        f"- {summary.model} ({summary.weights} weights, {summary.device}), input "
-        f"{' × '.join(map(str, summary.input_size))}, merged with {settings}: {tokens} tokens after each block, "
-        f"instead of {summary.cost.tokens_before[-1]}.",
-        *(f"- Skipped: {skipped['reason']}" for skipped in summary.skipped),
-    ]
-    return "\n".join(lines)
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

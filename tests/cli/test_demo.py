@@ -139,23 +139,22 @@ def test_mistakes_are_explained(run: Path, photos: Path, tmp_path: Path) -> None
     assert result.exit_code == 2
     assert "could not be made" in result.stderr
     vitrail.create_model("vit_tiny_patch16", width=32, depth=1, heads=2).save_pretrained(tmp_path / "nameless")
-    with pytest.raises(InvalidOption, match="no class names"):
+    with pytest.raises(InvalidOption, match="with class names"):
         run_demo(tmp_path / "out", str(tmp_path / "nameless"), [photos])
     with pytest.raises(ModelLoadError, match="none holds no model; expected a run directory"):
         run_demo(tmp_path / "out", str(tmp_path / "none"), [photos])
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("name", "library"), [("timm:vit_tiny_patch16_224", "timm"), ("hf:a/b", "transformers")])
+@pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "hf:a/b"])
 def test_models_without_class_names_are_refused_before_any_download(
-    name: str, library: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.cli.demo.load", lambda *args, **options: pytest.fail("loaded"))
     result = CliRunner().invoke(app, ["demo", "--model", name, "--pictures", str(photos), "-o", str(tmp_path / "o")])
     assert result.exit_code == 2
     output = " ".join(result.stderr.split())
     assert output.startswith(f"Error: {name}: the demo shows models that vitrail train saved")
-    assert f"models of {library}" in output
     assert "--random-weights" not in output  # the demo has no such option
 
 

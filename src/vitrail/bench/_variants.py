@@ -24,7 +24,7 @@ from vitrail.adapters import find, load_model, size_options
 from vitrail.adapters.base import BlockAdapter, repeat_heads
 from vitrail.adapters.registry import sized
 from vitrail.bench.config import BenchConfig
-from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.errors import UnsupportedInput, VitrailWarning
 from vitrail.runtime.class_swap import swap
 from vitrail.surgery import Merging, merge
 
@@ -119,43 +119,35 @@ def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
         raise UnsupportedInput(f"{config.model} does not accept inputs of {shape} ({reason}){advice}") from error
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Settings of a sliced block: tokens that leave it, special tokens in front, and the block's adapter."""
-
-    length: int
-    special: int
-    parts: BlockAdapter
-
-
 class SlicedBlock:
-    """Mixin in front of a library's block: attend, cut, feed."""
+    """Mixin in front of a library's block: attend, cut, feed.
 
-    _vitrail_slice: Slice
+    ``_vitrail_slice`` is the number of tokens that leave it, that of special tokens in front, and the block's adapter.
+    """
+
+    _vitrail_slice: tuple[int, int, BlockAdapter]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        mine = self._vitrail_slice
-        x, args = (args[0], args[1:]) if args else (kwargs.pop(mine.parts.input_name), ())
+        length, special, parts = self._vitrail_slice
+        x, args = (args[0], args[1:]) if args else (kwargs.pop(parts.input_name), ())
         block: Any = self
-        parts, length, call = mine.parts, mine.length, mine.parts.read_call(args, kwargs)
+        rope = parts.read_call(args, kwargs).rope
         h = parts.attend_norm(block, x)
         q, k, v = parts.qkv(block, h)
-        if call.rope is not None:
-            table = call.rope[..., : q.shape[2] - mine.special, :]
+        if rope is not None:
+            table = rope[..., : q.shape[2] - special, :]
             q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
-        attended = _attend(parts, block, q, *repeat_heads(q, k, v))
+        k, v = repeat_heads(q, k, v)
+        scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+        if parts.fused:
+            attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+        else:
+            scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
+            attended = F.dropout(parts.weigh(block, scores), dropout) @ v
         branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
         # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
         x = x[:, :length] + branch[:, :length]
         return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
-
-
-def _attend(parts: BlockAdapter, block: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
-    if parts.fused:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-    scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
-    return F.dropout(parts.weigh(block, scores), dropout) @ v
 
 
 def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
@@ -164,9 +156,7 @@ def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
     Special tokens come first and stay.
     """
     found = find(model)
-    if len(lengths) != len(found.blocks):
-        raise InvalidOption(f"expected one length for each of {len(found.blocks)} blocks; got {len(lengths)}")
     special = found.adapter.layout(found.trunk).num_special
     for block, parts, length in zip(found.blocks, found.block_adapters, lengths, strict=True):
-        block._vitrail_slice = Slice(length, special, parts)  # type: ignore[assignment]
+        block._vitrail_slice = (length, special, parts)  # type: ignore[assignment]
         swap(block, SlicedBlock)

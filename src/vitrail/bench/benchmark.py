@@ -47,9 +47,7 @@ MAX_REASON = 300
 """Characters of an error message that are kept."""
 
 
-def run(
-    config: BenchConfig, *, model: nn.Module | None = None, clock: Clock | None = None, tell: Tell | None = None
-) -> BenchResult:
+def run(config: BenchConfig, *, model: nn.Module | None = None, tell: Tell | None = None) -> BenchResult:
     """Measure a model unmerged, sliced and merged.
 
     >>> result = run(BenchConfig("timm:vit_base_patch16_224", r=16, batch=256, dtype="bf16"))   # doctest: +SKIP
@@ -59,7 +57,6 @@ def run(
         config: what to measure.
         model: a model to use instead of loading the configured one; it is moved to the device and dtype, and
             otherwise unchanged.
-        clock: a clock to use instead of the device's.
         tell: called with a short text when a stage begins.
     """
     tell = tell or (lambda text: None)
@@ -68,7 +65,7 @@ def run(
     if device.type == "cpu" and config.dtype == "fp16":
         notes = ["fp16 on a CPU is emulated and slow, so its times mean little. Use fp32 or bf16"]
         warnings.warn(notes[0], VitrailWarning, stacklevel=2)
-    clock = clock or Clock(device)
+    clock = Clock(device)
     with _settings(config):
         began = clock.now()
         tell(f"building {config.model}")
@@ -277,7 +274,6 @@ def time_models(
     modes: Modes | Mapping[Key, Modes] = ("eager",),
     seconds: float = 10.0,
     compile_mode: str = "default",
-    clock: Clock | None = None,
 ) -> dict[Key, ModelTimes]:
     """Time inference of models, merged or not, in their own dtype and on their own device.
 
@@ -293,7 +289,6 @@ def time_models(
         modes: which of :data:`MODES` to time, for all models or by name; ``blocks`` needs a supported model.
         seconds: time budget for measuring, shared by all models, after warm-up and compilation.
         compile_mode: mode of ``torch.compile``.
-        clock: a clock to use instead of the device's.
     """
     batches = list(images) if isinstance(images, Sequence) else [images]
     _check(models, batches)
@@ -321,7 +316,7 @@ def time_models(
                 steps[name, mode] = step
             except Exception as error:
                 failed[name][mode] = _reason(error)
-        spreads = measure(steps, clock or Clock(device), seconds, inputs=len(batches))
+        spreads = measure(steps, Clock(device), seconds, inputs=len(batches))
     times: dict[Key, dict[str, Timed]] = {name: {} for name in models}
     for (name, mode), spread in spreads.items():
         images_per_s = len(batches[0]) / spread.median

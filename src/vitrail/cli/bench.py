@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vitrail.bench import MODES, VARIANTS, BenchConfig, BenchResult, Row
+from vitrail.bench import MODES, VARIANTS, BenchConfig, BenchResult
 from vitrail.bench.result import LEGEND, summary, title
 from vitrail.bench.sweep import plot, require_matplotlib, sweep
 from vitrail.cli._shared import console, options
@@ -114,27 +114,22 @@ def bench(
 
 
 def table(result: BenchResult) -> Table:
-    """Return the table of one benchmark."""
+    """Return the table of one benchmark; the best row of each variant is bold."""
     made = console.table(*COLUMNS, left=2)
     made.columns[0].no_wrap = made.columns[1].no_wrap = True
-    best = {variant: result.best(variant) for variant in VARIANTS}
     for row in result.rows:
-        made.add_row(*cells(row), style="bold" if row is best[row.variant] else "")
+        made.add_row(
+            row.variant,
+            row.mode,
+            f"{row.ms:.4g} ±{row.spread:.0%}",
+            f"{row.images_per_s:.4g}" if row.images_per_s < 1000 else f"{row.images_per_s:.0f}",
+            f"{row.tflops:.3g}",
+            "–" if row.peak_mb is None else f"{row.peak_mb:.0f}",
+            f"{row.ready_s:.2f}",
+            "–" if row.difference is None else f"{row.difference:.1e}",
+            style="bold" if row is result.best(row.variant) else "",
+        )
     return made
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table as text."""
-    return (
-        row.variant,
-        row.mode,
-        f"{row.ms:.4g} ±{row.spread:.0%}",
-        f"{row.images_per_s:.4g}" if row.images_per_s < 1000 else f"{row.images_per_s:.0f}",
-        f"{row.tflops:.3g}",
-        "–" if row.peak_mb is None else f"{row.peak_mb:.0f}",
-        f"{row.ready_s:.2f}",
-        "–" if row.difference is None else f"{row.difference:.1e}",
-    )
 
 
 def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
@@ -168,7 +163,11 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
         try:
             for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
-                _print(result, legend=not results)
+                console.say(title(result), style="bold")
+                console.out.print(table(result))
+                if not results:
+                    console.say(LEGEND, style="dim")
+                console.say("\n".join([*summary(result), ""]))
                 results.append(result)
                 status.start()
         except (VitrailError, KeyboardInterrupt) as error:  # keep the results so far
@@ -193,13 +192,3 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
         typer.echo(line)  # even if a file could not be written: measuring took minutes
     if failure is not None:
         raise failure
-
-
-def _print(result: BenchResult, legend: bool) -> None:
-    console.say(title(result), style="bold")
-    console.out.print(table(result))
-    if legend:
-        console.say(LEGEND, style="dim")
-    for sentence in summary(result):
-        console.say(sentence)
-    console.say("")

@@ -58,14 +58,7 @@ DRAWN = (
 
 
 def demo(
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="RUN",
-            help="A trained model: a run directory. By default the one bundled with Vitrail.",
-            show_default=False,
-        ),
-    ] = "vitrail:tiny",
+    model: Annotated[str, typer.Option(metavar="RUN", help="Run directory of a trained model.")] = "vitrail:tiny",
     pictures: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Images, or a folder of them, instead of the samples.", show_default=False),
@@ -107,20 +100,17 @@ def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summa
 
 def _load(name: str) -> Loaded:
     """Load a trained model; others are refused before anything is downloaded."""
-    library, _ = split_name(name)
-    if library is not None and not name.startswith(PREFIX):
-        raise InvalidOption(
-            f"{name}: the demo shows models that vitrail train saved, which have class names; name a run directory. "
-            f"For models of {library.package} use vitrail merge and vitrail inspect"
-        )
+    refused = InvalidOption(
+        f"{name}: the demo shows models that vitrail train saved, with class names in labels.json; name a run "
+        "directory. For other models use vitrail merge and vitrail inspect"
+    )
+    if split_name(name)[0] is not None and not name.startswith(PREFIX):
+        raise refused
     model_of(named(name))  # raises for a folder without a model
     with console.err.status(f"Loading {name}"):
         loaded = load(name, "demo", device="cpu")
     if not loaded.questions:
-        raise InvalidOption(
-            f"{name} has no class names; expected a model that vitrail train saved, with labels.json beside it. For "
-            "other models use vitrail merge"
-        )
+        raise refused
     return loaded
 
 

@@ -36,10 +36,7 @@ def evaluate(
         str | None,
         typer.Option("--labels", "--tasks", metavar="COLUMNS", help="Label columns; by default those of the training."),
     ] = None,
-    size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Input size in pixels; by default the model's.", show_default=False),
-    ] = None,
+    size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Input size; by default the model's.")] = None,
     batch: options.Batch = 256,
     device: options.Device = None,
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="float32, or bfloat16 autocast.")] = "fp32",

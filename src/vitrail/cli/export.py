@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -28,6 +28,18 @@ EXAMPLES = (
 )
 
 
+BATCHES = "A fixed batch size, or any with dynamic."
+
+
+def parse_batch(text: str) -> int | str:
+    """Parse a batch size, or ``dynamic``."""
+    if text == "dynamic":
+        return text
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f"--batch {text!r} is not a batch size. Expected 1 or more, or dynamic.")
+    return int(text)
+
+
 def export(
     ctx: typer.Context,
     model: options.Model,
@@ -44,11 +56,9 @@ def export(
     proportional: options.Proportional = True,
     method: options.Method = "tome",
     size: options.Size = None,
-    batch: Annotated[
-        str, typer.Option(metavar="N|dynamic", help="A fixed batch size, or any with dynamic.")
-    ] = "dynamic",
+    batch: Annotated[Any, typer.Option(metavar="N|dynamic", parser=parse_batch, help=BATCHES)] = "dynamic",
     dtype: Annotated[
-        str | None, typer.Option(metavar="D", help="fp32, fp16 or bf16 (pt2 only); the model's own by default.")
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="bf16 for pt2 only; the model's own by default.")
     ] = None,
     opset: Annotated[int | None, typer.Option(metavar="N", help="ONNX opset, 18 to 22; 20 by default.")] = None,
     random_weights: options.RandomWeights = False,
@@ -58,11 +68,6 @@ def export(
     The number of tokens in every block must be the merged model's, too. If anything fails, no file is left.
     """
     settings = options.merge_options(ctx.params)
-    if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype {dtype!r} is unknown. Expected one of {', '.join(DTYPES)}.")
-    if batch != "dynamic" and not (batch.isascii() and batch.isdigit() and int(batch) > 0):
-        raise typer.BadParameter(f"--batch {batch!r} is not a batch size. Expected 1 or more, or dynamic.")
-    batch_size: Any = batch if batch == "dynamic" else int(batch)
     torch_dtype = None if dtype is None else DTYPES[dtype]
     with command():
         find_format(out, format).check(torch_dtype or torch.float32, opset)  # before the model is loaded
@@ -75,7 +80,7 @@ def export(
         with vitrail.merge(loaded.model, **settings) as merging, console.err.status(f"Exporting {model}"):
             cost = cost_of(loaded, merging)
             result = export_model(
-                loaded.model, out, format, example=example, batch=batch_size, dtype=torch_dtype, opset=opset
+                loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset
             )
         _report(model, result, cost)
 

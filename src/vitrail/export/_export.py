@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -120,8 +120,13 @@ def export(
     image_shape, free = tuple(images.shape[1:]), "batch" if batch == "dynamic" else batch
 
     plain = PlainModel(model)
-    expected, outputs = _run_and_count(plain, merging, images)
-    merges = expected is not None and len(set(expected)) > 1
+    expected: list[int] | None = None  # tokens that enter the first block and leave each one
+    with nullcontext() if merging is None else merging.track() as tracked:
+        outputs = _run(plain, images)
+    if tracked is not None:
+        steps = (-merges for merges in tracked.latest.state.per_layer)
+        expected = list(accumulate(steps, initial=tracked.layout.num_tokens))
+    draws = DRAWS if expected is not None and len(set(expected)) > 1 else 1
     with _staging(path) as directory:
         program = trace(plain, torch.zeros_like(images), batch == "dynamic")
         metadata: dict[str, Any] = {"vitrail": vitrail.__version__, "input": INPUT, "shape": (free, *image_shape)}
@@ -142,7 +147,7 @@ def export(
                 f"{expected[1:]}. Nothing was written"
             )
         comparisons = tuple(
-            compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, DRAWS if merges else 1)
+            compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, draws)
             for size in ((1, 3) if batch == "dynamic" else (batch,))
         )
         reached = file.opset
@@ -213,18 +218,6 @@ def _example(model: nn.Module, example: Tensor | None, dtype: torch.dtype, count
         got = f"{example.dtype} of shape {tuple(example.shape)}" if isinstance(example, Tensor) else type(example)
         raise InvalidOption(f"example must be a floating-point batch (B, 3, H, W); got {got}")
     return example.detach().to("cpu", dtype)[torch.arange(count) % len(example)]
-
-
-def _run_and_count(
-    plain: PlainModel, merging: Merging | None, images: Tensor
-) -> tuple[list[int] | None, dict[str, Tensor]]:
-    """Run the model; return the tokens that enter the first block and leave each one, and the outputs."""
-    if merging is None:
-        return None, _run(plain, images)
-    with merging.track() as tracked:
-        outputs = _run(plain, images)
-    steps = (-merges for merges in tracked.latest.state.per_layer)
-    return list(accumulate(steps, initial=tracked.layout.num_tokens)), outputs
 
 
 def _run(plain: PlainModel, images: Tensor) -> dict[str, Tensor]:

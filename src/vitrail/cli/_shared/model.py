@@ -6,7 +6,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,7 @@ from vitrail.adapters.registry import library, sized, split_name
 from vitrail.cli._shared.media import MEDIA, Medium, check_accepted, input_spec
 from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
-
-if TYPE_CHECKING:
-    from vitrail.training.objective.targets import Target
+from vitrail.training.objective.targets import Target, assign_targets
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,8 @@ def load(
     spec = input_spec(model, found)
     check_accepted(name, spec, command)
     resized, layout = sized(found, size, name)
-    questions: tuple[Target, ...] = ()
-    if names := vitrail.class_names(model):
-        from vitrail.training.objective.targets import assign_targets
-
-        questions = assign_targets(model, names)
+    names = vitrail.class_names(model)
+    questions = assign_targets(model, names) if names else ()
     weights = "random" if random else "pretrained"
     return Loaded(name, model.to(place), replace(spec, size=resized.size), layout, place, weights, size, questions)
 

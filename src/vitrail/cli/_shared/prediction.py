@@ -17,6 +17,7 @@ from vitrail.cli._shared.model import Loaded
 from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
+from vitrail.training.evaluation.outputs import forward_output
 
 GUESSES = 3
 """Number of most likely classes to name."""
@@ -45,12 +46,7 @@ def predict(loaded: Loaded, batch: Tensor) -> Prediction:
     batch, clock = batch.to(loaded.device), Clock(loaded.device)
     start = clock.now()
     try:
-        if loaded.questions:
-            from vitrail.training.evaluation.outputs import forward_output
-
-            output: Any = forward_output(loaded.model, batch)
-        else:
-            output = loaded.model(batch)
+        output: Any = forward_output(loaded.model, batch) if loaded.questions else loaded.model(batch)
     except (AssertionError, ValueError) as error:  # how libraries refuse a size
         size = " × ".join(map(str, loaded.spec.size))
         raise UnsupportedInput(

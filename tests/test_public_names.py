@@ -13,7 +13,7 @@ PUBLIC = {
         "Ablation AddedTokens Assignment Context Count Merging Method Recording Reduction RegisterNeurons Report Role "
         "TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names "
         "compare count create_model errors find_register_neurons from_timm inspect list_methods list_models load_model "
-        "merge record register_adapter register_method test_time_registers to_timm"
+        "merge record register_adapter register_method test_time_registers to_timm tune"
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "

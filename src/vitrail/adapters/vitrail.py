@@ -95,8 +95,12 @@ class VitrailTrunk(TrunkAdapter):
         return True
 
     def input_spec(self, trunk: Any) -> InputSpec:
-        size = trunk.config.image_size
-        return InputSpec((size, size) if isinstance(size, int) else tuple(size)[-2:], MEAN, STD)
+        config = trunk.config
+        if len(config.image) == 2 and config.in_chans == 3:
+            return InputSpec(config.image, MEAN, STD)
+        modality = "video" if len(config.image) == 3 else "audio"
+        halves = (0.5,) * config.in_chans
+        return InputSpec(config.image, halves, halves, modality)
 
     def entry_points(self) -> type:
         return VitrailEntryPoint

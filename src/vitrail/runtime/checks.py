@@ -63,6 +63,11 @@ def check_changeable(model: nn.Module, found: Found) -> None:
                 f"the forward of a {type(part).__name__} was replaced on the object (accelerate's dispatch does so), "
                 "and merging would bypass it; merge first, then wrap or dispatch the model"
             )
+    refuse_meta(model)
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise if a model has parameters or buffers without values."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.is_meta:
             raise UnsupportedModel(

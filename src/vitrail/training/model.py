@@ -205,9 +205,10 @@ def own_config(config: Config, classes: Classes) -> Any:
         raise InvalidOption(f"model={config.model!r}: {error}") from error
 
 
-def _expected(model: nn.Module, size: int | None) -> InputSpec:
-    found = declared_spec(model) or InputSpec((size or 224,) * 2, MEAN, STD)
-    return replace(found, size=(size, size)) if size else found
+def _expected(model: nn.Module, size: Any) -> InputSpec:
+    found = declared_spec(model) or InputSpec((224, 224), MEAN, STD)
+    axes = len(found.size)
+    return replace(found, size=(size,) * axes if isinstance(size, int) else size[-axes:]) if size else found
 
 
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:

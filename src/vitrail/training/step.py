@@ -21,6 +21,7 @@ from vitrail.adapters import find
 from vitrail.errors import VitrailError
 from vitrail.merging.attention import overflows_in_cudnn
 from vitrail.models import ViT
+from vitrail.runtime.cuda_graph import CudaGraph
 from vitrail.training.config import Config
 from vitrail.training.model import Built, Models
 from vitrail.training.objective.objective import Terms
@@ -35,23 +36,6 @@ WARMUP_STEPS = 3
 
 RECOMPILE_LIMIT = 16
 """How often torch.compile may compile one block; merged blocks need five graphs to train and four to evaluate."""
-
-
-class CudaGraph:
-    """A function of tensors as a CUDA graph. Every call returns the same tensors, with new values."""
-
-    def __init__(self, function: Compute, inputs: tuple[Tensor, ...]) -> None:
-        self._inputs = tuple(torch.empty_like(one) for one in inputs)
-        self._graph = torch.cuda.CUDAGraph()
-        # Threads of the data loader pin memory meanwhile, which other modes forbid.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._result = function(*self._inputs)
-
-    def __call__(self, *inputs: Tensor) -> list[Terms]:
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
-        self._graph.replay()
-        return self._result
 
 
 class Step:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found
-from vitrail.bench._modes import output_tensor
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.timing import Clock, Spread, measure
 from vitrail.errors import SaturatedWarning, UnsupportedInput
 from vitrail.merging import Method

@@ -34,7 +34,7 @@ from experiments.methods.report import write_report
 from experiments.methods.subjects import FULL, KINDS, SMALL, Size, load_subject, train_model
 from experiments.methods.tuning import TUNED, tune_subject
 from experiments.methods.variants import FEW, Variant, all_variants
-from vitrail.errors import InvalidOption, VitrailError
+from vitrail.errors import InvalidOption
 
 HERE = Path(__file__).resolve().parent
 STATES = HERE.parents[1] / "runs" / "methods"
@@ -97,7 +97,7 @@ def _learn(work: Work, kind: str, seed: int) -> None:
         try:
             file, seconds = learn(kind, seed, variant, work.states, work.size, work.device)
             typer.echo(f"{file.name}  {seconds:.0f} s")
-        except (VitrailError, RuntimeError) as error:  # a failed method must not stop the others
+        except Exception as error:  # a failed method must not stop the others
             work.failed += 1
             typer.echo(f"{kind}/{seed}/{variant.name}  {type(error).__name__}: {error}")
 

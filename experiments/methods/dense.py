@@ -130,7 +130,7 @@ def score(tokens: Tensor, masks: Tensor, head: Head) -> Row:
     )
     by_image = (overlap / union.clamp(min=1)).mean(1)
     patch = (size[0] // head.grid[0], size[1] // head.grid[1])
-    grown = lost_batch(tokens.cpu(), head.grid, k=head.nearest, bias=head.bias)
+    grown = lost_batch(tokens, head.grid, k=head.nearest, bias=head.bias)
     truth = boxes_of(true)
     hits = [_hit(box, other) for box, other in zip(boxes_of(found), truth, strict=True)]
     lost = [_hit(torch.tensor(one.pixels(patch)), other) for one, other in zip(grown, truth, strict=True)]

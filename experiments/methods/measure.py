@@ -169,7 +169,11 @@ def state_file(learned: Path, kind: str, seed: int, variant: Variant) -> Path:
 
 def load_learned(file: Path, variant: Variant, model: nn.Module) -> tuple[Method | None, nn.Module]:
     """Return a trained method, and the model: fine-tuned weights in a copy if the file has them."""
-    states = load_file(file, device=str(next(model.parameters()).device))
+    weight = next(model.parameters())
+    states = {
+        name: value.to(weight.dtype) if value.is_floating_point() else value
+        for name, value in load_file(file, device=str(weight.device)).items()
+    }
     weights = {name[6:]: value for name, value in states.items() if name.startswith("model.")}
     own = {name[7:]: value for name, value in states.items() if name.startswith("method.")}
     if weights:
@@ -184,7 +188,7 @@ def load_learned(file: Path, variant: Variant, model: nn.Module) -> tuple[Method
     )
     from_state = METHODS[variant.base].from_state  # type: ignore[attr-defined]
     method: Method = from_state(own, **options)
-    return method.to(next(model.parameters()).device).eval(), model
+    return method.to(weight.device).eval(), model
 
 
 def merged_copy(subject: Subject, row: Mapping[str, Any], variants: Mapping[str, Variant], learned: Path) -> nn.Module:

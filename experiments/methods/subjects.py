@@ -65,12 +65,12 @@ class Size:
     steps: int = 300
     learn_batch: int = 128
     warm_seconds: float = 6.0
-    tune_seconds: float = 10.0
+    tune_seconds: float = 20.0
     reduced: bool = False
 
 
 FULL = Size()
-SMALL = Size((0.8, 0.6), (0.8, 0.6), (0.6,), 24, 16, 8, 2, 8, 1e-3, 1.0, reduced=True)
+SMALL = Size((0.8, 0.6), (0.8, 0.6), (0.6,), 24, 16, 8, 2, 8, 1e-3, 20.0, reduced=True)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 import vitrail
 from experiments.methods.measure import Rows, described, logits_of, measured, reason, row_key
 from experiments.methods.subjects import Size, Subject
-from experiments.methods.variants import quiet
+from experiments.methods.variants import TOLERANCE, quiet
 from vitrail.errors import VitrailError
 from vitrail.merging import as_method
 from vitrail.tuning import tune
@@ -56,6 +56,9 @@ def tune_subject(subject: Subject, size: Size, rows: Rows, until: float) -> Iter
                     search="greedy", limit=len(subject.tuning), batch_size=min(size.batch, len(subject.tuning)),
                     held_out=0.3, seconds=size.tune_seconds,
                 )  # fmt: skip
+                if found.flops > (1 + TOLERANCE) * share * full * 1e9:  # there was no time to search that far
+                    yield f"{key}  misses the budget; give it more time"
+                    continue
                 with found.apply(subject.model) as merging:
                     row = measured(subject, merging, reference, size.batch)
         except Exception as error:  # a failed search must not stop the others

@@ -7,6 +7,7 @@ checkout.
 from __future__ import annotations
 
 import os
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +29,12 @@ from vitrail.errors import ImageError
 
 VARIABLE = "VITRAIL_DATA"
 DEFAULT = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+IMAGENETTE = (
+    "tench", "English springer", "cassette player", "chain saw", "church", "French horn", "garbage truck", "gas pump",
+    "golf ball", "parachute",
+)  # fmt: skip
+"""Classes of Imagenette, in the order of their numbers."""
 
 
 @dataclass(frozen=True)
@@ -69,33 +76,54 @@ def data_file(name: str) -> Path:
     return path
 
 
+def find_file(name: str) -> Path:
+    """Return the path of ``NAME.parquet``, or of ``NAME.tar``: shards, for machines without pyarrow."""
+    shards = Path(os.environ.get(VARIABLE) or DEFAULT) / f"{name}.tar"
+    return shards if shards.is_file() else data_file(f"{name}.parquet")
+
+
 @cache
 def imagenette() -> Data:
     """Open Imagenette, ten classes of ImageNet at 128 pixels: 9,469 training and 3,925 validation images."""
-    return Data(
-        *(open_dataset(data_file(f"imagenette-128-{part}.parquet"), labeled=True).cached() for part in ("train", "val"))
-    )
+    files = [find_file(f"imagenette-128-{part}") for part in ("train", "val")]
+    classes = {"label": IMAGENETTE}
+    return Data(*(open_dataset(file, labeled=True, classes=classes).cached() for file in files))
 
 
 @cache
 def pets() -> Data:
     """Open Oxford-IIIT Pet, 37 breeds of 2 species at 160 pixels: 3,680 training and 3,669 validation images."""
-    files = [data_file(f"pets-160-{part}.parquet") for part in ("train", "test")]
+    files = [find_file(f"pets-160-{part}") for part in ("train", "test")]
     train, test = (open_dataset(file, labels=("breed", "species"), labeled=True).cached() for file in files)
     return Data(train, test, masks=lambda: trimaps(files[1], 160))
+
+
+def trimaps_of(part: str, side: int) -> Tensor:
+    """Read the masks of the ``train`` or ``test`` part of Pets."""
+    return trimaps(find_file(f"pets-160-{part}"), side)
 
 
 @cache
 def trimaps(path: Path, side: int) -> Tensor:
     """Read pet masks (N, side, side), uncertain border included, with the same center crop as the images."""
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    masks = torch.empty(parquet.read_metadata(path).num_rows, side, side)
-    for row, one in enumerate(parquet.read_table(path, columns=["trimap"])["trimap"].to_pylist()):
-        values = np.asarray(Image.open(BytesIO(one["bytes"])))
+    files = _trimap_files(path)
+    masks = torch.empty(len(files), side, side)
+    for row, data in enumerate(files):
+        values = np.asarray(Image.open(BytesIO(data)))
         pet = Image.fromarray(np.isin(values, (1, 3)).astype(np.uint8) * 255).convert("RGB")
         masks[row] = center_square(pet, side)[0] / 255
     return masks
+
+
+def _trimap_files(path: Path) -> list[bytes]:
+    """Return the PNG files of all trimaps: a column of parquet, or ``NAME.trimap.png`` in shards."""
+    if path.suffix == ".tar":
+        with tarfile.open(path, "r:") as tar:
+            members = [member for member in tar if member.name.endswith(".trimap.png")]
+            return [file.read() for member in members if (file := tar.extractfile(member)) is not None]
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    return [one["bytes"] for one in parquet.read_table(path, columns=["trimap"])["trimap"].to_pylist()]
 
 
 def bounding_box(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int] | None:
@@ -107,7 +135,7 @@ def bounding_box(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int] | None:
 @cache
 def digits() -> Data:
     """Open spoken digits of six speakers as spectrograms (1, 40, 64): 2,700 training and 300 validation samples."""
-    files = [data_file(f"spoken-digits-{part}.parquet") for part in ("train", "test")]
+    files = [find_file(f"spoken-digits-{part}") for part in ("train", "test")]
     return Data(*(open_dataset(read_digits(file), labels=("digit", "speaker"), labeled=True) for file in files))
 
 

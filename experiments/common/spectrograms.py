@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 import wave
 from math import log10
 from pathlib import Path
@@ -20,7 +21,12 @@ WINDOW, HOP, BANDS, FRAMES = 256, 100, 40, 64
 
 
 def read_digits(path: Path) -> Arrays:
-    """Read a parquet file with the columns ``audio`` (WAV bytes), ``digit`` and ``speaker``."""
+    """Read a parquet file with the columns ``audio`` (WAV bytes), ``digit`` and ``speaker``.
+
+    A tar file of recordings named ``DIGIT_SPEAKER_TAKE.wav`` is read without pyarrow.
+    """
+    if path.suffix == ".tar":
+        return _read_tar(path)
     from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
 
     try:
@@ -34,6 +40,14 @@ def read_digits(path: Path) -> Arrays:
             "audio (WAV bytes), digit and speaker. Download or write it again."
         ) from error
     return Arrays(spectrograms(recordings), labels)
+
+
+def _read_tar(path: Path) -> Arrays:
+    with tarfile.open(path, "r:") as tar:
+        files = [(member.name, file.read()) for member in tar if (file := tar.extractfile(member)) is not None]
+    digits, speakers, _ = zip(*(name.split("_") for name, _ in files), strict=True)
+    labels = {"digit": list(digits), "speaker": list(speakers)}
+    return Arrays(spectrograms([read_wave(data) for _, data in files]), labels)
 
 
 def read_wave(data: bytes) -> Tensor:

@@ -2,6 +2,7 @@
 
 import io
 import math
+import tarfile
 import wave
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from experiments.common.spectrograms import BANDS, FRAMES, RATE, mel_filters, read_digits, read_wave, spectrograms
+from vitrail.data import open_dataset
 from vitrail.errors import ImageError
 
 
@@ -59,3 +61,23 @@ def test_damaged_files_are_reported(tmp_path: Path) -> None:
     for name in ("no sound", "no column", "cut"):
         with pytest.raises(ImageError, match=f"{name} is not .*Expected the columns"):
             read_digits(tmp_path / name)
+
+
+def test_recordings_in_a_tar_file_have_their_labels(tmp_path: Path) -> None:
+    recordings = {"3_anna_0.wav": tone(300), "7_ben_2.wav": tone(1000)}
+    with tarfile.open(tmp_path / "digits.tar", "w") as tar:
+        for name, samples in recordings.items():
+            buffer = io.BytesIO()
+            with wave.open(buffer, "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(RATE)
+                file.writeframes((samples * 32768).to(torch.int16).numpy().tobytes())
+            info = tarfile.TarInfo(name)
+            info.size = len(buffer.getvalue())
+            tar.addfile(info, io.BytesIO(buffer.getvalue()))
+    found = open_dataset(read_digits(tmp_path / "digits.tar"), labels=("digit", "speaker"))
+    assert found.classes == {"digit": ("3", "7"), "speaker": ("anna", "ben")}
+    assert found.labels.tolist() == [[0, 0], [1, 1]]
+    expected = spectrograms([(samples * 32768).to(torch.int16) / 32768 for samples in recordings.values()])
+    assert torch.equal(torch.stack([found.tensor(row, 1) for row in range(2)]), expected)

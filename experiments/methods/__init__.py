@@ -1,0 +1,1 @@
+"""Merging methods compared: accuracy and fidelity over measured throughput and FLOPs."""

@@ -1,0 +1,321 @@
+"""Tables and plots of the comparison, and the results section of the README, from the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.common.plots import COLORS, INK, figure, legend
+from experiments.common.readme import replace_section, with_plots
+from experiments.common.results import read_rows, unpack
+from experiments.common.statistics import Difference, paired_difference, spread
+from experiments.common.tables import NOT_MEASURED, markdown, plus_minus, points, signed, titled_tables
+from experiments.methods.dense import DENSE
+from experiments.methods.measure import ACCURACY, KERNELS, SPEED, UNMERGED
+from experiments.methods.tuning import TUNED
+from vitrail._atomic_files import write_bytes
+
+Row = Mapping[str, Any]
+By = dict[tuple[str, float], dict[int, Row]]
+"""Rows of one model by variant and share, then by seed."""
+
+TABLE_SHARE = 0.6
+"""Budget of the table with intervals."""
+
+REFERENCE = "tome"
+MOONSHOT_SPEED = 1.5
+SHOWN = 7
+"""Methods that have a color of their own in plots: the most faithful ones. The others are gray."""
+
+
+def by_variant(rows: Sequence[Row], kind: str) -> By:
+    """Return the rows of a model by variant and share, then by seed; the newest of each key."""
+    newest = {row["key"]: row for row in rows}
+    found: By = {}
+    for row in newest.values():
+        if row["model"] == kind and "skipped" not in row:
+            found.setdefault((row["variant"], row["share"]), {})[row["seed"]] = row
+    return found
+
+
+def compared(first: Mapping[int, Row], second: Mapping[int, Row], name: str = "correct") -> Difference | None:
+    """Compare two settings on the seeds that both have; None if there are none."""
+    seeds = sorted(set(first) & set(second))
+    if not seeds:
+        return None
+    one, other = (
+        np.stack([unpack(side[seed][name], side[seed]["count"]) for seed in seeds]).astype(float)
+        for side in (first, second)
+    )
+    return paired_difference(one, other)
+
+
+def grouped(first: Mapping[int, Row], second: Mapping[int, Row], name: str) -> Difference | None:
+    """Compare means over groups of images on the seeds that both have; None if there are none."""
+    seeds = sorted(set(first) & set(second))
+    if not seeds:
+        return None
+    one, other = (np.stack([np.array(side[seed][name]) for seed in seeds]) for side in (first, second))
+    return paired_difference(one, other)
+
+
+def speed_ups(rows: Sequence[Row], kind: str) -> dict[tuple[str, float], float]:
+    """Return measured speed-ups by variant and share."""
+    newest = {row["key"]: row for row in rows if row["model"] == kind}
+    return {(row["variant"], row["share"]): row["speed_up"] for row in newest.values() if row["speed_up"]}
+
+
+def variants_of(found: By) -> list[str]:
+    """Return the names of the measured variants in the order of their rows."""
+    names = dict.fromkeys(name for name, _ in found)
+    return [name for name in names if name not in (UNMERGED, KERNELS, *TUNED)]
+
+
+def mean(rows: Mapping[int, Row], name: str) -> float:
+    """Return the mean of a field over seeds."""
+    return float(np.mean([row[name] for row in rows.values()]))
+
+
+# Tables.
+
+
+def at_one_budget(found: By, speeds: Mapping[tuple[str, float], float], share: float) -> str:
+    """Return a table of all variants at one budget, most faithful first."""
+    lines = []
+    for name in variants_of(found):
+        rows = found.get((name, share))
+        if rows is None:
+            continue
+        cells = [
+            name, str(len(rows)), points(compared(rows, found[UNMERGED, 1.0])),
+            "–" if name == REFERENCE else points(compared(rows, found.get((REFERENCE, share), {}))),
+            plus_minus(spread([100 * row["agreement"] for row in rows.values()]), "{:.2f}"),
+            f"{mean(rows, 'kl'):.4f}", f"{mean(rows, 'gflops'):.3g}", _speed(speeds.get((name, share))),
+        ]  # fmt: skip
+        lines.append((mean(rows, "kl"), cells))
+    if not lines:
+        return NOT_MEASURED
+    head = ["method", "seeds", "accuracy, points", "against ToMe, points", "agreement, %", "KL", "GFLOPs", "speed-up"]
+    return markdown([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+
+
+def by_budget(found: By, value: Callable[[str, float], str]) -> str:
+    """Return a table with one column for each budget."""
+    shares = sorted({share for name, share in found if name not in (UNMERGED, KERNELS, *TUNED)}, reverse=True)
+    few = [share for share in shares if sum((name, share) in found for name in variants_of(found)) > 1] or shares
+    lines = [[name, *(value(name, share) if (name, share) in found else "–" for share in few)] for name in
+             variants_of(found)]  # fmt: skip
+    return markdown([["method", *(f"{100 * share:.0f} % of FLOPs" for share in few)], *lines])
+
+
+def tuned_settings(found: By) -> list[tuple[str, float]]:
+    """Return the tuned variants with their budgets, the least merging first."""
+    return sorted((one for one in found if one[0] in TUNED), key=lambda one: (-one[1], one[0]))
+
+
+def tuned_table(found: By, speeds: Mapping[tuple[str, float], float]) -> str:
+    """Return the tuned settings beside ToMe at the same budgets."""
+    lines = []
+    for name, share in tuned_settings(found):
+        rows, tome = found[name, share], found.get((REFERENCE, share), {})
+        chosen = sorted({_method_name(row["config"]["method"]) for row in rows.values()})
+        lines.append([
+            name, f"{100 * share:.0f} %", ", ".join(chosen), points(compared(rows, found[UNMERGED, 1.0])),
+            points(compared(tome, found[UNMERGED, 1.0])), points(compared(rows, tome)),
+            f"{mean(rows, 'kl'):.4f}", f"{mean(tome, 'kl'):.4f}" if tome else "–",
+            _speed(speeds.get((name, share))), _speed(speeds.get((REFERENCE, share))),
+        ])  # fmt: skip
+    head = ["setting", "FLOPs", "chosen", "tuned, points", "ToMe, points", "difference, points", "KL tuned", "KL ToMe",
+            "speed-up tuned", "speed-up ToMe"]  # fmt: skip
+    return markdown([head, *lines]) if lines else NOT_MEASURED
+
+
+def moonshot(found: By, speeds: Mapping[tuple[str, float], float]) -> str:
+    """Return, for each tuned variant, its least merging that is fast enough, and its curve against ToMe's.
+
+    The setting is chosen by FLOPs and measured speed; accuracy plays no part in the choice. Curves are compared at the
+    measured speed of each tuned setting, between whose neighbors ToMe's accuracy is interpolated.
+    """
+    sentences = []
+    for variant in TUNED:
+        shares = [share for name, share in tuned_settings(found) if name == variant]
+        if not shares:
+            continue
+        fast = [share for share in shares if speeds.get((variant, share), 0) >= MOONSHOT_SPEED]
+        text = f"*{variant}*: no setting reaches {MOONSHOT_SPEED:g} times the speed of the unmerged model"
+        if fast:
+            share = max(fast)
+            text = (
+                f"*{variant}*: the least merging that is at least {MOONSHOT_SPEED:g} times as fast as the unmerged "
+                f"model has {100 * share:.0f} % of the FLOPs, {speeds[variant, share]:.2f} times the speed and "
+                f"{points(compared(found[variant, share], found[UNMERGED, 1.0]))} points"
+            )
+        above = above_reference(found, speeds, variant, shares)
+        sentences.append(f"{text}; it is above ToMe's curve at {sum(above)} of {len(above)} measured speeds.")
+    return "\n\n".join(sentences)
+
+
+def above_reference(
+    found: By, speeds: Mapping[tuple[str, float], float], variant: str, shares: Sequence[float]
+) -> list[bool]:
+    """Return for each timed setting of a variant whether it is more accurate than ToMe at the same measured speed.
+
+    Speeds beyond ToMe's fastest setting count as above if the accuracy is at least that of this setting.
+    """
+    curve = sorted(
+        (speeds[REFERENCE, share], mean(rows, "accuracy"))
+        for (name, share), rows in found.items()
+        if name == REFERENCE and (name, share) in speeds
+    )
+    timed = [share for share in shares if (variant, share) in speeds]
+    if not curve:
+        return []
+    x, y = zip(*curve, strict=True)
+    return [mean(found[variant, share], "accuracy") > float(np.interp(speeds[variant, share], x, y)) for share in timed]
+
+
+def dense_table(found: By) -> str:
+    """Return mIoU, boxes and CorLoc of all variants at every budget, against the unmerged model."""
+    base = found[UNMERGED, 1.0]
+    lines = [[UNMERGED, "100 %", f"{100 * mean(base, 'miou'):.2f}", "–", f"{100 * mean(base, 'box_recall'):.2f}", "–",
+              f"{100 * mean(base, 'corloc'):.2f}", "–"]]  # fmt: skip
+    for name, share in sorted(found, key=lambda one: (-one[1], -mean(found[one], "miou"))):
+        rows = found[name, share]
+        if name != UNMERGED:
+            lines.append([
+                name, f"{100 * share:.0f} %", f"{100 * mean(rows, 'miou'):.2f}",
+                points(grouped(rows, base, "miou_groups")), f"{100 * mean(rows, 'box_recall'):.2f}",
+                points(compared(rows, base, "boxes")), f"{100 * mean(rows, 'corloc'):.2f}",
+                points(compared(rows, base, "lost")),
+            ])  # fmt: skip
+    head = ["method", "FLOPs", "mIoU, %", "of images, points", "boxes found, %", "points", "CorLoc, %", "points"]
+    return markdown([head, *lines])
+
+
+def skipped_table(rows: Sequence[Row]) -> str:
+    """Return which settings were not measured, and why."""
+    newest = {row["key"]: row for row in rows}
+    reasons: dict[tuple[str, str, str], list[float]] = {}
+    for row in newest.values():
+        if "skipped" in row:
+            reasons.setdefault((row["model"], row["variant"], row["skipped"].partition(";")[0]), []).append(
+                row["share"]
+            )
+    lines = [
+        [model, variant, ", ".join(f"{100 * share:.0f} %" for share in sorted(set(shares), reverse=True)), reason]
+        for (model, variant, reason), shares in reasons.items()
+    ]
+    return markdown([["model", "method", "FLOPs", "reason"], *lines])
+
+
+def _speed(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _method_name(method: Any) -> str:
+    if not isinstance(method, Mapping):
+        return str(method)
+    options = [f"{name}={value}" for name, value in method.items() if name != "name"]
+    return f"{method['name']} ({', '.join(options)})" if options else str(method["name"])
+
+
+# Plots.
+
+
+def plot_kind(kind: str, found: By, speeds: Mapping[tuple[str, float], float], folder: Path) -> None:
+    """Plot accuracy and KL divergence over measured speed-up and over FLOPs."""
+    names = [*variants_of(found), *dict.fromkeys(name for name, _ in tuned_settings(found))]
+    ranked = sorted(names, key=lambda name: np.mean([mean(rows, "kl") for (one, _), rows in found.items()
+                                                     if one == name]))  # fmt: skip
+    shown = list(dict.fromkeys([REFERENCE, *TUNED, *ranked]))
+    colors = dict(zip([name for name in shown if name in names][:SHOWN], COLORS, strict=False))
+    base = mean(found[UNMERGED, 1.0], "accuracy")
+    values: dict[str, Callable[[Mapping[int, Row]], float]] = {
+        "accuracy, points against unmerged": lambda rows: 100 * (mean(rows, "accuracy") - base),
+        "KL divergence from unmerged": lambda rows: max(mean(rows, "kl"), 1e-6),
+    }
+    for file, (label, value) in zip(("accuracy", "fidelity"), values.items(), strict=True):
+        with figure(folder / f"{kind.replace(' ', '-')}-{file}.png", columns=2, width=11.0, height=4.4) as panels:
+            for axes, over_speed in zip(panels, (True, False), strict=True):
+                for name in sorted(names, key=lambda name: name in colors):
+                    settings = sorted(one for one in found if one[0] == name and (not over_speed or one in speeds))
+                    points_of = [
+                        (speeds[one] if over_speed else mean(found[one], "gflops"), value(found[one]))
+                        for one in settings
+                    ]
+                    if points_of:
+                        color = colors.get(name)
+                        style: dict[str, Any] = {"linewidth": 1.6} if color else {"linewidth": 0.7, "alpha": 0.7}
+                        label_of = name if color else None
+                        axes.plot(*zip(*points_of, strict=True), "-o", color=color or "#bbbbbb", markersize=3,
+                                  label=label_of if over_speed else None, **style)  # fmt: skip
+                axes.set(xlabel="speed-up, measured" if over_speed else "GFLOPs", ylabel=label)
+                if file == "fidelity":
+                    axes.set_yscale("log")
+                else:
+                    axes.axhline(0, color=INK, linewidth=0.8)
+                    axes.set_ylim(max(-12, axes.get_ylim()[0]), None)
+            legend(panels[0])
+
+
+# The README.
+
+
+def section(accuracy: Sequence[Row], speed: Sequence[Row], dense: Sequence[Row]) -> str:
+    """Return all tables."""
+    if not accuracy:
+        return NOT_MEASURED
+    parts: dict[str, str] = {}
+    for kind in dict.fromkeys(row["model"] for row in accuracy):
+        found, speeds = by_variant(accuracy, kind), speed_ups(speed, kind)
+        base = found[UNMERGED, 1.0]
+        unmerged = plus_minus(spread([100 * row["accuracy"] for row in base.values()]), "{:.2f}")
+        shares = [share for name, share in found if name in variants_of(found)]
+        if not shares:
+            continue
+        share = min(shares, key=lambda one: abs(one - TABLE_SHARE))
+        kernels = speeds.get((KERNELS, 1.0))
+        parts[
+            f"**{kind}** (unmerged {unmerged} %, {mean(base, 'gflops'):.3g} GFLOPs; kernels without merging "
+            f"{_speed(kernels)} times as fast), at {100 * share:.0f} % of the FLOPs"
+        ] = at_one_budget(found, speeds, share)
+
+        def lost(name: str, share: float, found: By = found) -> str:
+            difference = compared(found[name, share], found[UNMERGED, 1.0])
+            return "–" if difference is None else signed(difference.mean)
+
+        parts[f"**{kind}**, accuracy against the unmerged model, points"] = by_budget(found, lost)
+        if tuned_settings(found):
+            table = f"{tuned_table(found, speeds)}\n\n{moonshot(found, speeds)}"
+            parts[f"**{kind}**, settings of `vitrail tune` and ToMe"] = table
+    for kind in dict.fromkeys(row["model"] for row in dense):
+        parts[f"**{kind}**, Pets from frozen features"] = dense_table(by_variant(dense, kind))
+    if any("skipped" in row for row in accuracy):
+        parts["Not measured"] = skipped_table(accuracy)
+    return f"{titled_tables(parts)}\n\n{provenance([*accuracy, *speed, *dense])}"
+
+
+def provenance(rows: Sequence[Row]) -> str:
+    """Return where and with what the rows were measured."""
+    devices, commits = (sorted({str(row[name]) for row in rows}) for name in ("device", "commit"))
+    torch = sorted({row["versions"]["torch"] for row in rows})
+    return (
+        "In brackets: 95 % confidence interval over seeds and samples (samples alone where there is one seed). On "
+        f"{', '.join(devices)}, torch {', '.join(torch)}, commit {', '.join(commits)}."
+    )
+
+
+def write_report(folder: Path) -> None:
+    """Draw the plots and rewrite the results section of the README in a folder of rows."""
+    accuracy, speed, dense = (read_rows(folder / name, ("key",)) for name in (ACCURACY, SPEED, DENSE))
+    for kind in dict.fromkeys(row["model"] for row in accuracy):
+        found = by_variant(accuracy, kind)
+        if variants_of(found):
+            plot_kind(kind, found, speed_ups(speed, kind), folder)
+    blank = "# Merging methods\n\n<!-- results -->\n<!-- /results -->\n"
+    text = section(accuracy, speed, dense)
+    page = replace_section(folder / "README.md", with_plots(text, folder) if accuracy else text, blank=blank)
+    write_bytes(folder / "README.md", page.encode())

@@ -120,7 +120,7 @@ def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
 
 
 class SlicedBlock:
-    """Mixin in front of a library's block: attend, cut, feed.
+    """Mixin in front of a library's block: attend, cut, MLP.
 
     ``_vitrail_slice`` is the number of tokens that leave it, that of special tokens in front, and the block's adapter.
     """

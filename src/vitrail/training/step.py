@@ -19,7 +19,7 @@ from vitrail.adapters import find
 from vitrail.errors import VitrailError
 from vitrail.merging.attention import overflows_in_cudnn
 from vitrail.models import ViT
-from vitrail.runtime.cuda_graph import CudaGraph
+from vitrail.runtime.cuda_graph import WARMUP_STEPS, CudaGraph
 from vitrail.training.config import Config
 from vitrail.training.model import Built
 from vitrail.training.objective.objective import Terms
@@ -29,9 +29,6 @@ from vitrail.training.setup import Setup
 Mixed = tuple[Tensor, Tensor]
 Compute = Callable[..., list[Terms]]
 Capture = Callable[[Compute, tuple[Tensor, ...]], Compute]
-
-WARMUP_STEPS = 3
-"""Steps that run before the capture, while compilers and libraries initialize."""
 
 RECOMPILE_LIMIT = 16
 """How often torch.compile may compile one block; merged blocks need five graphs to train and four to evaluate."""

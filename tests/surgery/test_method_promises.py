@@ -64,7 +64,7 @@ def test_a_batch_equals_its_images_one_by_one(name: str, method: str) -> None:
     assert distance(alone, together) < 1e-7
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3"])
+@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "beit-own"])
 @pytest.mark.parametrize("method", ["values", "mix", "prune"])
 def test_static_methods_compile_as_one_graph(name: str, method: str) -> None:
     case = ALL[name]

@@ -45,10 +45,8 @@ class Found:
 def register_adapter(trunk_class: type | str, adapter: TrunkAdapter) -> None:
     """Register the adapter of a model class, so that everything Vitrail does works on its models.
 
-    Args:
-        trunk_class: the class, or its dotted name (``"package.module.Class"``), which imports nothing. Subclasses are
-            included. An adapter registered before for the same class is replaced.
-        adapter: describes the class; see ``docs/adapters.md``.
+    The class is given itself, or by its dotted name (``"package.module.Class"``), which imports nothing. Subclasses are
+    included; an adapter registered before for the same class is replaced. See ``docs/adapters.md``.
 
     Example:
         >>> vitrail.register_adapter("mylib.models.MyViT", MyAdapter())  # doctest: +SKIP
@@ -77,9 +75,8 @@ def split_name(name: str) -> tuple[Library | None, str]:
 
 
 def library_of(config: Mapping[str, Any]) -> Library:
-    """Return the library of a trained model by the ``architecture`` in its ``config.json``; ours where it has none."""
-    prefix = str(config.get("architecture", "")).partition(":")[0]
-    return library(prefix if prefix in LIBRARIES else "vitrail")
+    """Return the library of a trained model by its ``config.json``, or what training keeps of it; ours by default."""
+    return next((one for one in map(library, LIBRARIES) if one.restores(config)), library("vitrail"))
 
 
 def find(model: nn.Module) -> Found:
@@ -91,7 +88,7 @@ def find(model: nn.Module) -> Found:
     trunks = [
         (name, part, adapter)
         for name, part in model.named_modules()
-        if (adapter := next((known[kind] for kind in type(part).__mro__ if kind in known), None)) is not None
+        for adapter in [known[kind] for kind in type(part).__mro__ if kind in known][:1]
     ]
     if not trunks:
         raise UnsupportedModel(

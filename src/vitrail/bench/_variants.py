@@ -12,8 +12,9 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vitrail.adapters.base import BlockAdapter, repeat_heads
 from vitrail.adapters.registry import sized
 from vitrail.bench.config import BenchConfig
 from vitrail.errors import UnsupportedInput, VitrailWarning
-from vitrail.runtime.class_swap import swap
+from vitrail.runtime.install import swap
 from vitrail.surgery import Merging, merge
 
 INPUTS = 4
@@ -122,13 +123,14 @@ def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
 class SlicedBlock:
     """Mixin in front of a library's block: attend, cut, MLP.
 
-    ``_vitrail_slice`` is the number of tokens that leave it, that of special tokens in front, and the block's adapter.
+    ``_vitrail_slice`` is the number of tokens that leave it, that of special tokens in front, the block's adapter, and
+    a function that returns the position bias between all tokens.
     """
 
-    _vitrail_slice: tuple[int, int, BlockAdapter]
+    _vitrail_slice: tuple[int, int, BlockAdapter, Callable[[], Tensor | None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        length, special, parts = self._vitrail_slice
+        length, special, parts, position_bias = self._vitrail_slice
         x, args = (args[0], args[1:]) if args else (kwargs.pop(parts.input_name), ())
         block: Any = self
         rope = parts.read_call(args, kwargs).rope
@@ -139,11 +141,13 @@ class SlicedBlock:
             q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
         k, v = repeat_heads(q, k, v)
         scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+        bias = position_bias()
+        bias = None if bias is None else bias[..., : q.shape[2], : q.shape[2]]
         if parts.fused:
-            attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
         else:
             scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
-            attended = F.dropout(parts.weigh(block, scores), dropout) @ v
+            attended = F.dropout(parts.weigh(block, scores, bias), dropout) @ v
         branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
         # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
         x = x[:, :length] + branch[:, :length]
@@ -156,7 +160,9 @@ def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
     Special tokens come first and stay.
     """
     found = find(model)
-    special = found.adapter.layout(found.trunk).num_special
-    for block, parts, length in zip(found.blocks, found.block_adapters, lengths, strict=True):
-        block._vitrail_slice = (length, special, parts)  # type: ignore[assignment]
+    layout = found.adapter.layout(found.trunk)
+    position = found.adapter.position(found.trunk, layout.grid)
+    for layer, (block, parts, length) in enumerate(zip(found.blocks, found.block_adapters, lengths, strict=True)):
+        bias = partial(position.bias, layer, None) if parts.biased and position is not None else lambda: None
+        block._vitrail_slice = (length, layout.num_special, parts, bias)  # type: ignore[assignment]
         swap(block, SlicedBlock)

@@ -5,29 +5,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters import Found, find
-from vitrail.errors import InvalidOption, UnsupportedModel
+from vitrail.adapters import find
+from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule, as_method
-from vitrail.runtime.checks import (
-    merged_trunk,
-    refuse_merged,
-    refuse_meta,
-    refuse_other_channels,
-    refuse_patched,
-    refuse_registers,
-)
+from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to
-from vitrail.runtime.plan import Plan, parse_map, parse_protect
+from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.trace import Trace, tracking
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import Handle, check_module
 from vitrail.surgery.recording import evaluating
 from vitrail.tokens import TokenLayout
 
@@ -77,13 +71,10 @@ def merge(
         method: how tokens merge: a registered name (``"tome"``; for comparisons ``"random"`` and ``"prune"``), an
             instance such as ``ToMe(features="values")``, or a dict with a name and options.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+    check_module(model)
     refuse_merged(model)
     found = find(model)
-    refuse_patched(found)
-    refuse_registers(found)
-    refuse_meta(model)
+    check_changeable(model, found)
     for name, value in (("proportional", proportional), ("unmerge", unmerge)):
         if not isinstance(value, bool):
             raise InvalidOption(f"{name} is True or False; got {value!r}")
@@ -95,45 +86,35 @@ def merge(
     layout = found.adapter.layout(found.trunk)
     wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static)
     resizes = found.adapter.resizes(found.trunk)
-    mask = parse_protect(protect, layout.grid, resizes)
+    mask = None if protect is None else parse_map("protect", protect, layout.grid, resizes).cpu()
+    if mask is not None and mask.dtype != torch.bool:
+        raise InvalidOption(
+            f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
     cost = CostModel.of(model, found)
     added = added_to(found)
-    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
-    chosen.build(_model_shape(found))
+    plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
+    parts, block = found.block_adapters[0], found.blocks[0]
+    heads, head_width = parts.head_shape(block)
+    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
+    chosen.build(ModelShape(depth, int(width), heads, head_width))
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
 
 
-def _model_shape(found: Found) -> ModelShape:
-    parts, block = found.block_adapters[0], found.blocks[0]
-    heads, head_width = parts.head_shape(block)
-    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
-    return ModelShape(len(found.blocks), int(width), heads, head_width)
-
-
+@dataclass(eq=False, repr=False)
 class Merging(Handle):
-    """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging.
-
-    Attributes:
-        model: the model that was passed to ``vitrail.merge``.
-        found: the merged trunk in it, its blocks and their adapters.
-    """
+    """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging."""
 
     _function = "vitrail.merge"
 
-    def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
-        self.model = model
-        self.found = found
-        self._plan = plan
+    _plan: Plan
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the handle of a merged model, also of a copied or unpickled one."""
+    def _find(cls, model: nn.Module) -> Self | None:
         trunk = merged_trunk(model)
-        if trunk is None:
-            raise cls._not_found(model)
-        return cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
+        return None if trunk is None else cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
 
     @property
     def is_active(self) -> bool:
@@ -155,9 +136,7 @@ class Merging(Handle):
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
-        self._check_active()
-        shape = 0.0 if hasattr(value, "__len__") else self._plan.schedule.inflection
-        self._plan.change(Schedule.parse(self._plan.depth, value, schedule=shape))
+        self._change(r=value)
 
     @property
     def keep(self) -> float | None:
@@ -166,8 +145,7 @@ class Merging(Handle):
 
     @keep.setter
     def keep(self, value: float) -> None:
-        self._check_active()
-        self._plan.change(Schedule.parse(self._plan.depth, keep=value, schedule=self._plan.schedule.inflection))
+        self._change(keep=value)
 
     @property
     def gflops(self) -> float | None:
@@ -176,8 +154,13 @@ class Merging(Handle):
 
     @gflops.setter
     def gflops(self, value: float) -> None:
+        self._change(gflops=value)
+
+    def _change(self, **wanted: Any) -> None:
+        """Request another number of merges, in the present distribution over depth; a list is one itself."""
         self._check_active()
-        self._plan.change(Schedule.parse(self._plan.depth, gflops=value, schedule=self._plan.schedule.inflection))
+        shape = 0.0 if hasattr(wanted.get("r"), "__len__") else self._plan.schedule.inflection
+        self._plan.change(Schedule.parse(self._plan.depth, **wanted, schedule=shape))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -207,10 +190,7 @@ class Merging(Handle):
         return lengths
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
-        """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``).
-
-        One multiply-add is one FLOP, as in the literature.
-        """
+        """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
         layout = self._layout_for(size)
         per_layer = self._planned(layout.num_patches) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
@@ -249,7 +229,9 @@ class Merging(Handle):
         from vitrail.drawing import stained_glass
 
         originals = read_images(images)
-        refuse_other_channels(self.found)
+        channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
+        if channels != 3:
+            raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
         batch = to_tensor(originals, self.found.adapter.input_spec(self.found.trunk))
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:
@@ -266,7 +248,7 @@ class Merging(Handle):
         if self._plan.added is None:
             uninstall(self.found)
         else:
-            install(self.found, self._plan.without_merging())
+            install(self.found, Plan.bare(self.found, self._plan.cost, self._plan.added))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ others stay as the last block left them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +31,14 @@ class RoleRecording:
     """Special tokens of a model on some images, on the CPU.
 
     Attributes:
-        layout: all special tokens, including those that enter after the blocks, and the patches.
-        tokens: (B, S, D) by layer, for the layers that have all of them.
         attention: by layer, rows (B, H, Q, N), the layout of their keys, and the spans of their queries.
-        logits: (B, C) by head, for heads with the same classes.
-        notes: what could not be measured, and why.
     """
 
-    layout: TokenLayout
-    tokens: dict[int, Tensor]
+    layout: TokenLayout  # all special tokens, including those that enter after the blocks, and the patches
+    tokens: dict[int, Tensor]  # (B, S, D) by layer, for the layers that have all of them
     attention: dict[int, tuple[Tensor, TokenLayout, tuple[TokenSpan, ...]]]
-    logits: dict[str, Tensor]
-    notes: tuple[str, ...]
+    logits: dict[str, Tensor]  # (B, C) by head, for heads with the same classes
+    notes: tuple[str, ...]  # what could not be measured, and why
 
 
 class _ClassAttentionStage:
@@ -69,16 +65,10 @@ class _ClassAttentionStage:
         added = layout.special[len(self.special(-1)) :]
         return TokenLayout((*self.special(max(self.blocks)), *added), layout.grid)
 
-    def key_layout(self, layer: int, layout: TokenLayout) -> TokenLayout:
-        """Return the layout of the keys in a layer of the stage: its queries, the others, the patches."""
-        return TokenLayout((*self.queries(layer), *self.special(-1)), layout.grid)
-
     def first_complete(self) -> int:
         """Return the first layer that has all tokens."""
-        last = max(self.blocks, default=-1)
-        return next(
-            (layer for layer in self.blocks if self.special(layer) == self.special(last)), all_entered(self.found)
-        )
+        whole = self.special(max(self.blocks, default=-1))
+        return next((layer for layer in self.blocks if self.special(layer) == whole), all_entered(self.found))
 
     def interleave(self, layer: int, special: Tensor, layout: TokenLayout) -> Tensor:
         """Return all special tokens (B, S, D) after a layer of the stage; ``special`` are those after the blocks."""
@@ -91,23 +81,21 @@ class _ClassAttentionStage:
     @contextmanager
     def hooked(self, attention: Sequence[int]) -> Iterator[None]:
         """Record the outputs of all layers of the stage, and the attention of some."""
-        handles = []
-        for layer, block in self.blocks.items():
-            handles.append(block.register_forward_hook(self._output(layer)))
-            if layer in attention:
-                handles.append(block.register_forward_pre_hook(self._attention(layer), with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _output(self, layer: int) -> Callable[..., None]:
-        return lambda _, __, output: self.outputs.update({layer: output})
-
-    def _attention(self, layer: int) -> Callable[..., None]:
         adapter = self.found.adapter
-        return lambda block, args, kwargs: self.rows.update({layer: adapter.stage_attention(block, args, kwargs)})
+
+        def keep_output(layer: int) -> Callable[..., None]:
+            return lambda _, __, output: self.outputs.update({layer: output})
+
+        def keep_attention(layer: int) -> Callable[..., None]:
+            return lambda block, args, kwargs: self.rows.update({layer: adapter.stage_attention(block, args, kwargs)})
+
+        with ExitStack() as stack:
+            for layer, block in self.blocks.items():
+                stack.callback(block.register_forward_hook(keep_output(layer)).remove)
+                if layer in attention:
+                    hook = block.register_forward_pre_hook(keep_attention(layer), with_kwargs=True)
+                    stack.callback(hook.remove)
+            yield
 
 
 def record_roles(
@@ -146,20 +134,25 @@ def record_roles(
     layout = layouts[0]
     attention = {}
     for layer, parts in rows.items():
-        staged = layer in stage.blocks
-        keys = stage.key_layout(layer, layout) if staged else layout
-        if parts[0].shape[-1] != keys.num_tokens:
+        keys, queries = layout, layout.special
+        if layer in stage.blocks:  # a layer of the stage reads its queries, the other special tokens, and the patches
+            queries = stage.queries(layer)
+            keys = TokenLayout((*queries, *stage.special(-1)), layout.grid)
+        if parts[0].shape[-1] == keys.num_tokens:
+            attention[layer] = torch.cat(parts), keys, queries
+        else:
             notes[layer] = "patches are merged and have no places"
-            continue
-        attention[layer] = torch.cat(parts), keys, stage.queries(layer) if staged else layout.special
     logits = {name: torch.cat(parts) for name, parts in heard.items()}
     if beside and extended_trunk(model) is not None:
         logits |= _added_logits(AddedTokens.of(model).tokens, torch.cat(beside))
+    groups: dict[int, dict[str, Tensor]] = {}
+    for name, value in logits.items():
+        groups.setdefault(value.shape[-1], {})[name] = value
     return RoleRecording(
         stage.full_layout(layout),
         {layer: torch.cat(parts) for layer, parts in tokens.items()},
         attention,
-        _largest_group(logits),
+        max(groups.values(), key=len, default={}),
         tuple(f"no attention of layer {layer}: {note}" for layer, note in notes.items()),
     )
 
@@ -184,11 +177,3 @@ def _added_logits(added: AddedModule, beside: Tensor) -> dict[str, Tensor]:
             each = added.heads[spec.name](part).cpu().unbind(1)
             found.update({f"{spec.name}[{i}]" if len(each) > 1 else spec.name: one for i, one in enumerate(each)})
     return found
-
-
-def _largest_group(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the heads with the most common number of classes."""
-    groups: dict[int, dict[str, Tensor]] = {}
-    for name, value in logits.items():
-        groups.setdefault(value.shape[-1], {})[name] = value
-    return max(groups.values(), key=len, default={})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -18,85 +17,69 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.analysis._inputs import check_finite
-from vitrail.analysis._role_recording import record_roles
+from vitrail.analysis._inputs import check_finite, check_shape
 from vitrail.analysis.attention import Overlap, Spread, overlap, spread, token_maps
 from vitrail.analysis.result import Result
+from vitrail.analysis.roles.recording import record_roles
 from vitrail.errors import UnsupportedInput
 from vitrail.runtime.layout import token_values
 from vitrail.tokens import TokenLayout, TokenSpan, token_names
 
 
-@dataclass(frozen=True)
 class Thresholds(Result):
     """Limits for collapsed pairs. Two class tokens trained with one loss reached a cosine of 0.999 (DeiT).
 
     Attributes:
-        parameters: least cosine of token parameters.
         tokens: least cosine of tokens in the last layer; 0.93 is normal there (DeiT's class and distillation).
-        attention: least cosine of attention maps.
         even: maps that cover more than this share of the patches are ignored, since all uniform maps are alike.
-        divergence: largest Jensen–Shannon divergence of heads in bits, together with
-        disagreement: largest share of images with different predictions.
     """
 
-    parameters: float = 0.99
+    parameters: float = 0.99  # least cosine of token parameters
     tokens: float = 0.99
-    attention: float = 0.99
+    attention: float = 0.99  # least cosine of attention maps
     even: float = 0.9
-    divergence: float = 0.001
-    disagreement: float = 0.01
+    divergence: float = 0.001  # largest Jensen–Shannon divergence of heads in bits, together with
+    disagreement: float = 0.01  # largest share of images with different predictions
 
 
 DEFAULT_THRESHOLDS = Thresholds()
 
 
-@dataclass(frozen=True, eq=False)
-class Cosines(Result):
+class Cosines(Result, eq=False):
     """Cosines between tokens in each layer.
 
     Attributes:
-        tokens: names of the rows and columns: ``class``, ``register 1``, ``color``.
-        layers: indices of the L layers.
-        matrix: (L, S, S) mean over images of the cosine between two tokens.
         centred: (L, S, S) the same after subtracting each token's mean over the images: whether two tokens hold the
             same *about images*, even if their constant parts differ. None for a single image.
-        within: by role, (L,) mean over all pairs of its tokens; roles with two or more tokens.
-        between: by pair of roles, (L,) mean over all pairs with one token of each.
     """
 
-    tokens: tuple[str, ...]
-    layers: tuple[int, ...]
-    matrix: Tensor
+    tokens: tuple[str, ...]  # names of the rows and columns: ``class``, ``register 1``, ``color``
+    layers: tuple[int, ...]  # indices of the L layers
+    matrix: Tensor  # (L, S, S) mean over images of the cosine between two tokens
     centred: Tensor | None
-    within: dict[str, Tensor]
-    between: dict[str, Tensor]
+    within: dict[str, Tensor]  # by role, (L,) mean over all pairs of its tokens; roles with two or more tokens
+    between: dict[str, Tensor]  # by pair of roles, (L,) mean over all pairs with one token of each
 
 
-@dataclass(frozen=True, eq=False)
-class ParameterCosines(Result):
+class ParameterCosines(Result, eq=False):
     """Cosines between learned tokens, without position: (S, S). Directions of tokens near zero mean nothing."""
 
     tokens: tuple[str, ...]
     matrix: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Disagreement(Result):
+class Disagreement(Result, eq=False):
     """Disagreement of heads: (H, H) each.
 
     Attributes:
-        heads: names of the rows and columns.
-        argmax: share of images for which two heads predict different classes.
         divergence: mean over images of the Jensen–Shannon divergence of their softmax, in bits: 0 for equal, at most 1.
     """
 
-    heads: tuple[str, ...]
-    argmax: Tensor
+    heads: tuple[str, ...]  # names of the rows and columns
+    argmax: Tensor  # share of images for which two heads predict different classes
     divergence: Tensor
 
 
-@dataclass(frozen=True)
 class TokenAttention(Result):
     """Attention of tokens to patches in one layer: overlap between tokens, and spread of each."""
 
@@ -105,7 +88,6 @@ class TokenAttention(Result):
     spread: Spread
 
 
-@dataclass(frozen=True)
 class Collapse(Result):
     """A pair of tokens that are nearly equal: in which measure, how similar, and the threshold."""
 
@@ -116,7 +98,6 @@ class Collapse(Result):
     threshold: float
 
 
-@dataclass(frozen=True)
 class Roles(Result):
     """All measures of one model on some images; None or empty for what it does not have, explained by ``notes``."""
 
@@ -142,11 +123,7 @@ def cosine_matrix(x: Tensor) -> Tensor:
 @torch.no_grad()
 def token_cosines(tokens: Tensor, layout: TokenLayout, layers: Sequence[int] | None = None) -> Cosines:
     """Return the cosines between special tokens (L, B, S, D), in the order of the layout, in each layer."""
-    if tokens.ndim != 4 or tokens.shape[2] != layout.num_special or 0 in tokens.shape:
-        raise UnsupportedInput(
-            f"special tokens have shape {tuple(tokens.shape)}; "
-            f"expected (layers, images, {layout.num_special} tokens, channels) for {layout.special}"
-        )
+    check_shape(tokens, "special tokens", f"L B {layout.num_special} D", f", for {layout.special}")
     check_finite(tokens.transpose(0, 1), "special tokens")
     matrix = torch.stack([cosine_matrix(x).mean(0) for x in tokens]).cpu()
     varying = (x.double() - x.double().mean(0) for x in tokens)
@@ -215,8 +192,8 @@ def find_collapsed(
     cosine = cosines.matrix[-1]
     found = _pairs("tokens", cosines.tokens, cosine, cosine >= thresholds.tokens, thresholds.tokens)
     if parameters is not None:
-        cosine = parameters.matrix
-        found += _pairs("parameters", parameters.tokens, cosine, cosine >= thresholds.parameters, thresholds.parameters)
+        cosine, limit = parameters.matrix, thresholds.parameters
+        found += _pairs("parameters", parameters.tokens, cosine, cosine >= limit, limit)
     if heads is not None:
         same = (heads.divergence <= thresholds.divergence) & (heads.argmax <= thresholds.disagreement)
         found += _pairs("heads", heads.heads, heads.divergence, same, thresholds.divergence)

@@ -12,8 +12,8 @@ PUBLIC = {
     "vitrail": (
         "Ablation AddedTokens Assignment Context Count Merging Method Recording Reduction RegisterNeurons Report Role "
         "TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names "
-        "compare count create_model errors find_register_neurons from_timm inspect list_models load_model merge record "
-        "register_adapter register_method test_time_registers to_timm"
+        "compare count create_model errors find_register_neurons from_timm inspect list_methods list_models load_model "
+        "merge record register_adapter register_method test_time_registers to_timm tune"
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
@@ -36,7 +36,7 @@ PUBLIC = {
     "vitrail.heads": "AttentionPool DenseHead Heads Output",
     "vitrail.merging": (
         "Assignment Context FEATURES METHODS MergeState Method ModelShape Prune Random Reduction Room Schedule "
-        "Solution ToMe as_method match proportional_attention register_method"
+        "Solution ToMe as_method list_methods match proportional_attention register_method"
     ),
     "vitrail.models": (
         "MODELS ViT ViTConfig create_model from_timm list_models load_timm_state_dict timm_state_dict to_timm"
@@ -48,6 +48,7 @@ PUBLIC = {
     ),
     "vitrail.tokens": "Role TokenLayout TokenSpan TokenSpec check_specs span_names token_names",
     "vitrail.training": "Arrays Config Evaluation Event Labels PRESETS Run evaluate load_trained read_log train",
+    "vitrail.tuning": "Candidate QUALITIES Quality SEARCHES Tolerance Tuning tune",
 }
 
 SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"compare", "inspect"}}
@@ -55,7 +56,7 @@ SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"co
 
 ERRORS = (
     "AlreadyApplied BrokenPass Diverged ExportError ImageError InvalidOption ModelLoadError NotApplied ReportError "
-    "SaturatedWarning TrainingError UnsupportedInput UnsupportedModel VitrailError VitrailWarning"
+    "SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod VitrailError VitrailWarning"
 )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail import errors
 from vitrail.adapters import load_model, register_adapter
-from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, register_method
+from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, list_methods, register_method
 from vitrail.surgery import (
     Ablation,
     AddedTokens,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vitrail.report.comparison import compare
     from vitrail.report.inspection import inspect
     from vitrail.report.report import Report
+    from vitrail.tuning.tuner import tune
 
 __version__ = "0.3.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "find_register_neurons",
     "from_timm",
     "inspect",
+    "list_methods",
     "list_models",
     "load_model",
     "merge",
@@ -79,12 +81,14 @@ __all__ = [
     "register_method",
     "test_time_registers",
     "to_timm",
+    "tune",
 ]
 
 _LAZY = {
     "vitrail.adapters.saved": ("class_names",),
     "vitrail.models": ("ViT", "ViTConfig", "create_model", "from_timm", "list_models", "to_timm"),
     "vitrail.report": ("Report", "compare", "inspect"),
+    "vitrail.tuning": ("tune",),
 }
 
 

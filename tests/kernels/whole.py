@@ -90,7 +90,7 @@ def outcomes(subject: Subject, dtype: str, device: str, train: bool = False) -> 
     config = BenchConfig(subject.name, r=subject.r, batch=subject.images, dtype=dtype, device=device)
     base = build(config, lively(subject.make()))
     seeds = range(1 if dtype == "fp32" or device == "cpu" else IMAGES // subject.images)
-    batches = [random_images(subject.images, base.size, device, seed).to(config.weight_dtype) for seed in seeds]
+    batches = [random_images(subject.images, base.shape[-2:], device, seed).to(config.weight_dtype) for seed in seeds]
     checks = [compare(base, batch, gradients=train) for batch in batches]
 
     def mean(name: str) -> float:

@@ -32,6 +32,7 @@ class Pass:
         expose: whether the caller sees the tokens between blocks, and so must get them at full length.
         gridded: whether they are reshaped to the patch grid.
         unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
+        inputs: the images, clips or spectrograms that the trunk was called with, as `Method.maps` reads them.
     """
 
     trunk: nn.Module | None
@@ -40,6 +41,7 @@ class Pass:
     expose: bool = False
     gridded: bool = False
     unmasked: bool = False
+    inputs: Tensor | None = None
 
 
 class _Local(threading.local):
@@ -96,11 +98,12 @@ def open_pass(
     expose: bool = False,
     gridded: bool = False,
     unmasked: bool = False,
+    inputs: Tensor | None = None,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
     place = _pass.here()
     outer = place.current
-    place.current = Pass(trunk, layout, position, expose, gridded, unmasked)
+    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs)
     try:
         yield
     finally:
@@ -124,7 +127,7 @@ class EntryPoint:
         """Open a pass with the layout and position of an input; options as for `open_pass`."""
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, tuple(x.shape[2:]))
-        return open_pass(self, layout, adapter.position(self, layout.grid), **options)
+        return open_pass(self, layout, adapter.position(self, layout.grid), inputs=x, **options)
 
 
 class FeaturesEntry(EntryPoint):

@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "Show a trained model's predictions while its tokens merge; takes seconds, without a download.",
     "bench": "Measure how fast merging makes a model, and how much of the possible speed-up that is.",
     "export": "Export a merged model to a file that runs without Vitrail, and verify it.",
+    "tune": "Find the largest merge within a tolerance, or the best within a budget, on your images.",
     "inspect": "Find artifact tokens in a model: whether there are any, where, from which layer on, what they encode.",
     "compare": "Compare two reports, or two models, which are inspected on the same images first.",
     "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",

@@ -51,7 +51,7 @@ def export(
         str | None,
         typer.Option(metavar="onnx|pt2", help="ONNX, or a torch.export program; from the file name by default."),
     ] = None,
-    schedule: options.Schedule = "constant",
+    schedule: options.Schedule = None,
     order: options.Order = "paper",
     proportional: options.Proportional = True,
     method: options.Method = "tome",

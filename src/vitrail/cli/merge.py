@@ -44,7 +44,7 @@ def merge(
     keep: options.Keep = None,
     gflops: options.Gflops = None,
     out: options.Folder = Path("glass"),
-    schedule: options.Schedule = "constant",
+    schedule: options.Schedule = None,
     order: options.Order = "paper",
     proportional: options.Proportional = True,
     method: options.Method = "tome",

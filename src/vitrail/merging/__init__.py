@@ -12,7 +12,16 @@ from vitrail.merging.assignment import Assignment
 from vitrail.merging.attention import proportional_attention
 from vitrail.merging.bipartite import match
 from vitrail.merging.features import FEATURES
-from vitrail.merging.method import METHODS, Context, Method, ModelShape, Reduction, as_method, register_method
+from vitrail.merging.method import (
+    METHODS,
+    Context,
+    Method,
+    ModelShape,
+    Reduction,
+    as_method,
+    list_methods,
+    register_method,
+)
 from vitrail.merging.methods import Prune, Random, ToMe
 from vitrail.merging.schedule import Room, Schedule, Solution
 from vitrail.merging.state import MergeState
@@ -33,6 +42,7 @@ __all__ = [
     "Solution",
     "ToMe",
     "as_method",
+    "list_methods",
     "match",
     "proportional_attention",
     "register_method",

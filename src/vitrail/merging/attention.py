@@ -32,8 +32,24 @@ def proportional_attention(
         scale: factor of the scores, 1/√d by default.
         dropout: probability with which attention weights are dropped.
     """
+    if size is not None and size.requires_grad:
+        return _differentiable_in_sizes(q, k, v, size, mask, scale, dropout)
     bias = mask if size is None else key_bias(size, mask, q)
     return fused_attention(q, k, v, mask=bias, causal=causal, scale=scale, dropout=dropout)
+
+
+def _differentiable_in_sizes(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, mask: Tensor | None, scale: float | None, dropout: float
+) -> Tensor:
+    """Compute proportional attention as ``size · exp(scores)``, whose gradient is finite also at size 0."""
+    work, device = torch.promote_types(q.dtype, torch.float32), q.device.type
+    with torch.autocast(device, enabled=False):
+        scores = q.to(work) @ k.to(work).transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        weights = (scores - scores.amax(-1, keepdim=True).detach()).exp() * size.to(work)[:, None, None]
+        weights = weights / weights.sum(-1, keepdim=True)
+        return (F.dropout(weights, dropout) @ v.to(work)).to(v.dtype)
 
 
 def fused_attention(
@@ -88,10 +104,18 @@ def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor |
     """Return sizes (B, N) and a mask, boolean or additive, as one bias on scores (B, H, Q, N) of ``like``'s dtype."""
     if size is None and mask is None:
         return None
-    bias = like.new_zeros(1, 1, 1, 1) if size is None else size.log().to(like.dtype)[:, None, None]
+    bias = like.new_zeros(1, 1, 1, 1) if size is None else _log_size(size).to(like.dtype)[:, None, None]
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _log_size(size: Tensor) -> Tensor:
+    """Return the logarithm of sizes; where they need gradients, that of a size of 0 is 0 instead of NaN."""
+    if not size.requires_grad:
+        return size.log()
+    present = size > 0
+    return torch.where(present, torch.where(present, size, 1).log(), -torch.inf)
 
 
 def weights_of_few(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:

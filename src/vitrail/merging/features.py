@@ -32,8 +32,10 @@ FEATURES: dict[str, Callable[[Context], Tensor]] = {
     "queries": lambda context: _mean_over_heads(context.q),
     "values": lambda context: _mean_over_heads(context.v),
     "tokens": lambda context: context.x,
+    "rotated_keys": lambda context: _mean_over_heads(context.rotated_k),
+    "rotated_queries": lambda context: _mean_over_heads(context.rotated_q),
 }
-"""Features (B, N, D) of a block's tokens by name; keys and queries are those before rotary position."""
+"""Features (B, N, D) of a block's tokens by name; those without ``rotated_`` are before rotary position."""
 
 
 def check_features(features: Features) -> Features:

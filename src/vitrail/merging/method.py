@@ -36,6 +36,7 @@ class Context:
 
     Attributes:
         layer: index of the block.
+        depth: number of blocks.
         grid: patch grid (t, h, w) of the input before any merge.
         x: tokens to reduce (B, N, D): the block's input, or what attention returned (``Method.place``).
         size: number of members of each token (B, N); None while all are 1. Size 0 marks padding.
@@ -44,8 +45,10 @@ class Context:
         archive: the method's own tensors, carried unchanged through the pass.
         guide: maps from outside (B, N, …), such as a saliency map; 0 for special tokens, merged along with the tokens.
         padded: whether images of the batch may keep different numbers of tokens.
-        planned: number of tokens planned to merge in this block.
+        planned: number of tokens planned to merge in this block; None where no number was requested.
+        class_token: position of the first class token; None for models without one.
         project: computes queries, keys and values; called on first use.
+        rotate: computes queries and keys with rotary position from these.
         attend: computes attention weights; see :meth:`attention`.
     """
 
@@ -59,9 +62,13 @@ class Context:
     guide: Mapping[str, Tensor] = field(default_factory=dict)
     padded: bool = False
     planned: int | None = None
+    class_token: int | None = None
+    depth: int = 1
     project: Callable[[], Projections] | None = None
+    rotate: Callable[[Projections], tuple[Tensor, Tensor]] | None = None
     attend: Callable[[Sequence[int] | None], Tensor] | None = None
     _projected: Projections | None = None
+    _rotated: tuple[Tensor, Tensor] | None = None
 
     @property
     def q(self) -> Tensor:
@@ -77,6 +84,16 @@ class Context:
     def v(self) -> Tensor:
         """Values (B, H, N, d)."""
         return self._qkv()[2]
+
+    @property
+    def rotated_q(self) -> Tensor:
+        """Queries with rotary position; ``q`` for models without."""
+        return self._qk_rotated()[0]
+
+    @property
+    def rotated_k(self) -> Tensor:
+        """Keys with rotary position; ``k`` for models without."""
+        return self._qk_rotated()[1]
 
     def attention(self, queries: Sequence[int] | None = None) -> Tensor:
         """Compute attention weights on demand; the block itself keeps its fused kernel.
@@ -107,6 +124,12 @@ class Context:
             self._projected = self.project()
         return self._projected
 
+    def _qk_rotated(self) -> tuple[Tensor, Tensor]:
+        if self._rotated is None:
+            projected = self._qkv()
+            self._rotated = projected[:2] if self.rotate is None else self.rotate(projected)
+        return self._rotated
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -130,12 +153,23 @@ class Reduction:
 
 
 class ModelShape(NamedTuple):
-    """Model dimensions for methods with parameters."""
+    """Facts about a model for methods that have parameters, or that not every model can serve.
+
+    Attributes:
+        special: number of special tokens in front.
+        class_token: position of the first class token; None for models without one.
+        grid: patch grid (t, h, w) at the model's own input size.
+        training: whether the model is in training mode.
+    """
 
     depth: int
     width: int
     heads: int
     head_width: int
+    special: int = 0
+    class_token: int | None = None
+    grid: tuple[int, int, int] = (1, 1, 1)
+    training: bool = False
 
 
 class Method(nn.Module):
@@ -144,17 +178,25 @@ class Method(nn.Module):
     Class attributes:
         static: lengths follow from shapes alone, the same for every image. Static methods compile, export, and have
             FLOPs before they run; others return different numbers of tokens per image.
+        relaxes: in training mode the method keeps all tokens, or mixes them softly, instead of removing the planned
+            number.
         place: reduce tokens ``"before"`` attention, or ``"between"`` attention and MLP.
         scope: tokens stay reduced for the rest of the ``"pass"``, or are restored after each ``"block"``.
         places_groups: the index map places groups itself, protected tokens in front in their order. Otherwise groups
             are sorted by their first member.
+        keeps_grid: the patches that stay form a grid in row-major order, also with ``order="original"``.
         twin: name of a fused kernel that does the same; see ``vitrail.kernels``.
+        bucket: lengths of methods that are not static are padded to a multiple of this, so that shapes repeat and
+            memory is reused; None: 16 on CUDA devices, 1 elsewhere.
     """
 
     static: ClassVar[bool] = True
     place: ClassVar[Literal["before", "between"]] = "between"
     scope: ClassVar[Literal["pass", "block"]] = "pass"
     places_groups: ClassVar[bool] = False
+    keeps_grid: ClassVar[bool] = False
+    relaxes: ClassVar[bool] = False
+    bucket: int | None = None
 
     name: ClassVar[str] = ""
     """Name under which the method is registered."""
@@ -163,6 +205,11 @@ class Method(nn.Module):
     def twin(self) -> str | None:
         """Name of a fused kernel that does the same with these options; None for none."""
         return None
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the method needs planned numbers, so that ``r``, ``keep`` or ``gflops`` is required."""
+        return self.static
 
     @property
     def options(self) -> dict[str, Any]:
@@ -181,8 +228,29 @@ class Method(nn.Module):
         """Name for messages: the registered name, or that of the class."""
         return self.name if METHODS.get(self.name) is type(self) else type(self).__name__
 
+    def check(self, shape: ModelShape) -> None:
+        """Raise ``UnsupportedModel`` if this model cannot serve the method; called before the model is changed."""
+
     def build(self, shape: ModelShape) -> None:
-        """Create parameters for a model; called once, before the model is changed."""
+        """Create parameters for a model; called before the model is changed, each time the method is applied."""
+
+    def layers(self, depth: int) -> Sequence[float] | None:
+        """Return the share of the merges in each layer where the caller requests no schedule; None for equal shares."""
+        return None
+
+    def maps(self, inputs: Tensor, grid: tuple[int, int, int]) -> Mapping[str, Tensor]:
+        """Compute maps over the patches (B, P, …) from the model's input, at the beginning of each pass.
+
+        They join ``context.guide``: 0 for special tokens, merged along with the tokens.
+        """
+        return {}
+
+    def feasible(self, r: int, tokens: int, special: int, grid: tuple[int, int, int]) -> int:
+        """Return the largest number of tokens, at most ``r``, that one step can remove from this many.
+
+        For methods that remove whole rows, or the same number in every window. ``grid`` is that of the input.
+        """
+        return r
 
     def capacity(self, tokens: int, protected: Protected) -> int:
         """Return how many of this many tokens one reduction can remove at most; for a mask, in every image."""
@@ -220,6 +288,11 @@ class Method(nn.Module):
         return None
 
     @property
+    def any_count(self) -> bool:
+        """Whether one step can remove any number of tokens up to the capacity, and not only :meth:`feasible` ones."""
+        return type(self).feasible is Method.feasible
+
+    @property
     def averages(self) -> bool:
         """Whether groups become the weighted mean of their members, so that a fused kernel can compute it."""
         return type(self).pool is Method.pool
@@ -227,6 +300,12 @@ class Method(nn.Module):
 
 METHODS: dict[str, type[Method]] = {}
 """Registered methods by name."""
+
+
+def list_methods() -> list[str]:
+    """Return the names of the registered methods, for ``vitrail.merge(model, method=...)``."""
+    return sorted(METHODS)
+
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 
@@ -317,7 +396,8 @@ def check_reduction(method: Method, reduction: object, context: Context) -> None
             f"{name}: soft of a Reduction has shape {(*shape, length)}; got {tuple(reduction.soft.shape)}"
         )
     removed = shape[1] - length
-    if method.static and reduction.soft is None and context.planned not in (None, removed):
+    relaxed = reduction.soft is not None or (method.relaxes and method.training)
+    if method.static and not relaxed and context.planned not in (None, removed):
         raise InvalidOption(
             f"{name} removed {removed} of {shape[1]} tokens, where {context.planned} were planned; a method whose "
             "numbers vary declares `static = False`"

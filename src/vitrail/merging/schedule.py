@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TypeGuard
 
@@ -37,6 +37,7 @@ class Room:
             are in front.
         capacity: the method's capacity.
         restored: tokens are restored after each layer, so that every layer starts with all of them.
+        feasible: largest number of tokens, at most a wanted one, that one step can remove from this many.
     """
 
     tokens: int
@@ -44,15 +45,24 @@ class Room:
     first: int | None = None
     capacity: Capacity = front_edges
     restored: bool = False
+    feasible: Capacity | None = None
 
     def cap(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Limit each layer's merges to what is possible in that layer."""
-        length, first, result = self.tokens, self.first, []
+        """Limit each layer's merges to what is possible in that layer.
+
+        Where only some numbers are feasible, what one layer could not remove is left to the next ones that merge.
+        """
+        length, first, result, owed = self.tokens, self.first, [], 0
         for r in wanted:
+            if r and self.feasible is not None and not self.restored:
+                r = owed = r + owed
             most = self.capacity(length, self.protected)
             if first is not None:
                 most = min(most, first)
             r = min(r, most)
+            if self.feasible is not None:
+                r = self.feasible(r, length)
+                owed -= r
             if r and not self.restored:
                 first = None
                 length -= r
@@ -83,16 +93,20 @@ class Schedule:
         keep: share of the patches left after the last layer.
         gflops: budget for one input in 10⁹ multiply-adds (the literature's FLOPs).
         inflection: −1 merges most in the first layers, 0 equally, 1 most in the last ones.
+        layers: share of the merges of each layer; None where the inflection decides.
     """
 
     r: int | tuple[int, ...] | None = None
     keep: float | None = None
     gflops: float | None = None
     inflection: float = 0.0
+    layers: tuple[float, ...] | None = None
 
     @property
-    def shape(self) -> str | float:
-        """Name of the inflection, or its value where it has no name."""
+    def shape(self) -> str | float | None:
+        """Name of the inflection, or its value where it has no name; None where the method decides."""
+        if self.layers is not None:
+            return None
         return next((name for name, value in INFLECTIONS.items() if value == self.inflection), self.inflection)
 
     @classmethod
@@ -102,14 +116,19 @@ class Schedule:
         r: int | Sequence[int] | None = None,
         keep: float | None = None,
         gflops: float | None = None,
-        schedule: str | float = "constant",
+        schedule: str | float | None = None,
         required: bool = True,
+        layers: Sequence[float] | None = None,
     ) -> Schedule:
         """Check a user's options for a model of ``depth`` layers.
 
         Methods that decide by themselves how much to merge need none of ``r``, ``keep`` and ``gflops``
-        (``required=False``).
+        (``required=False``). Without a schedule, ``layers`` has the share of each layer (`Method.layers`).
         """
+        if schedule is None and layers is not None and not hasattr(r, "__len__"):
+            shares = tuple(share / sum(layers) for share in layers)
+            return replace(cls.parse(depth, r, keep, gflops, "constant", required), layers=shares)
+        schedule = "constant" if schedule is None else schedule
         given = [name for name, value in (("r", r), ("keep", keep), ("gflops", gflops)) if value is not None]
         if not given and not required:
             return cls(inflection=_inflection(schedule))
@@ -147,11 +166,20 @@ class Schedule:
             if cost is None:
                 raise ValueError("a budget needs a cost")
             return self._solve_budget(depth, room, cost)
-        if self.r is None:  # every layer may merge as much as the method wants
-            most = tuple(room.cap([room.tokens] * depth) if room.restored else [room.tokens] * depth)
+        if self.r is None:  # layers with a share merge as much as the method wants
+            limits = [room.tokens if share else 0 for share in self.layers or [1.0] * depth]
+            most = tuple(room.cap(limits) if room.restored else limits)
             return Solution(most, most)
-        wanted = self.r if isinstance(self.r, tuple) else ramp(self.r, self.inflection, depth)
-        return Solution(wanted, room.cap(wanted))
+        if isinstance(self.r, tuple):
+            wanted = self.r
+        elif self.layers is not None:
+            wanted = spread(self.r * depth, self.layers)
+        else:
+            wanted = ramp(self.r, self.inflection, depth)
+        possible = room.cap(wanted)
+        if room.feasible is not None and sum(possible) < sum(room.cap([room.tokens] * depth)):
+            return Solution(possible, possible)  # what is missing is less than one step can remove
+        return Solution(wanted, possible)
 
     def _solve_keep(self, depth: int, room: Room) -> Solution:
         assert self.keep is not None
@@ -166,6 +194,8 @@ class Schedule:
                 f"keep={self.keep} would leave {patches - total} of {patches} patches, but {depth} layers cannot "
                 f"merge below {most}; use at least keep={math.ceil(1000 * most / patches) / 1000}"
             )
+        if room.feasible is not None:  # trimmed numbers may not be feasible
+            return Solution(per_layer, per_layer)
         excess = sum(per_layer) - total
         trimmed = list(per_layer)
         for layer in reversed(range(depth)):
@@ -188,15 +218,10 @@ class Schedule:
 
     def _scaled(self, depth: int, room: Room, enough: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:
         """Return the smallest multiple of the schedule's shape that is enough; None if even the cap is not."""
-        shape = _shape(self.inflection, depth)
+        shape = _shape(self.inflection, depth) if self.layers is None else self.layers
 
         def merges(total: float) -> tuple[int, ...]:
-            wanted, done = [], 0
-            for layer in range(depth):
-                r = max(0, round(total * sum(shape[: layer + 1])) - done)
-                done += r
-                wanted.append(r)
-            return room.cap(wanted)
+            return room.cap(spread(total, shape))
 
         if enough(merges(0)):
             return merges(0)
@@ -211,6 +236,18 @@ class Schedule:
             middle = (low + high) // 2
             low, high = (low, middle) if enough(merges(middle)) else (middle, high)
         return merges(high)
+
+
+def spread(total: float, shares: Sequence[float]) -> tuple[int, ...]:
+    """Distribute a number of merges over the layers by their shares.
+
+    >>> spread(100, (0.5, 0.0, 0.5))
+    (50, 0, 50)
+    """
+    counts: list[int] = []
+    for layer in range(len(shares)):
+        counts.append(max(0, round(total * sum(shares[: layer + 1])) - sum(counts)))
+    return tuple(counts)
 
 
 def ramp(r: int, inflection: float, depth: int) -> tuple[int, ...]:

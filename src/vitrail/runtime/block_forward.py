@@ -18,6 +18,7 @@ from vitrail.merging import Context, MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
+from vitrail.runtime.layout import first_class_token
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.side_tokens import Reading, advance, prepare, widen
 from vitrail.tokens import TokenLayout, TokenSpan
@@ -87,6 +88,7 @@ def merged_forward(
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
     if method.place == "between":
         context = _context(carried, state, x, lambda: projected)
+        context.rotate = lambda qkv: rotated(parts, block, qkv, call.rope, carried.position, entered)
         context.attend = partial(own.weights, state.presence)
         x, state = _reduce(carried, state, x, context)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
@@ -105,6 +107,7 @@ def _reduce_before(
         projected = context.q, context.k, context.v
         return Attention.of(parts, block, projected, call, carried, state).weights(state.presence, queries)
 
+    context.rotate = lambda qkv: rotated(parts, block, qkv, call.rope, carried.position, state)
     context.attend = attend
     return _reduce(carried, state, x, context)
 
@@ -112,7 +115,7 @@ def _reduce_before(
 def _context(carried: Carried, state: MergeState, x: Tensor, project: Callable[[], Projections]) -> Context:
     return Context(
         state.layer, carried.layout.grid, x, state.size, state.protected, state.memory, state.archive, state.guide,
-        state.padded, project=project,
+        state.padded, class_token=first_class_token(carried.layout), depth=carried.plan.depth, project=project,
     )  # fmt: skip
 
 
@@ -125,10 +128,12 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
                 "here the number of tokens depends on the images, which cannot be compiled; use a static method and "
                 "order='paper', or run without torch.compile"
             )
-        planned = min(planned, method.capacity(x.shape[1], state.protected))
+        if method.static:  # others get the plan itself: the length of a padded batch must not decide for its images
+            planned = min(planned, method.capacity(x.shape[1], state.protected))
     if not planned:
         return x, state
-    context.planned = planned
+    unlimited = not method.static and carried.r >= carried.layout.num_tokens
+    context.planned = None if unlimited else planned
     r = method.amount(context, planned)
     check_amount(method, r, context)
     if isinstance(r, int) and r == 0 and not state.padded:
@@ -152,10 +157,6 @@ def _dense_forward(
 
     x, state = dense_forward(dense, x, state, carried.r, proportional, read_side)
     return x, outputs[0], state
-
-
-QUERIES_AT_ONCE = 256
-"""Queries whose attention is computed at once where all are wanted."""
 
 
 class Attention(NamedTuple):
@@ -219,20 +220,19 @@ class Attention(NamedTuple):
         parts, block = self.parts, self.block
         scale = parts.attention_scale(block) or self.q.shape[-1] ** -0.5
 
-        def rows(some: list[int] | slice) -> Tensor:
-            scores = (self.q[:, :, some] * scale) @ self.k.transpose(-2, -1)
-            bias = None if self.bias is None else self.bias[..., some, :]
+        def weigh(scores: Tensor, bias: Tensor | None) -> Tensor:
             return parts.weigh(block, scores, key_bias(self.size, bias, scores))
 
-        if queries is not None:
-            return rows(list(queries))
-        length = self.q.shape[2]
-        received = self.q.new_zeros(())
-        for start in range(0, length, QUERIES_AT_ONCE):
-            some = slice(start, start + QUERIES_AT_ONCE)
-            weights = rows(some)
-            received = received + (weights if present is None else weights * present[:, None, some, None]).sum(2)
-        return received / (length if present is None else present.sum(1)[:, None, None])
+        def weigh_rows(scores: Tensor, rows: slice) -> Tensor:
+            return weigh(scores, None if self.bias is None else self.bias[..., rows, :])
+
+        if queries is None:
+            plain = parts.fused and self.bias is None
+            return kernels.received_attention(self.q, self.k, self.size, present, scale, None if plain else weigh_rows)
+        # not by a list of indices, which would be copied to the device each time
+        some = torch.stack([self.q[:, :, query] for query in queries], 2)
+        bias = None if self.bias is None else torch.stack([self.bias[..., query, :] for query in queries], -2)
+        return weigh((some * scale) @ self.k.transpose(-2, -1), bias)
 
 
 def rotated(
@@ -255,7 +255,8 @@ def rotated(
 
 def attention_size(plan: Plan, state: MergeState) -> Tensor | None:
     """Return the sizes (B, N) by which attention counts keys; padding never counts."""
-    return state.size if plan.proportional else state.presence
+    counts = plan.proportional or (state.size is not None and state.size.requires_grad)
+    return state.size if counts else state.presence
 
 
 def position_bias(position: Position | None, state: MergeState) -> Tensor | None:

@@ -18,7 +18,7 @@ from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
 from vitrail.runtime.block_forward import Carried, merged_forward
-from vitrail.runtime.guide import current_guide
+from vitrail.runtime.guide import current_guide, method_maps
 from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import deliver
 from vitrail.runtime.trace import TracedPass, is_tracking, record
@@ -115,13 +115,13 @@ def _begin(mine: BlockPlan, x: Tensor) -> Carried:
         )
     if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
         layout = layout.with_grid((1, 1, patches))
-    solution = plan.solve(patches)
+    solution = plan.solve(patches, layout.grid)
     plan.report(solution, patches)
     per_layer = solution.wanted if plan.images_decide else solution.per_layer
     state = MergeState(
         per_layer,
         protected=plan.protected(layout, x.shape[0], x.device),
-        guide=current_guide(plan, layout, x.shape[0], x.device),
+        guide=current_guide(plan, layout, x.shape[0], x.device) | method_maps(plan.method, layout, entered.inputs, x),
         padded=not plan.method.static,
     )
     return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
@@ -136,7 +136,8 @@ def _refuse_changes(plan: Plan, entered: Pass) -> None:
             f"{plan.depth} blocks were merged and the model now has {count}; remove the merging before blocks are "
             "added or dropped, and merge again"
         )
-    if entered.gridded and not plan.unmerge and any(plan.solve(entered.layout.num_patches).per_layer):
+    layout = entered.layout
+    if entered.gridded and not plan.unmerge and any(plan.solve(layout.num_patches, layout.grid).per_layer):
         raise UnsupportedInput(
             "feature maps need every patch at its place, and with unmerge=False merged tokens come out; merge with "
             "unmerge=True, or request token sequences (timm: output_fmt='NLC')"

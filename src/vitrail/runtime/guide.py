@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from vitrail.adapters.forward_pass import Place
-from vitrail.errors import UnsupportedInput
+from vitrail.errors import BrokenPass, InvalidOption, UnsupportedInput
+from vitrail.merging import Method
 from vitrail.tokens import TokenLayout
 
 _guides = Place()
@@ -35,4 +36,24 @@ def current_guide(plan: object, layout: TokenLayout, batch: int, device: torch.d
             )
         values = values.to(device, torch.promote_types(values.dtype, torch.float32)).expand(batch, -1)
         found[name] = torch.cat([values.new_zeros(batch, layout.num_special), values], 1)
+    return found
+
+
+def method_maps(method: Method, layout: TokenLayout, inputs: Tensor | None, x: Tensor) -> dict[str, Tensor]:
+    """Return the maps that a method computes from the model's input, over all tokens (B, N, …)."""
+    if type(method).maps is Method.maps:
+        return {}
+    if inputs is None:
+        raise BrokenPass(
+            f"method {method.label} reads the model's input, and the blocks were called without it: call the model, "
+            "its forward_features or forward_intermediates instead of its blocks"
+        )
+    found = {}
+    for name, values in method.maps(inputs, layout.grid).items():
+        if tuple(values.shape[:2]) != (x.shape[0], layout.num_patches):
+            raise InvalidOption(
+                f"{method.label}.maps returns maps of shape {(x.shape[0], layout.num_patches)} or more axes; {name!r} "
+                f"has {tuple(values.shape)}"
+            )
+        found[name] = torch.cat([values.new_zeros(x.shape[0], layout.num_special, *values.shape[2:]), values], 1)
     return found

@@ -14,6 +14,7 @@ from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.errors import NotApplied
+from vitrail.merging import Method
 from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
@@ -27,9 +28,7 @@ def install(found: Found, plan: Plan) -> None:
     """Make a model run by a plan, in place of the plan that it may have."""
     is_new = not hasattr(found.trunk, "_vitrail_plan")
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
-    found.trunk._modules.pop(METHOD, None)
-    if next(plan.method.parameters(), None) is not None or next(plan.method.buffers(), None) is not None:
-        found.trunk.add_module(METHOD, plan.method)
+    _attach_method(found.trunk, plan.method)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
         block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
     if is_new:
@@ -39,6 +38,17 @@ def install(found: Found, plan: Plan) -> None:
             swap(conv, PatchProduct)
         for block in found.blocks:
             swap(block, MergedBlock)
+
+
+def _attach_method(trunk: nn.Module, method: Method) -> None:
+    """Attach a method to its trunk: in the same mode, on the same device, in the same dtype."""
+    trunk._modules.pop(METHOD, None)
+    weight = next((one for one in trunk.parameters() if one.is_floating_point()), None)
+    if weight is not None:
+        method.to(weight.device, weight.dtype)
+    if next(method.parameters(), None) is not None or next(method.buffers(), None) is not None:
+        trunk.add_module(METHOD, method)
+    method.train(trunk.training)
 
 
 def uninstall(found: Found) -> None:

@@ -37,6 +37,11 @@ def token_values(found: Found) -> dict[tuple[Role, str], Tensor]:
     return {**found.adapter.token_parameters(found.trunk), **more}
 
 
+def first_class_token(layout: TokenLayout) -> int | None:
+    """Return the position of the first class token; None for layouts without one."""
+    return next(iter(layout.indices(Role.CLASS)), None)
+
+
 def all_entered(found: Found) -> int:
     """Return the first layer in which all tokens are present."""
     last = found.adapter.layout_in(found.trunk, -1)

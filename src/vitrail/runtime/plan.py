@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,9 +17,12 @@ from vitrail.adapters.base import BlockAdapter
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
 from vitrail.merging import Method, Room, Schedule, Solution, ToMe
 from vitrail.merging.bipartite import Order
+from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.side_tokens import SideTokens
 from vitrail.tokens import TokenLayout
+
+Grid = tuple[int, int, int]
 
 
 @dataclass
@@ -32,7 +36,7 @@ class Plan:
         merges: False for a plan that only carries added tokens.
         added: tokens that run alongside the model's own.
         method: decides which tokens merge.
-        solved: merges per layer by number of patches, for the present schedule.
+        solved: merges per layer by number of patches, or by grid where that matters, for the present schedule.
     """
 
     depth: int
@@ -49,14 +53,14 @@ class Plan:
     method: Method = field(default_factory=ToMe)
     warned: set[int] = field(default_factory=set)
     hooks_reported: bool = False
-    solved: dict[int, Solution] = field(default_factory=dict, repr=False)
+    solved: dict[int | Grid, Solution] = field(default_factory=dict, repr=False)
 
     def change(self, schedule: Schedule) -> None:
         """Use another schedule for later passes, if the model's own input size allows it."""
         patches = self.layout.num_patches
-        known = {}
+        known: dict[int | Grid, Solution] = {}
         if self.protect is None or self.protect.shape[1] == patches:
-            known[patches] = self._solve(schedule, patches)
+            known[self._key(patches, self.layout.grid)] = self._solve(schedule, patches, self.layout.grid)
         self.schedule, self.solved, self.warned = schedule, known, set()
         if not self.resizes:
             for solution in known.values():
@@ -77,22 +81,28 @@ class Plan:
         in_place = self.protect is not None and self.order == "original" and self.method.places_groups
         return in_place or not self.method.static
 
-    def solve(self, patches: int) -> Solution:
-        """Return the merges per layer for an input of this many patches."""
-        solved = self.solved
-        if patches in solved:
-            return solved[patches]
-        solution = self._solve(self.schedule, patches)
+    def solve(self, patches: int, grid: Grid) -> Solution:
+        """Return the merges per layer for an input of this many patches, in this grid."""
+        solved, key = self.solved, self._key(patches, grid)
+        if key in solved:
+            return solved[key]
+        solution = self._solve(self.schedule, patches, grid)
         if not torch.compiler.is_compiling():
-            solved[patches] = solution
+            solved[key] = solution
         return solution
 
-    def room(self, patches: int) -> Room:
-        """Return how many tokens can merge when there are this many patches."""
+    def _key(self, patches: int, grid: Grid) -> int | Grid:
+        return patches if self.method.any_count else grid
+
+    def room(self, patches: int, grid: Grid) -> Room:
+        """Return how many tokens can merge when there are this many patches, in this grid."""
         special, method = self.layout.num_special, self.method
         restored = method.scope == "block"
+        feasible: Capacity | None = None
+        if not method.any_count:
+            feasible = partial(method.feasible, special=special, grid=grid)
         if self.protect is None:
-            return Room(special + patches, special, None, method.capacity, restored)
+            return Room(special + patches, special, None, method.capacity, restored, feasible)
         if self.protect.shape[1] != patches:
             raise UnsupportedInput(
                 f"protect= has {self.protect.shape[1]} entries for each image, but this input has {patches} patches; "
@@ -100,10 +110,10 @@ class Plan:
             )
         mask = _with_special(self.protect, special)
         first = method.capacity(special + patches, mask)
-        return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored)
+        return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored, feasible)
 
-    def _solve(self, schedule: Schedule, patches: int) -> Solution:
-        return schedule.solve(self.depth, self.room(patches), self.counter(self.layout.num_special, patches))
+    def _solve(self, schedule: Schedule, patches: int, grid: Grid) -> Solution:
+        return schedule.solve(self.depth, self.room(patches, grid), self.counter(self.layout.num_special, patches))
 
     def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
         """Return the cost of one input as a function of the merges of each layer, added tokens included."""

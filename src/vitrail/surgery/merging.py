@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters import find
+from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule, as_method
 from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding
 from vitrail.runtime.install import install, uninstall
-from vitrail.runtime.layout import added_to
+from vitrail.runtime.layout import added_to, first_class_token
 from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
-from vitrail.surgery.recording import evaluating
+from vitrail.surgery.calibration import Calibration, calibrate
+from vitrail.surgery.recording import Images, evaluating
 from vitrail.tokens import TokenLayout
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def merge(
     *,
     keep: float | None = None,
     gflops: float | None = None,
-    schedule: str | float = "constant",
+    schedule: str | float | None = None,
     proportional: bool = True,
     order: str = "paper",
     protect: Any = None,
@@ -60,7 +61,7 @@ def merge(
         keep: share of the patches left after the last layer.
         gflops: budget for one input, in 10⁹ multiply-adds; solved for each input size.
         schedule: distribution of the merges over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
-            ``"increasing"``, or ToMe's inflection from −1 to 1.
+            ``"increasing"``, or ToMe's inflection from −1 to 1. By default the method's own: for most, constant.
         proportional: let attention count a token of size s as s tokens. Models pretrained by masking (MAE) and used
             without fine-tuning do better without.
         order: ``"paper"`` as in ToMe; ``"original"`` keeps tokens in the order of their first member.
@@ -84,7 +85,10 @@ def merge(
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
-    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static)
+    layers = chosen.layers(depth)
+    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.budgeted, layers=layers)
+    shape = _model_shape(found)
+    chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
     mask = None if protect is None else parse_map("protect", protect, layout.grid, resizes).cpu()
     if mask is not None and mask.dtype != torch.bool:
@@ -94,13 +98,27 @@ def merge(
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
-    parts, block = found.block_adapters[0], found.blocks[0]
-    heads, head_width = parts.head_shape(block)
-    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
-    chosen.build(ModelShape(depth, int(width), heads, head_width))
+    chosen.build(shape)
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
+
+
+def _model_shape(found: Found) -> ModelShape:
+    parts, block = found.block_adapters[0], found.blocks[0]
+    heads, head_width = parts.head_shape(block)
+    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
+    layout, training = found.adapter.layout(found.trunk), found.trunk.training
+    return ModelShape(
+        len(found.blocks),
+        int(width),
+        heads,
+        head_width,
+        layout.num_special,
+        first_class_token(layout),
+        layout.grid,
+        training,
+    )
 
 
 @dataclass(eq=False, repr=False)
@@ -132,7 +150,7 @@ class Merging(Handle):
 
         A number is distributed over depth by the present schedule; a list is the schedule itself.
         """
-        return list(self._planned(self.layout.num_patches))
+        return list(self._planned(self.layout))
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
@@ -159,8 +177,9 @@ class Merging(Handle):
     def _change(self, **wanted: Any) -> None:
         """Request another number of merges, in the present distribution over depth; a list is one itself."""
         self._check_active()
-        shape = 0.0 if hasattr(wanted.get("r"), "__len__") else self._plan.schedule.inflection
-        self._plan.change(Schedule.parse(self._plan.depth, **wanted, schedule=shape))
+        shape = None if hasattr(wanted.get("r"), "__len__") else self._plan.schedule.shape
+        layers = self.method.layers(self._plan.depth)
+        self._plan.change(Schedule.parse(self._plan.depth, **wanted, schedule=shape, layers=layers))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -170,7 +189,7 @@ class Merging(Handle):
         config: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if isinstance(wanted.r, tuple):
             config["r"] = list(wanted.r)
-        else:
+        elif wanted.shape is not None:
             config["schedule"] = wanted.shape
         config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge, method=plan.method.config)
         if plan.protect is not None:
@@ -184,7 +203,7 @@ class Merging(Handle):
         """
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
-        for merges, late in zip(self._planned(layout.num_patches), self._plan.cost.late, strict=True):
+        for merges, late in zip(self._planned(layout), self._plan.cost.late, strict=True):
             length -= 0 if self.method.scope == "block" else merges
             lengths.append(length + late)
         return lengths
@@ -192,7 +211,7 @@ class Merging(Handle):
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
         """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
         layout = self._layout_for(size)
-        per_layer = self._planned(layout.num_patches) if merged else (0,) * self._plan.depth
+        per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
 
     def track(self) -> AbstractContextManager[Trace]:
@@ -215,6 +234,43 @@ class Merging(Handle):
         """Return the method's own loss for the latest pass, to be added to the training loss; 0 where it has none."""
         found = self.method.loss()
         return torch.zeros((), device=next(self.found.trunk.parameters()).device) if found is None else found
+
+    def calibrate(
+        self,
+        images: Images,
+        *,
+        keep: float | None = None,
+        gflops: float | None = None,
+        schedule: str | float | None = None,
+        batch_size: int | None = None,
+        limit: int = 512,
+        tolerance: float = 0.005,
+    ) -> Calibration:
+        """Set what the method decides by from images, so that their mean meets a budget.
+
+        For methods whose numbers of tokens depend on the image, such as ``"threshold"`` and ``"entropy"``. The settings
+        found are in :attr:`config`. A method that needs no budget to run (``"threshold"``) runs without a limit
+        afterwards; assign :attr:`r` to set one.
+
+        Args:
+            images: a few hundred typical images, as files or tensors; they are read several times.
+            keep: mean share of the patches left after the last layer. Without ``keep`` and ``gflops``, the amount that
+                was requested before.
+            gflops: mean budget for one input, in 10⁹ multiply-adds.
+            schedule: distribution of the merges over depth; by default as before.
+            batch_size: batch size; by default 8 files, or the whole tensor. Each batch measures a layer once, so larger
+                batches measure better.
+            limit: most images to use.
+            tolerance: relative deviation from the budget, on these images, that is accepted.
+        """
+        self._check_active()
+        layers = self.method.layers(self._plan.depth)
+        if keep is None and gflops is None:
+            target = self._plan.schedule if schedule is None else None
+        else:
+            shape = self._plan.schedule.shape if schedule is None else schedule
+            target = Schedule.parse(self._plan.depth, keep=keep, gflops=gflops, schedule=shape, layers=layers)
+        return calibrate(self.model, self.found, self._plan, target, images, batch_size, limit, tolerance)
 
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:
@@ -260,7 +316,7 @@ class Merging(Handle):
             refuse_merged(self.model)
             install(self.found, self._plan)
 
-    def _planned(self, patches: int) -> tuple[int, ...]:
+    def _planned(self, layout: TokenLayout) -> tuple[int, ...]:
         """Return the merges per layer; raise where they depend on the images."""
         if not self.method.static:
             raise InvalidOption(
@@ -268,7 +324,7 @@ class Merging(Handle):
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )
-        return self._plan.solve(patches).per_layer
+        return self._plan.solve(layout.num_patches, layout.grid).per_layer
 
     @property
     def method(self) -> Method:

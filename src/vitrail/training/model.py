@@ -72,17 +72,7 @@ def make_models(config: Config, classes: Classes, world: World) -> Models:
         return Models(**vars(built), learner=SelfLearner(built.model, **config.recipe_options).to(world.device))
     assign_targets(built.model, classes)  # before a teacher is loaded
     teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
-    objective = Objective(
-        built.model,
-        classes,
-        smoothing=config.smoothing or 0.0,
-        distillation=config.distillation,  # type: ignore[arg-type]
-        teacher=teacher,
-        share=config.distillation_weight,
-        temperature=config.temperature or 3.0,
-        feature_weight=config.feature_weight,
-        weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
-    )
+    objective = Objective.of(config, built.model, classes, teacher)
     merging: Merging | None = None
     if config.merge is not None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,20 @@ def parse_schedule(text: str) -> str | float:
         return text
 
 
+def parse_method(text: str) -> str | dict[str, Any]:
+    """Parse the name of a merging method, or a JSON object with its name and options."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"--method {text!r} is not JSON ({error}). Expected a name, or an object such as "
+            '\'{"name": "tome", "features": "values"}\'.'
+        ) from error
+    return found
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """Parse ``384``, or ``384x512`` for height and width."""
     sides = text.lower().replace("×", "x").split("x")
@@ -47,15 +62,16 @@ def parse_size(text: str) -> tuple[int, int]:
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
 ]
-Method = Annotated[str, typer.Option(metavar="NAME", help="Merging method: tome, or prune and random for comparison.")]
+METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its name and options."
+Method = Annotated[Any, typer.Option(metavar="NAME", parser=parse_method, help=METHODS)]
 COUNTS = "Tokens to merge per layer, or comma-separated, one for each layer."
 R = Annotated[Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help=COUNTS)]
 Keep = Annotated[float | None, typer.Option(metavar="F", help="Instead of -r: the share of patches left at the end.")]
 Gflops = Annotated[
     float | None, typer.Option(metavar="G", help="Instead of -r: a budget per image, in 10⁹ multiply-adds.")
 ]
-SCHEDULES = "constant, decreasing, increasing, or an inflection from -1 to 1."
-Schedule = Annotated[Any, typer.Option(metavar="S", parser=parse_schedule, help=SCHEDULES)]
+SCHEDULES = "constant, decreasing, increasing, or an inflection from -1 to 1; by default the method's own."
+Schedule = Annotated[Any, typer.Option(metavar="S", parser=parse_schedule, help=SCHEDULES, show_default=False)]
 Order = Annotated[Literal["paper", "original"], typer.Option(help="Order of the merged tokens.")]
 Proportional = Annotated[
     bool, typer.Option("--proportional/--no-proportional", help="Weight merged tokens by size in attention.")
@@ -76,6 +92,6 @@ Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output
 def merge_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for ``vitrail.merge`` from a command's options."""
     amount = {name: given[name] for name in ("r", "keep", "gflops") if given[name] is not None}
-    if len(amount) != 1:
+    if len(amount) > 1 or (not amount and given["method"] == "tome"):  # other methods may decide by themselves
         raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
     return amount | {name: given[name] for name in ("schedule", "order", "proportional", "method")}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.errors import InvalidOption
 from vitrail.heads import Output
 from vitrail.heads.pooling import linear
-from vitrail.training.config.config import DISTILLATION_WEIGHTS
+from vitrail.training.config.config import DISTILLATION_WEIGHTS, Config
 from vitrail.training.evaluation.outputs import feature_width
 from vitrail.training.objective.losses import cross_entropy, feature_distillation, soft_distillation
 from vitrail.training.objective.targets import assign_targets, check_outputs, find_heads, required_outputs
@@ -53,6 +53,23 @@ class Objective(nn.Module):
     ``soft`` or ``features``, None without a teacher; ``share`` is λ, by default 0.5, or 0.1 for ``soft``. Model and
     teacher are not kept.
     """
+
+    @classmethod
+    def of(
+        cls, config: Config, model: nn.Module, classes: Mapping[str, Sequence[str]], teacher: Teacher | None
+    ) -> Objective:
+        """Return the objective of a training configuration."""
+        return cls(
+            model,
+            classes,
+            smoothing=config.smoothing or 0.0,
+            distillation=config.distillation,  # type: ignore[arg-type]
+            teacher=teacher,
+            share=config.distillation_weight,
+            temperature=config.temperature or 3.0,
+            feature_weight=config.feature_weight,
+            weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
+        )
 
     def __init__(
         self,

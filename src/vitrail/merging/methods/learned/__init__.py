@@ -1,0 +1,1 @@
+"""Methods with parameters that must be trained."""

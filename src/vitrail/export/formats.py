@@ -177,7 +177,7 @@ class Pt2:
             torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
 
     def load(self, path: Path, outputs: Sequence[str]) -> Pt2File:
-        with quiet():
+        with explained("torch cannot load the exported program"), quiet():
             return Pt2File(torch.export.load(path), outputs)
 
 

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.config import uses_graph
-from vitrail.runtime.cuda_graph import CudaGraph
+from vitrail.runtime.cuda_graph import WARMUP_STEPS, CudaGraph
 
 Call = Callable[[Tensor], Any]
-
-WARMUP_STEPS = 3
-"""Calls before a capture, while compilers and libraries initialize."""
 
 
 @dataclass

@@ -120,12 +120,8 @@ def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
         raise UnsupportedInput(f"{config.model} does not accept inputs of {shape} ({reason}){advice}") from error
 
 
-def _no_bias() -> None:
-    """Return no position bias."""
-
-
 class SlicedBlock:
-    """Mixin in front of a library's block: attend, cut, feed.
+    """Mixin in front of a library's block: attend, cut, MLP.
 
     ``_vitrail_slice`` is the number of tokens that leave it, that of special tokens in front, the block's adapter, and
     a function that returns the position bias between all tokens.
@@ -167,6 +163,6 @@ def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
     layout = found.adapter.layout(found.trunk)
     position = found.adapter.position(found.trunk, layout.grid)
     for layer, (block, parts, length) in enumerate(zip(found.blocks, found.block_adapters, lengths, strict=True)):
-        bias = partial(position.bias, layer, None) if parts.biased and position is not None else _no_bias
+        bias = partial(position.bias, layer, None) if parts.biased and position is not None else lambda: None
         block._vitrail_slice = (length, layout.num_special, parts, bias)  # type: ignore[assignment]
         swap(block, SlicedBlock)

@@ -20,7 +20,6 @@ from vitrail.bench._agreement import compare, kernels_used, relative_error
 from vitrail.bench._modes import Runner, fresh_compiler, prepare
 from vitrail.bench._variants import INPUTS, Baseline, build, copy_model, does_not_fit, random_batches, try_input_size
 from vitrail.bench.config import (
-    ATTENTION,
     COMPILE_MODES,
     MODES,
     VARIANTS,
@@ -38,13 +37,8 @@ from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
 Tell = Callable[[str], object]
 """Called with a short text when a stage begins."""
 
-Modes = str | Sequence[str]
-
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 """In the message when the CPU runs out of memory: torch has no error class for it."""
-
-MAX_REASON = 300
-"""Characters of an error message that are kept."""
 
 
 def run(config: BenchConfig, *, model: nn.Module | None = None, tell: Tell | None = None) -> BenchResult:
@@ -205,7 +199,8 @@ def _settings(config: BenchConfig) -> Iterator[None]:
         if config.attention != "auto":
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
-            chosen = SDPBackend.__members__[ATTENTION[config.attention]]
+            backends = SDPBackend.__members__.items()
+            chosen = next(one for name, one in backends if name.lower().startswith(config.attention))
             # the others are fallbacks for shapes that the chosen backend does not support
             order = [chosen, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
             stack.enter_context(sdpa_kernel(order, set_priority=True))
@@ -226,7 +221,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _reason(error: BaseException) -> str:
     """Return why a mode failed, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_REASON]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 @dataclass(frozen=True)
@@ -271,7 +266,7 @@ def time_models(
     models: Mapping[Key, nn.Module],
     images: Tensor | Sequence[Tensor],
     *,
-    modes: Modes | Mapping[Key, Modes] = ("eager",),
+    modes: str | Sequence[str] | Mapping[Key, str | Sequence[str]] = ("eager",),
     seconds: float = 10.0,
     compile_mode: str = "default",
 ) -> dict[Key, ModelTimes]:

@@ -21,14 +21,8 @@ block compiled on its own; blocks compiled and captured."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-ATTENTION = {
-    "auto": "",
-    "flash": "FLASH_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
-}
-"""Names of ``SDPBackend`` by option; ``auto`` leaves the choice to PyTorch."""
+ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
+"""PyTorch's attention: how members of ``SDPBackend`` begin; ``auto`` leaves the choice to PyTorch."""
 
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
@@ -85,7 +79,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         check_choices("modes", self.modes, MODES)
         check_choices("dtype", (self.dtype,), tuple(DTYPES))
-        check_choices("attention", (self.attention,), tuple(ATTENTION))
+        check_choices("attention", (self.attention,), ATTENTION)
         check_choices("compile_mode", (self.compile_mode,), COMPILE_MODES)
         check_choices("device", (self.device,), (None, "cpu", "cuda"))
         _check_integers("batch", self.batch, 1)

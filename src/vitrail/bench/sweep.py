@@ -29,10 +29,10 @@ def sweep(
     """Run the benchmark for each value of ``r`` or ``batch``; yield each result as soon as it is ready."""
     for value in values:
 
-        def told(text: str, value: int = value) -> None:
+        def tell_with_value(text: str, value: int = value) -> None:
             tell(f"{name} = {value}: {text}")
 
-        yield run(replace(config, **{name: value}), model=model, tell=told)  # type: ignore[arg-type]
+        yield run(replace(config, **{name: value}), model=model, tell=tell_with_value)  # type: ignore[arg-type]
 
 
 def series(results: Sequence[BenchResult]) -> dict[str, list[float]]:

@@ -60,8 +60,7 @@ DRAWN = (
 def demo(
     model: Annotated[str, typer.Option(metavar="RUN", help="Run directory of a trained model.")] = "vitrail:tiny",
     pictures: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", help="Images, or a folder of them, instead of the samples.", show_default=False),
+        list[Path] | None, typer.Option(metavar="PATH", help="Images, or a directory, instead of the samples.")
     ] = None,
     out: options.Folder = Path("demo"),
 ) -> None:
@@ -106,7 +105,7 @@ def _load(name: str) -> Loaded:
     )
     if split_name(name)[0] is not None and not name.startswith(PREFIX):
         raise refused
-    model_of(named(name))  # raises for a folder without a model
+    model_of(named(name))  # raises for a directory without a model
     with console.err.status(f"Loading {name}"):
         loaded = load(name, "demo", device="cpu")
     if not loaded.questions:

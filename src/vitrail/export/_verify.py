@@ -18,6 +18,7 @@ TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, tor
 DRAWS = 5
 """Batches to try before rejecting a merged model's file: rounding may decide a near-tie."""
 
+
 Run = Callable[[Tensor], dict[str, Tensor]]
 
 
@@ -40,7 +41,12 @@ class Comparison:
 
 
 def compare(
-    run: Run, file: OnnxFile | Pt2File, shape: Sequence[int], dtype: torch.dtype, tolerance: float, draws: int
+    run: Callable[[Tensor], dict[str, Tensor]],
+    file: OnnxFile | Pt2File,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    tolerance: float,
+    draws: int,
 ) -> Comparison:
     """Compare a file with the model on random batches of ``shape``; raise if none of ``draws`` agrees.
 

@@ -173,11 +173,11 @@ class Pt2:
         path: Path,
         opset: int | None,
     ) -> None:
-        with quiet():
+        with explained("torch cannot save this program"), quiet():
             torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
 
     def load(self, path: Path, outputs: Sequence[str]) -> Pt2File:
-        with quiet():
+        with explained("torch cannot load the exported program"), quiet():
             return Pt2File(torch.export.load(path), outputs)
 
 

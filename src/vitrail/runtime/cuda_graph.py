@@ -10,12 +10,15 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 
+WARMUP_STEPS = 3
+"""Calls before a capture, on a side stream, while compilers and libraries initialize."""
+
 
 class CudaGraph(Generic[Result]):
     """A function of tensors as a CUDA graph. Every call returns the same tensors, with new values.
 
-    Inputs are copied to the graph's own. A capture computes nothing, and compilers and libraries cannot initialize
-    during it: run the function a few times before, on a side stream.
+    Inputs are copied to the graph's own. A capture computes nothing, and nothing can initialize during it: call the
+    function :data:`WARMUP_STEPS` times before.
     """
 
     def __init__(self, function: Callable[..., Result], inputs: tuple[Tensor, ...]) -> None:

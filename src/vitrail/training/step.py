@@ -21,7 +21,7 @@ from vitrail.adapters import find
 from vitrail.errors import VitrailError
 from vitrail.merging.attention import overflows_in_cudnn
 from vitrail.models import ViT
-from vitrail.runtime.cuda_graph import CudaGraph
+from vitrail.runtime.cuda_graph import WARMUP_STEPS, CudaGraph
 from vitrail.training.config import Config
 from vitrail.training.model import Built, Models
 from vitrail.training.objective.objective import Terms
@@ -30,9 +30,6 @@ from vitrail.training.optim.optimizer import set_lr
 Mixed = tuple[Tensor, Tensor]
 Compute = Callable[..., list[Terms]]
 Capture = Callable[[Compute, tuple[Tensor, ...]], Compute]
-
-WARMUP_STEPS = 3
-"""Steps that run before the capture, while compilers and libraries initialize."""
 
 RECOMPILE_LIMIT = 16
 """How often torch.compile may compile one block; merged blocks need five graphs to train and four to evaluate."""

@@ -38,7 +38,7 @@ class Medium:
         commands: commands that accept such models.
         check: checks a file, mostly by its header; returns its number of frames, of which the first is used.
         batch: returns a sample as a batch of one for a model.
-        draw: draws a sample's groups (h, w); returns pictures by the ending of their files, the drawing first.
+        draw: draws a sample's groups (h, w); returns images by the ending of their files, the drawing first.
     """
 
     noun: str

@@ -94,10 +94,10 @@ def match(
     batch, length, _ = metric.shape
     if isinstance(r, int) and r == 0 and present is None:
         return Assignment.identity(batch, length, metric.device)
+    blocked = blocked_mask(protected, present, length, metric.device)
     with torch.autocast(metric.device.type, enabled=False):
-        metric = metric.to(torch.promote_types(metric.dtype, torch.float32))
-        blocked = blocked_mask(protected, present, length, metric.device)
-        return match_scores(similarity(metric, blocked), r, protected, order, present)
+        scores = similarity(metric.to(torch.promote_types(metric.dtype, torch.float32)), blocked)
+    return match_scores(scores, r, protected, order, present)
 
 
 @torch.no_grad()

@@ -32,7 +32,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import torch  # noqa: E402
-from tests.kernels.cases import Attention, AttentionBackward, Backward, Case, Matching, Merging, Norm, Outcome, Sum  # noqa: E402
+from tests.kernels.cases import (  # noqa: E402
+    Attention,
+    AttentionBackward,
+    Backward,
+    Case,
+    Matching,
+    Merging,
+    Norm,
+    Outcome,
+    Received,
+    Sum,
+)
 from tests.kernels.whole import LARGE, SMALL, compiled_outcome, graph_outcome, outcomes, small_vit, streams_outcome  # noqa: E402
 
 from vitrail import kernels  # noqa: E402
@@ -61,6 +72,16 @@ def attention_cases() -> Iterator[Case]:
         yield Attention(length=192, width=64, dtype=dtype, stepped=stepped, shift=-200.0)
         for length, padding in ((197, 100), (256, 255), (577, 400)):
             yield Attention(length=length, width=64, dtype=dtype, stepped=stepped, padding=padding)
+
+
+def received_cases() -> Iterator[Case]:
+    """Yield every length, width, dtype and layout of the attention that tokens receive."""
+    for length in (*LENGTHS, *LONG):
+        yield Received(length=length, width=64, dtype=HALF_TYPES[length % 2], heads=3)
+    for width, dtype, length in product(WIDTHS, DTYPES, (17, 197)):
+        yield Received(length=length, width=width, dtype=dtype, padding=length // 3)
+    for layout in ("separate", "heads", "channels"):
+        yield Received(length=131, width=72, dtype="float16", layout=layout)
 
 
 def attention_backward_cases() -> Iterator[Case]:
@@ -201,7 +222,7 @@ def _run_beyond(name: str, *arguments: Any) -> Outcome:
 
 def all_tasks(device: str, quick: bool) -> list[Task]:
     """Return what can run on a device, longest first."""
-    cases = [*attention_cases(), *attention_backward_cases(), *matching_cases(), *merging_cases()]
+    cases = [*attention_cases(), *attention_backward_cases(), *received_cases(), *matching_cases(), *merging_cases()]
     if device == "cuda":
         if quick:
             return [*model_tasks(quick), *kernel_tasks(cases[::10], device)]

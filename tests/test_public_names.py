@@ -12,8 +12,8 @@ PUBLIC = {
     "vitrail": (
         "Ablation AddedTokens Assignment Context Count Merging Method Recording Reduction RegisterNeurons Report Role "
         "TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names "
-        "compare count create_model errors find_register_neurons from_timm inspect list_methods list_models load_model merge record "
-        "register_adapter register_method test_time_registers to_timm"
+        "compare count create_model errors find_register_neurons from_timm inspect list_methods list_models load_model "
+        "merge record register_adapter register_method test_time_registers to_timm"
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
@@ -36,7 +36,7 @@ PUBLIC = {
     "vitrail.heads": "AttentionPool DenseHead Heads Output",
     "vitrail.merging": (
         "Assignment Context FEATURES METHODS MergeState Method ModelShape Prune Random Reduction Room Schedule "
-        "Solution ToMe as_method match proportional_attention register_method"
+        "Solution ToMe as_method list_methods match proportional_attention register_method"
     ),
     "vitrail.models": (
         "MODELS ViT ViTConfig create_model from_timm list_models load_timm_state_dict timm_state_dict to_timm"

@@ -156,6 +156,13 @@ class AttentionBackward(Attention):
 
 
 @dataclass(frozen=True)
+class Received(Attention):
+    """The attention that each token receives."""
+
+    topic: ClassVar[str] = "attention received"
+
+
+@dataclass(frozen=True)
 class Backward(Case):
     """The gradients of merging, and of the sum before and the LayerNorm after it.
 
@@ -219,6 +226,17 @@ ATTENTION_BACKWARD = (
         for split in (False, True)
     ),
     *(AttentionBackward(length=24, shift=-200.0, blocks=True, split=split, dtype=HALF) for split in (False, True)),
+)
+
+RECEIVED = (
+    *(Received(length=length, width=16) for length in (1, 2, 64, 65)),
+    *(Received(length=17, width=width, dtype=HALF) for width in (24, 64, 72, 128)),
+    Received(length=131, width=64, dtype=HALF, batch=1),
+    *(Received(length=33, width=80, layout=layout) for layout in ("separate", "heads", "channels")),
+    Received(length=50, width=32, heads=3, scale=0.3, sharp=8.0),
+    Received(length=33, width=32, shift=-200.0),
+    Received(length=80, width=32, padding=40),
+    Received(length=140, width=16, padding=139, dtype=HALF),
 )
 
 _LENGTHS = ((2, 0), (3, 1), (7, 2), (17, 1), (18, 5), (32, 0), (33, 9), (34, 4), (65, 3), (131, 8))
@@ -287,5 +305,5 @@ BACKWARD = (
 
 SUM = (*(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),)
 
-SAMPLE: tuple[Case, ...] = (*ATTENTION, *ATTENTION_BACKWARD, *MATCHING, *MERGING, *NORM, *SUM, *BACKWARD)
+SAMPLE: tuple[Case, ...] = (*ATTENTION, *ATTENTION_BACKWARD, *RECEIVED, *MATCHING, *MERGING, *NORM, *SUM, *BACKWARD)
 """What the interpreter runs in a few seconds."""

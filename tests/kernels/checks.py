@@ -16,10 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import Attention, AttentionBackward, Backward, Case, Matching, Merging, Norm, Outcome, Sum
+from tests.kernels.cases import (
+    Attention,
+    AttentionBackward,
+    Backward,
+    Case,
+    Matching,
+    Merging,
+    Norm,
+    Outcome,
+    Received,
+    Sum,
+)
 from tests.kernels.guards import guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, shortfall
-from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import triton_attention, triton_matching, triton_merging, triton_received
 from vitrail.kernels import triton_attention_backward as triton_attention_back
 from vitrail.merging import Assignment, match, proportional_attention
 
@@ -52,6 +63,21 @@ def _check_attention(case: Attention, device: torch.device) -> tuple[float, floa
     # the error of a score grows with the score, and float32 alone is fine enough to show it
     factor = max(1.0, case.sharp) if q.dtype == torch.float32 else 1.0
     return largest_error((out, exact.transpose(1, 2).flatten(2))), factor * LIMITS[q.dtype]
+
+
+def _check_received(case: Received, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    q, k = draw.heads(2, case.heads, case.length, case.width, case.layout)
+    q *= case.sharp
+    size = draw.sizes(case.length, case.padding)
+    scale = case.width**-0.5 if case.scale is None else case.scale
+    present = (size > 0).double()
+    share = present / present.sum(1, keepdim=True)
+    (out,) = twice(lambda: (triton_received.launch(q, k, size.log2() + case.shift, share.float(), scale),), device)
+    scores = q.double() @ k.double().transpose(-2, -1) * scale + size.double().log()[:, None, None]
+    exact = (scores.softmax(-1) * share[:, None, :, None]).sum(2)
+    factor = max(1.0, case.sharp) if q.dtype == torch.float32 else 1.0
+    return largest_error((out, exact)), factor * LIMITS[q.dtype]
 
 
 def _check_attention_backward(case: AttentionBackward, device: torch.device) -> tuple[float, float]:
@@ -192,6 +218,7 @@ def _check_backward(case: Backward, device: torch.device) -> tuple[float, float]
 CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
     Attention: _check_attention,
     AttentionBackward: _check_attention_backward,
+    Received: _check_received,
     Matching: _check_matching,
     Merging: _check_merging,
     Norm: _check_norm,

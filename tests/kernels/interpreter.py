@@ -48,6 +48,7 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
         "attend_back": (ops.attend_back, (attended, k, k, k, size.log2(), attended, sums, 0.25)),
         "attend_packed": (ops.attend_packed, (learns(qkv), size.log2(), 2, 0.25)),
         "attend_packed_back": (ops.attend_packed_back, (attended, qkv, size.log2(), attended, sums, 2, 0.25)),
+        "attention_received": (ops.attention_received, (k, k, size.log2(), torch.rand(2, 17), 0.25)),
         "match": (ops.match, (k, 3, 1)),
         "merge": (ops.merge, (learns(x), size, *lists)),
         "merge without sizes": (ops.merge, (learns(x), None, *lists)),

@@ -31,7 +31,16 @@ def plan(method: Any = None, order: str = "paper") -> Any:
 PLAN = plan()
 
 OPERATORS = [
-    *("attend", "attend_keep", "attend_back", "attend_packed", "attend_packed_back", "match", "merge"),
+    *(
+        "attend",
+        "attend_keep",
+        "attend_back",
+        "attend_packed",
+        "attend_packed_back",
+        "attention_received",
+        "match",
+        "merge",
+    ),
     *("merge without sizes", "merge of half", "merge of strided", "merge_back", "merge_back without sizes"),
     *("merge_norm", "merge_norm, bare", "merge_norm of half", "merge_norm, learning", "norm", "norm_back"),
     *("norm_back, bare", "add_norm", "add_norm, bare", "add_norm, learning", "add_scaled"),

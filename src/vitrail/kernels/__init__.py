@@ -1,6 +1,7 @@
 """Fused Triton kernels for the functions of ``vitrail.merging``, and the choice between the two.
 
     attention                     proportional attention            merging.proportional_attention
+    received_attention            the attention that each token receives
     reduce                        a method, or its fused twin       merging.Method.reduce
     KernelAssignment.merge_all    means of groups                   merging.Assignment.merge_all
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from vitrail.kernels import ops
 from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
+from vitrail.merging.attention import key_bias
 from vitrail.merging.bipartite import Order
 from vitrail.merging.method import check_reduction
 
@@ -167,6 +169,46 @@ def attention(
         return ops.attend(q, k, v, log2_size, scale)
     out = proportional_attention(q, k, v, size, mask=mask, causal=causal, scale=scale, dropout=dropout)
     return out.transpose(1, 2).flatten(2)
+
+
+QUERIES_AT_ONCE = 256
+"""Queries whose attention is computed at once by the reference, so that memory stays small."""
+
+
+def received_attention(
+    q: Tensor,
+    k: Tensor,
+    size: Tensor | None,
+    presence: Tensor | None,
+    scale: float,
+    weigh: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Compute the mean attention that each token receives from all tokens present (B, H, N).
+
+    Args:
+        q: queries (B, H, N, d), and keys ``k`` likewise.
+        size: sizes of the keys (B, N); None where all are 1.
+        presence: 1 for tokens, 0 for padding (B, N); None where nothing is padded.
+        weigh: turns scaled scores (B, H, Q, N) into weights, where that is more than a softmax with sizes.
+    """
+    ones = torch.ones(q.shape[0], q.shape[2], dtype=torch.float32, device=q.device)
+    present = ones if presence is None else presence
+    share = present / present.sum(1, keepdim=True)
+    if weigh is None and q.shape[-1] <= WIDEST and usable(q) and not (torch.is_grad_enabled() and q.requires_grad):
+        bias = ones * 0 if size is None else size.float().log2()
+        received: Tensor = ops.attention_received(q.detach(), k.detach(), bias, share.float(), scale)
+        return received
+    total: Tensor | float = 0.0
+    for start in range(0, q.shape[2], QUERIES_AT_ONCE):
+        scores = (q[:, :, start : start + QUERIES_AT_ONCE] * scale) @ k.transpose(-2, -1)
+        if weigh is None:
+            bias_now = key_bias(size, None, scores)
+            weights = (scores if bias_now is None else scores + bias_now).softmax(-1)
+        else:
+            weights = weigh(scores)
+        total = total + (weights * share[:, None, start : start + QUERIES_AT_ONCE, None]).sum(2)
+    assert isinstance(total, Tensor)
+    return total
 
 
 def packed_attention(

@@ -209,10 +209,6 @@ def _attend(
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
-QUERIES_AT_ONCE = 256
-"""Queries whose attention is computed at once where all are wanted."""
-
-
 def _attention_weights(
     parts: BlockAdapter,
     block: nn.Module,
@@ -225,21 +221,12 @@ def _attention_weights(
     """Compute attention rows (B, H, Q, N), or the mean attention that each token receives (B, H, N)."""
     scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
 
-    def rows(some: Tensor) -> Tensor:
-        scores = (some * scale) @ k.transpose(-2, -1)
+    def weigh(scores: Tensor) -> Tensor:
         return parts.weigh(block, scores, key_bias(size, None, scores))
 
     if queries is not None:
-        return rows(q[:, :, list(queries)])
-    present = state.presence
-    received: Tensor | float = 0.0
-    for start in range(0, q.shape[2], QUERIES_AT_ONCE):
-        weights = rows(q[:, :, start : start + QUERIES_AT_ONCE])
-        if present is not None:
-            weights = weights * present[:, None, start : start + QUERIES_AT_ONCE, None]
-        received = received + weights.sum(2)
-    assert isinstance(received, Tensor)
-    return received / (q.shape[2] if present is None else present.sum(1)[:, None, None])
+        return weigh((q[:, :, list(queries)] * scale) @ k.transpose(-2, -1))
+    return kernels.received_attention(q, k, size, state.presence, scale, None if parts.fused else weigh)
 
 
 def _read(

@@ -3,7 +3,15 @@
 Triton is imported when an operator first runs, not with Vitrail.
 """
 
-from vitrail.kernels.ops.attention import attend, attend_back, attend_keep, attend_packed, attend_packed_back, unpack
+from vitrail.kernels.ops.attention import (
+    attend,
+    attend_back,
+    attend_keep,
+    attend_packed,
+    attend_packed_back,
+    attention_received,
+    unpack,
+)
 from vitrail.kernels.ops.base import Operator
 from vitrail.kernels.ops.merging import (
     add_norm,
@@ -19,5 +27,6 @@ from vitrail.kernels.ops.merging import (
 
 __all__ = [
     "Operator", "add_norm", "add_scaled", "attend", "attend_back", "attend_keep", "attend_packed",
-    "attend_packed_back", "match", "merge", "merge_back", "merge_norm", "norm", "norm_back", "norm_residual", "unpack",
+    "attend_packed_back", "attention_received", "match", "merge", "merge_back", "merge_norm", "norm", "norm_back",
+    "norm_residual", "unpack",
 ]  # fmt: skip

@@ -78,6 +78,19 @@ def _backward_of_attend(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
 attend_keep.differentiable(_keep_for_attend, _backward_of_attend)
 
 
+@operator("attention_received")
+def attention_received(q: Tensor, k: Tensor, log2_size: Tensor, share: Tensor, scale: float) -> Tensor:
+    """Compute the sum of the attention that each key receives (B, H, N), each query counting with its share."""
+    from vitrail.kernels import triton_received
+
+    return triton_received.launch(q, k, log2_size, share, scale)
+
+
+@attention_received.op.register_fake
+def _(q: Tensor, k: Tensor, log2_size: Tensor, share: Tensor, scale: float) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 @operator("attend_packed")
 def attend_packed(qkv: Tensor, log2_size: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention from packed queries, keys and values (B, N, 3·H·D), whose gradient is packed too."""

@@ -1,0 +1,104 @@
+"""Tuning: the chosen setting, how good it is on held-out images, and all settings that were tried."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from vitrail._atomic_files import temporary_files
+from vitrail.errors import InvalidOption
+from vitrail.surgery import Merging, merge
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting that was evaluated on the tuning images.
+
+    Attributes:
+        family: where its schedule comes from: ``"constant"``, or the name of a search.
+        method: the merging method as plain data.
+        r: merges per layer.
+        flops: multiply-adds of one image.
+        value: the quality, mean over the tuning images.
+    """
+
+    family: str
+    method: Any
+    r: tuple[int, ...]
+    flops: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of ``vitrail.tune``.
+
+    Attributes:
+        config: ``vitrail.merge(model, **config)`` applies the chosen setting.
+        family: where its schedule comes from.
+        quality: name of the quality.
+        bound: the tolerance; None where a budget was given.
+        value: the quality of the chosen setting, mean over the held-out images.
+        interval: 95 % confidence interval of the value; None for too few images.
+        flops: multiply-adds of one image.
+        flops_unmerged: the same without merging.
+        speedup: measured throughput over the unmerged model's, interleaved on this machine.
+        latency_ms: median time of one batch of the tuned model.
+        batch: images in that batch.
+        tuned_on: number of images that the search used.
+        held_out: number of images that decided.
+        curve: all settings that were compared on the tuning images.
+        seconds: time that it took.
+        interrupted: whether it was stopped early.
+        device: where it ran.
+    """
+
+    config: dict[str, Any]
+    family: str
+    quality: str
+    bound: float | None
+    value: float
+    interval: tuple[float, float] | None
+    flops: int
+    flops_unmerged: int
+    speedup: float
+    latency_ms: float
+    batch: int
+    tuned_on: int
+    held_out: int
+    curve: tuple[Candidate, ...] = field(repr=False)
+    seconds: float
+    interrupted: bool
+    device: str
+
+    def apply(self, model: nn.Module) -> Merging:
+        """Merge a model with the chosen setting; return the handle."""
+        return merge(model, **self.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain data for JSON."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the result as JSON, atomically."""
+        with temporary_files(Path(path)) as (file,):
+            file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tuning:
+        """Read a result from JSON."""
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            if found.pop("format") != FORMAT:
+                raise ValueError("another format")
+            found["curve"] = tuple(Candidate(**{**one, "r": tuple(one["r"])}) for one in found["curve"])
+            found["interval"] = None if found["interval"] is None else tuple(found["interval"])
+            return cls(**found)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidOption(f"{path} is not a result of vitrail.tune: {error}") from error

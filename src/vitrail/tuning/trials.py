@@ -1,0 +1,168 @@
+"""Trials: run a model on fixed images under one setting after another, and compare with the unmerged model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.adapters import Found
+from vitrail.bench._modes import output_tensor
+from vitrail.bench.timing import Clock, Spread, measure
+from vitrail.errors import SaturatedWarning, UnsupportedInput
+from vitrail.merging import Method
+from vitrail.surgery import Merging, merge
+from vitrail.surgery.recording import evaluating, to_model
+from vitrail.tuning.quality import Compare, Quality, divergence
+
+Counts = tuple[int, ...]
+
+
+class Trials:
+    """Comparisons of merged models with the unmerged one on the same images.
+
+    Attributes:
+        images: preprocessed images, in batches, where they came from.
+        labels: labels (n,) of all images, where there are any.
+        count: number of images.
+        dense: tokens after the last block are compared too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        found: Found,
+        images: Sequence[Tensor],
+        labels: Tensor | None,
+        dense: bool,
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.found = found
+        self.images = list(images)
+        self.labels = labels
+        self.count = sum(map(len, self.images))
+        self.dense = dense
+        self.options = options
+        self.merging: Merging | None = None
+        self.method: Any = None
+        self.reference: list[Tensor] = []
+
+    @contextmanager
+    def open(self, on_batch: Callable[[], object]) -> Iterator[None]:
+        """Run the unmerged model, and leave the model unmerged and in its own mode at the end."""
+        with evaluating(self.model), torch.inference_mode():
+            try:
+                for batch in self.images:
+                    self.reference.append(self._run(batch))
+                    on_batch()
+                yield
+            finally:
+                self._remove()
+
+    def apply(self, method: Any, r: Sequence[int]) -> Merging:
+        """Merge the model with a setting; return the handle."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SaturatedWarning)
+            if self.merging is None or self.method is not method:
+                self._remove()
+                self.merging, self.method = merge(self.model, list(r), method=method, **self.options), method
+            elif self.merging.r != list(r):
+                self.merging.r = list(r)
+        return self.merging
+
+    def cap(self, method: Any, r: Sequence[int]) -> Counts:
+        """Return a schedule as it is possible."""
+        return tuple(self.apply(method, r).r)
+
+    def flops(self, method: Any, r: Sequence[int]) -> int:
+        """Return the multiply-adds of one image under a setting."""
+        return self.apply(method, r).flops(self._size)
+
+    def compare(self, quality: Quality, method: Any, r: Sequence[int], images: Tensor) -> Tensor:
+        """Compute a quality for each of these images (indices, in rising order)."""
+        self.apply(method, r)
+        return self._compared(quality.compare, images, quality.dense)
+
+    def distance(self, quality: Quality, method: Any, r: Sequence[int], images: Tensor) -> float:
+        """Compute the mean smooth distance from the unmerged model on these images."""
+        self.apply(method, r)
+        return float(self._compared(divergence(quality), images, quality.dense).mean())
+
+    def times(self, settings: Sequence[tuple[Any, Counts]], batch: Tensor, seconds: float) -> list[Spread]:
+        """Time the unmerged model and each setting on one batch, interleaved."""
+        batch = to_model(self.model, batch)
+
+        def step(setting: tuple[Any, Counts] | None) -> Callable[[int], object]:
+            def run(_: int) -> object:
+                return self.model(batch)
+
+            def merged(_: int) -> object:
+                assert setting is not None
+                self.apply(*setting)
+                return self.model(batch)
+
+            def unmerged(index: int) -> object:
+                self._remove()
+                return run(index)
+
+            return unmerged if setting is None else merged
+
+        steps = {index: step(setting) for index, setting in enumerate((None, *settings))}
+        found = measure(steps, Clock(batch.device), seconds)
+        return [found[index] for index in range(len(steps))]
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        height, width = self.images[0].shape[-2:]
+        return height, width
+
+    def _compared(self, compare: Compare, images: Tensor, dense: bool) -> Tensor:
+        found, start = [], 0
+        for batch, reference in zip(self.images, self.reference, strict=True):
+            rows = images[(images >= start) & (images < start + len(batch))] - start
+            if len(rows):
+                output = self._run(batch[rows])
+                labels = None if self.labels is None else self.labels[start + rows]
+                found.append(compare(output, reference[rows], labels).cpu())
+            start += len(batch)
+        return torch.cat(found)
+
+    def _run(self, batch: Tensor) -> Tensor:
+        """Return the outputs, or the tokens after the last block, on the CPU."""
+        kept: list[Tensor] = []
+        hook = None
+        if self.dense:
+            block = self.found.blocks[-1]
+            hook = block.register_forward_hook(
+                lambda _, __, output: kept.append(output[0] if isinstance(output, tuple) else output)
+            )
+        try:
+            output = output_tensor(self.model(to_model(self.model, batch)))
+        finally:
+            if hook is not None:
+                hook.remove()
+        tokens = kept[-1] if kept else output
+        if tokens.dim() < 2 or len(tokens) != len(batch):
+            raise UnsupportedInput(
+                f"tune compares one output per image, (images, ...); this model returned {tuple(tokens.shape)} for "
+                f"{len(batch)} images"
+            )
+        return tokens.float().cpu()
+
+    def _remove(self) -> None:
+        if self.merging is not None:
+            self.merging.remove()
+            self.merging = None
+
+
+def is_static(method: Any) -> bool:
+    """Return whether a method removes the same number of tokens from every image."""
+    from vitrail.merging import as_method
+
+    made: Method = as_method(method)
+    return made.static

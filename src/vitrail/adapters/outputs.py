@@ -24,7 +24,7 @@ def head_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     def by_role(heads: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
         assert isinstance(heads, Heads)
-        for name, value in heads.answers(*args, **kwargs).items():
+        for name, value in heads.token_logits(*args, **kwargs).items():
             found.setdefault(name, []).append(value.detach().cpu())
 
     def linear(name: str) -> Callable[..., None]:

@@ -9,7 +9,7 @@ import torch
 from tests.training.toys import FIELDS
 from vitrail.data import open_dataset
 from vitrail.training import Arrays, Config, Event, evaluate, read_log, train
-from vitrail.training.data_warnings import data_notes
+from vitrail.training.data import data_notes
 
 SMALL: dict[str, Any] = {
     **{name: value for name, value in FIELDS.items() if name not in ("image_size", "tokens")},

@@ -115,7 +115,7 @@ def test_dense_block_without_values(gpu: str, learns: bool, r: int, scaled: bool
     with torch.set_grad_enabled(learns):
         for layer in range(3):
             assert serves(x, PLAN, state)
-            x, state = dense_forward(block, x, state, state.r, proportional=True)
+            x, state = dense_forward(block, x, state, state.r, proportional=True, method=PLAN.method)
             assert shapes(x) == [((3, 17 - (layer + 1) * r, 32), torch.bfloat16)]
     assert state.layer == 3
     if r:

@@ -47,6 +47,7 @@ class Context:
         padded: whether images of the batch may keep different numbers of tokens.
         planned: number of tokens planned to merge in this block; None where no number was requested.
         class_token: position of the first class token; None for models without one.
+        norm: computes the tokens as the block's attention receives them; called on first use.
         project: computes queries, keys and values; called on first use.
         rotate: computes queries and keys with rotary position from these.
         attend: computes attention weights; see :meth:`attention`.
@@ -64,11 +65,22 @@ class Context:
     planned: int | None = None
     class_token: int | None = None
     depth: int = 1
+    norm: Callable[[], Tensor] | None = None
     project: Callable[[], Projections] | None = None
     rotate: Callable[[Projections], tuple[Tensor, Tensor]] | None = None
     attend: Callable[[Sequence[int] | None], Tensor] | None = None
+    _normed: Tensor | None = None
     _projected: Projections | None = None
     _rotated: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def normed(self) -> Tensor:
+        """The input of the block's attention (B, N, D), after its first norm."""
+        if self._normed is None:
+            if self.norm is None:
+                raise ValueError("this context has no normed tokens")
+            self._normed = self.norm()
+        return self._normed
 
     @property
     def q(self) -> Tensor:
@@ -198,8 +210,15 @@ class Method(nn.Module):
 
     @property
     def twin(self) -> str | None:
-        """Name of a fused kernel that does the same with these options; None for none."""
+        """Name of a fused kernel that does the same with these options; None for none.
+
+        ``"tome"``: ToMe's matching by keys; ``"features"``: by :meth:`matched`.
+        """
         return None
+
+    def matched(self, context: Context) -> Tensor:
+        """Return features (B, H, N, d) whose mean over H the fused matching compares; H may be 1."""
+        return context.k
 
     @property
     def options(self) -> dict[str, Any]:

@@ -92,7 +92,8 @@ def merged_forward(
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
     if method.place == "between":
         context = _context(carried, state, x)
-        context.project, context.rotate, context.attend = (lambda: projected), (lambda _: (q, k)), attend
+        context.norm, context.project, context.rotate = (lambda: h), (lambda: projected), (lambda _: (q, k))
+        context.attend = attend
         x, state = _reduce(carried, state, x, context)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
     if method.scope == "block" and state is not entered:
@@ -105,7 +106,8 @@ def _reduce_before(
 ) -> tuple[Tensor, MergeState]:
     """Reduce a block's input; projections and attention are computed only if the method uses them."""
     context = _context(carried, state, x)
-    context.project = lambda: parts.qkv(block, parts.attend_norm(block, x))
+    context.norm = lambda: parts.attend_norm(block, x)
+    context.project = lambda: parts.qkv(block, context.normed)
     context.rotate = lambda projected: _rotate(parts, block, projected, call, carried, state)
 
     def attend(queries: Sequence[int] | None) -> Tensor:
@@ -150,16 +152,16 @@ def _dense_forward(
     parts: BlockAdapter, block: nn.Module, dense: DenseBlock, x: Tensor, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
     """Run one block that consists of its matrices alone."""
-    state, side, proportional = carried.state, carried.side, carried.plan.proportional
+    state, side, proportional, method = carried.state, carried.side, carried.plan.proportional, carried.plan.method
     if side is None:
-        x, state = dense_forward(dense, x, state, carried.r, proportional)
+        x, state = dense_forward(dense, x, state, carried.r, proportional, method)
         return x, None, state
     size, reading, outputs = state.size if proportional else None, prepare(parts, block, side), []
 
     def read_side(k: Tensor, v: Tensor) -> None:
         outputs.append(_read(parts, block, side, reading, k, v, size, None, None))
 
-    x, state = dense_forward(dense, x, state, carried.r, proportional, read_side)
+    x, state = dense_forward(dense, x, state, carried.r, proportional, method, read_side)
     return x, outputs[0], state
 
 

@@ -1,1 +1,5 @@
 """Methods with parameters that must be trained."""
+
+from vitrail.merging.methods.learned.dtem import DTEM
+
+__all__ = ["DTEM"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, ClassVar, Self
 
 import torch
@@ -142,6 +144,13 @@ class LearnedMethod(Method):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without the loss of the latest pass, whose graph cannot be copied."""
         return {**super().__getstate__(), "_terms": {}}
+
+
+def check_weight(name: str, value: object) -> float:
+    """Return a valid weight of a loss; raise ``InvalidOption`` for others."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise InvalidOption(f"{name} is the weight of a loss, 0 or more; 0 disables it; got {value!r}")
+    return float(value)
 
 
 def _own(part: nn.Module) -> list[tuple[str, Tensor]]:

@@ -127,7 +127,10 @@ TWINS = ("tome", "features")
 
 
 def match(features: Tensor, r: int, protected: int) -> KernelAssignment:
-    """Match tokens as ToMe does, by the mean of their features (B, H, N, d) over H: with the fused kernel up to `WIDEST`."""
+    """Match tokens as ToMe does, by the mean of their features (B, H, N, d) over H.
+
+    The fused kernel serves features up to `WIDEST` channels, the reference wider ones.
+    """
     if features.shape[-1] > WIDEST:
         return with_members(bipartite.match(mean_over_heads(features), r, protected))
     target, member, start = ops.match(features, r, protected)

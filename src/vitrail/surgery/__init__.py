@@ -11,6 +11,7 @@ from vitrail.surgery.counting import Count, count
 from vitrail.surgery.merging import Merging, merge
 from vitrail.surgery.recording import Recording, record
 from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
+from vitrail.surgery.trained_methods import load_method
 
 __all__ = [
     "Ablation",
@@ -26,6 +27,7 @@ __all__ = [
     "add_tokens",
     "count",
     "find_register_neurons",
+    "load_method",
     "merge",
     "record",
     "test_time_registers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedModel
-from vitrail.merging import Method, ModelShape, Schedule, as_method
+from vitrail.merging import Method, ModelShape, Schedule
 from vitrail.runtime.checks import (
     merged_trunk,
     refuse_merged,
@@ -29,6 +30,7 @@ from vitrail.runtime.plan import Plan, parse_map, parse_protect
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle
 from vitrail.surgery.recording import evaluating
+from vitrail.surgery.trained_methods import read_method, save_method
 from vitrail.tokens import TokenLayout
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def merge(
     order: str = "paper",
     protect: Any = None,
     unmerge: bool = True,
-    method: str | Mapping[str, Any] | Method = "tome",
+    method: str | Path | Mapping[str, Any] | Method = "tome",
 ) -> Merging:
     """Merge similar tokens in every block of a model, in place.
 
@@ -75,7 +77,8 @@ def merge(
         unmerge: restore a token for every patch after the last block, so that pooling, heads and dense outputs are
             exact. With False the merged tokens come out, special tokens in front.
         method: how tokens merge: a registered name (``"tome"``; for comparisons ``"random"`` and ``"prune"``), an
-            instance such as ``ToMe(features="values")``, or a dict with a name and options.
+            instance such as ``ToMe(features="values")``, a dict with a name and options, or the directory of a run
+            that trained a method.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
@@ -89,7 +92,7 @@ def merge(
             raise InvalidOption(f"{name} is True or False; got {value!r}")
     if order not in ("paper", "original"):
         raise InvalidOption(f"order is 'paper' or 'original'; got {order!r}")
-    chosen = as_method(method)
+    chosen = read_method(method)
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
@@ -244,6 +247,10 @@ class Merging(Handle):
         """Return the method's own loss for the latest pass, to be added to the training loss; 0 where it has none."""
         found = self.method.loss()
         return torch.zeros((), device=next(self.found.trunk.parameters()).device) if found is None else found
+
+    def save_method(self, path: str | Path) -> None:
+        """Write the learned method, without the model, to a safetensors file: ``vitrail.load_method`` reads it."""
+        save_method(self.method, path)
 
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:

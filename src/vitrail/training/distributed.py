@@ -10,6 +10,7 @@ from torch import nn
 
 from vitrail._distributed import ConnectionLost, World
 from vitrail.errors import TrainingError
+from vitrail.merging.methods.learned import PREFIX
 from vitrail.models import ViT
 from vitrail.training.config import Config
 
@@ -52,7 +53,7 @@ def wrap(learner: nn.Module, config: Config, world: World) -> nn.Module:
         learner,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=not isinstance(model, ViT),
+        find_unused_parameters=not isinstance(model, ViT) or any(PREFIX in name for name in learner.state_dict()),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.merging import METHODS
+from vitrail.surgery.trained_methods import is_method
 
 MAX_SIDE = 4096
 
@@ -31,7 +32,7 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
 ]
 Method = Annotated[
-    str, typer.Option("--method", metavar="NAME", help="Merging method: tome, or prune and random for comparison.")
+    str, typer.Option("--method", metavar="NAME", help="Merging method, such as tome, or a run that trained one.")
 ]
 R = Annotated[
     str | None,
@@ -84,8 +85,11 @@ def merge_options(
     amount = {name: value for name, value in given.items() if value is not None}
     if len(amount) != 1:
         raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
-    if method not in METHODS:
-        raise typer.BadParameter(f"--method {method!r} is not a method. Expected one of {', '.join(sorted(METHODS))}.")
+    if not is_method(method):
+        raise typer.BadParameter(
+            f"--method {method!r} is not a method. Expected one of {', '.join(sorted(METHODS))}, or the directory of a "
+            "run that trained one."
+        )
     settings = {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
     return amount | settings | {"method": method}
 

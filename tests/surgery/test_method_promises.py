@@ -9,7 +9,7 @@ import vitrail
 from tests.merging.test_custom_methods import KMeans, Threshold
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.merging import Prune, Random, ToMe
-from vitrail.merging.methods import clustering
+from vitrail.merging.methods import clustering, learned
 from vitrail.merging.methods.learned._learned import LearnedMethod
 from vitrail.merging.methods.pruning import ATS, AViT, DynamicViT, EViT
 
@@ -36,6 +36,8 @@ METHODS: dict[str, Any] = {
     "agglomerative": clustering.Agglomerative,
     "dynamicvit": lambda: trained(DynamicViT()),
     "avit": lambda: trained(AViT(epsilon=0.5, scale=0.1, shift=-0.5)),
+    "dtem": lambda: trained(learned.DTEM()),
+    "gumbel": lambda: trained(learned.Gumbel()),
 }
 NEEDS_CLASS_TOKEN = {"evit", "evit-drop", "ats"}
 

@@ -192,6 +192,31 @@ def test_a_method_that_decides_by_itself_trains(photos: str, tmp_path: Path) -> 
     assert trace.tokens_per_layer.shape == (2, 2)
 
 
+def test_learned_numbers_are_saved_as_a_schedule(photos: str, tmp_path: Path) -> None:
+    merge = {"method": {"name": "diffrate", "target": 0.7, "step": 1}}
+    fields = {**LEARNED, "merge": merge, "train_only": "method", "lr": 0.3, "ema": 0}
+    found = train(data=photos, out=str(tmp_path / "run"), **fields)
+    model, labels = found.load()
+    trained = labels.trained["merge"]
+    assert trained["method"] == "tome"
+    assert sum(trained["r"]) > 0
+    with vitrail.merge(model, **trained) as merging:
+        output, counts = model(images()), merging.r
+        share = merging.flops() / merging.flops(merged=False)
+    assert 0.5 < share < 0.9
+    with vitrail.merge(model, method=found.last) as merging:
+        assert merging.r == counts == trained["r"]
+        assert torch.equal(model(images()), output)
+    lines = list(read_log(found.folder / "log.jsonl", "epoch"))
+    assert lines[-1]["merge"]["r"] == counts
+    learned = evaluate(found.last, photos, merge="method=diffrate", look=0, seconds=0)
+    assert learned.merge is not None
+    assert learned.merge["r"] == counts
+    other = evaluate(found.last, photos, merge="r=1", look=0, seconds=0)
+    assert other.merge is not None
+    assert other.merge["r"] == 1
+
+
 def test_directories_without_a_method_are_refused(tmp_path: Path, run: Run) -> None:
     model, _ = run.load()
     for call in (lambda: vitrail.merge(model, r=3, method=tmp_path), lambda: vitrail.load_method(tmp_path)):

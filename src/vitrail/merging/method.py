@@ -172,6 +172,7 @@ class ModelShape(NamedTuple):
         class_token: position of the first class token; None for models without one.
         grid: patch grid (t, h, w) at the model's own input size.
         training: whether the model is in training mode.
+        flops: computes the multiply-adds for one input of the model's own size, from the number of merges per layer.
     """
 
     depth: int
@@ -182,6 +183,7 @@ class ModelShape(NamedTuple):
     class_token: int | None = None
     grid: tuple[int, int, int] = (1, 1, 1)
     training: bool = False
+    flops: Callable[[Sequence[Any]], Any] | None = None
 
 
 class Method(nn.Module):
@@ -190,6 +192,7 @@ class Method(nn.Module):
     Class attributes:
         static: lengths follow from shapes alone, the same for every image. Static methods compile, export, and have
             FLOPs before they run; others return different numbers of tokens per image.
+        decides: the method alone decides how many tokens merge in each layer: :meth:`counts`.
         relaxes: in training mode the method keeps all tokens, or mixes them softly, instead of removing the planned
             number.
         place: reduce tokens ``"before"`` attention, or ``"between"`` attention and MLP.
@@ -204,6 +207,7 @@ class Method(nn.Module):
     scope: ClassVar[Literal["pass", "block"]] = "pass"
     places_groups: ClassVar[bool] = False
     relaxes: ClassVar[bool] = False
+    decides: ClassVar[bool] = False
 
     name: ClassVar[str] = ""
     """Name under which the method is registered."""
@@ -246,6 +250,13 @@ class Method(nn.Module):
     def layers(self, depth: int) -> Sequence[float] | None:
         """Return the share of the merges in each layer where the caller requests no schedule; None for equal shares."""
         return None
+
+    def counts(self) -> Sequence[int]:
+        """Return the merges in each layer, for methods that decide them.
+
+        In training mode, methods that relax reduce every layer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement counts()")
 
     def maps(self, inputs: Tensor, grid: tuple[int, int, int]) -> Mapping[str, Tensor]:
         """Compute maps over the patches (B, P, …) from the model's input, at the beginning of each pass.

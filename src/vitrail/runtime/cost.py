@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from torch import nn
@@ -81,7 +82,7 @@ class CostModel:
         found |= {"patches": self.per_patch * patches, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late
-            if r:
+            if not isinstance(r, int) or r:  # a tensor while numbers are learned
                 found["matching"] += method.flops(length, block.feature)
             fed = length - r
             length = fed if method.place == "before" else length
@@ -101,7 +102,19 @@ class CostModel:
         method: Method | None = None,
     ) -> Callable[[Sequence[int]], int]:
         """Return the cost of one input as a function of the number of merges in each layer."""
-        return lambda per_layer: sum(self.parts(special, patches, per_layer, side, read, method).values())
+        return partial(self.total, special, patches, side, read, method)
+
+    def total(
+        self,
+        special: int,
+        patches: int,
+        side: Sequence[int],
+        read: bool,
+        method: Method | None,
+        per_layer: Sequence[int],
+    ) -> int:
+        """Return the sum of :meth:`parts`."""
+        return sum(self.parts(special, patches, per_layer, side, read, method).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:

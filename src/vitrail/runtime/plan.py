@@ -92,6 +92,8 @@ class Plan:
     def solve(self, patches: int) -> Solution:
         """Return the merges per layer for an input of this many patches."""
         solved = self.solved
+        if self.method.decides:  # and may have learned since
+            return self._solve(self.schedule, patches)
         if patches in solved:
             return solved[patches]
         solution = self._solve(self.schedule, patches)
@@ -119,6 +121,9 @@ class Plan:
         return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored, feasible)
 
     def _solve(self, schedule: Schedule, patches: int) -> Solution:
+        if self.method.decides:
+            wanted = tuple(self.method.counts())
+            return Solution(wanted, self.room(patches).cap(wanted))
         return schedule.solve(self.depth, self.room(patches), self.counter(self.layout.num_special, patches))
 
     def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:

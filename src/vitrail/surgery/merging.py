@@ -97,7 +97,11 @@ def merge(
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
     layers = chosen.layers(depth)
-    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static, layers=layers)
+    given = {"r": r, "keep": keep, "gflops": gflops, "schedule": schedule}
+    _refuse_amounts(chosen, [name for name, value in given.items() if value is not None])
+    wanted = Schedule.parse(
+        depth, r, keep, gflops, schedule, required=chosen.static and not chosen.decides, layers=layers
+    )
     shape = _model_shape(found)
     chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
@@ -105,10 +109,17 @@ def merge(
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
-    chosen.build(shape)
+    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches)))
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
+
+
+def _refuse_amounts(method: Method, given: Sequence[str]) -> None:
+    if method.decides and given:
+        raise InvalidOption(
+            f"method {method.label} decides how many tokens merge in each layer; leave out {', '.join(given)}"
+        )
 
 
 def _model_shape(found: Found) -> ModelShape:
@@ -197,7 +208,9 @@ class Merging(Handle):
         plan, wanted = self._plan, self._plan.schedule
         given = {"r": wanted.r, "keep": wanted.keep, "gflops": wanted.gflops}
         config: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if isinstance(wanted.r, tuple):
+        if plan.method.decides:
+            config["r"] = list(plan.method.counts())
+        elif isinstance(wanted.r, tuple):
             config["r"] = list(wanted.r)
         elif wanted.shape is not None:
             config["schedule"] = wanted.shape
@@ -297,6 +310,7 @@ class Merging(Handle):
     def _request(self, **amount: Any) -> None:
         """Request another amount, distributed over depth as before; a list for ``r`` is the schedule itself."""
         self._check_active()
+        _refuse_amounts(self.method, list(amount))
         schedule = self._plan.schedule
         shape = None if hasattr(amount.get("r"), "__len__") else schedule.shape
         layers = self.method.layers(self._plan.depth)

@@ -52,7 +52,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Models(Built):
-    """The models of a run; ``final_r`` is the merging at the end of its ramp; empty where images decide."""
+    """The models of a run; ``final_r`` is the merging at the end of its ramp; empty where the method decides."""
 
     learner: nn.Module
     teacher: Teacher | None = None
@@ -91,6 +91,8 @@ def make_models(config: Config, classes: Classes, world: World) -> Models:
         except VitrailError as error:
             raise InvalidOption(f"merge: {error}") from error
     _use_channels_last(built.model, world)
+    if merging is not None and config.shard == "fsdp" and next(merging.method.parameters(), None) is not None:
+        raise InvalidOption(f"shard='fsdp' does not support method {merging.method.label}, which learns; use ddp")
     learns = merging is not None and isinstance(merging.method, LearnedMethod)
     learner = Learner(
         built.model, objective, bf16_weights=config.dtype == "bf16-weights",
@@ -98,7 +100,8 @@ def make_models(config: Config, classes: Classes, world: World) -> Models:
     ).to(world.device)  # fmt: skip
     if config.train_only is not None:
         _freeze_all_but(learner, merging)
-    final_r = () if merging is None or not merging.method.static else tuple(merging.r)
+    fixed = merging is not None and merging.method.static and not merging.method.decides
+    final_r = tuple(merging.r) if merging is not None and fixed else ()
     return Models(**vars(built), learner=learner, teacher=teacher, merging=merging, final_r=final_r)
 
 

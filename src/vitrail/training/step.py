@@ -86,7 +86,7 @@ class Step:
         if self._capture is None:
             return self._compute(*inputs)
         merging = self._models.merging
-        r = None if merging is None or not merging.method.static else tuple(merging.r)
+        r = tuple(merging.r) if merging is not None and self._models.final_r else None
         if r != self._r:  # other shapes
             self._r, self._warmup, self._captured = r, 0, None
         if self._captured is None and self._warmup >= WARMUP_STEPS:

@@ -252,6 +252,7 @@ def _with_trained_method(merge: Mapping[str, Any] | None, known: Labels | None) 
     method = merge.get("method")
     trained = load_method(known.folder)
     same = method in (None, trained.name) or (isinstance(method, Mapping) and method.get("name") == trained.name)
+    same = same and not (trained.decides and method is None and merge)
     return {**merge, "method": trained} if same else merge
 
 

@@ -39,7 +39,7 @@ class LearnedMatching(LearnedMethod):
     differentiable in the features. Then tokens are sorted by size, and the next block has r effective tokens less.
     The last tokens are restored by the same shares. In eval mode ToMe's matching merges r pairs.
 
-    Subclasses implement :meth:`pick`.
+    Subclasses implement :meth:`pick`, or :meth:`share`.
 
     Args:
         reconstruction: weight of the reconstruction loss. For every block it is the squared error of the tokens, merged
@@ -79,6 +79,10 @@ class LearnedMatching(LearnedMethod):
         """Return the share (B, A, C) of each even token that merges into each odd one, given cosines; −inf: none."""
         raise NotImplementedError(f"{type(self).__name__} does not implement pick(scores, r)")
 
+    def share(self, context: Context, scores: Tensor, blocked: Tensor, r: int) -> tuple[Tensor, int | Tensor]:
+        """Return the shares of :meth:`pick`, and by how many tokens the next block has less."""
+        return self.pick(scores, r), r
+
     @torch.no_grad()
     def select(self, context: Context, r: int | Tensor) -> Reduction:
         return Reduction(match(self.features(context), r, context.protected, present=context.present))
@@ -91,8 +95,9 @@ class LearnedMatching(LearnedMethod):
         with torch.autocast(size.device.type, enabled=False):
             effective = torch.arange(length, device=size.device) < length - removed
             blocked = ~(context.mergeable & effective).expand(batch, -1)
-            given = self.pick(similarity(features.to(work_dtype(features)), blocked), r).to(size.dtype)
-            soft = shares_of(given, length)
+            scores = similarity(features.to(work_dtype(features)), blocked)
+            given, count = self.share(context, scores, blocked, r)
+            soft = shares_of(given.to(size.dtype), length)
 
             after = (soft.detach() * size.detach().unsqueeze(2)).sum(1)
             first = protected_mask(context.protected, length, size.device)
@@ -103,7 +108,7 @@ class LearnedMatching(LearnedMethod):
             composed = soft if before is None else _extend(before, length) @ soft
             if self.reconstruction:
                 self.add_loss(context, self.reconstruction * reconstruction_error(context.x, size, soft))
-        archive = {_REMOVED: removed + r, _SOFT: composed}
+        archive = {_REMOVED: removed + count, _SOFT: composed}
         return Reduction(Assignment(target, length), weight=size, soft=soft, archive=archive)
 
     def restore(

@@ -153,9 +153,19 @@ def test_the_method_alone_learns(run: Run, photos: str, tmp_path: Path) -> None:
     assert vitrail.load_method(more.last).config == str(more.last)
 
 
-@pytest.mark.parametrize("merge", ["r=3,method=tome", None])
-def test_training_only_a_method_needs_one_that_learns(photos: str, tmp_path: Path, merge: str | None) -> None:
-    with pytest.raises(InvalidOption, match="method with parameters"):
+@pytest.mark.parametrize(
+    ("merge", "words"),
+    [
+        ("r=3,method=tome", "method with parameters"),
+        (None, "method with parameters"),
+        ("r=3,method=dtem,from_epoch=1", "leave out from_epoch"),
+        ("r=0,method=dtem", "r=0 in every layer"),
+    ],
+)
+def test_training_only_a_method_needs_one_that_learns(
+    photos: str, tmp_path: Path, merge: str | None, words: str
+) -> None:
+    with pytest.raises(InvalidOption, match=words):
         train(data=photos, out=str(tmp_path / "run"), **{**FIELDS, "merge": merge, "train_only": "method"})
     assert not (tmp_path / "run").exists()
 

@@ -113,6 +113,8 @@ def _freeze_all_but(learner: nn.Module, merging: Merging | None) -> None:
             "train_only='method' freezes the model and needs a merging method with parameters, such as "
             f"merge='r=8,method=dtem'; {'tome' if merging is None else merging.method.label} has none"
         )
+    if merging.method.static and not merging.method.decides and not any(merging.r):
+        raise InvalidOption("train_only='method' needs merges to learn from; got r=0 in every layer")
     for parameter in learner.parameters():
         parameter.requires_grad_(parameter in own)
 

@@ -416,6 +416,12 @@ def _recipe_problems(config: Config) -> Iterator[str]:
             yield f"shard='fsdp' does not support {name}; use ddp"
     if config.train_only is not None and config.merge is None:
         yield "train_only='method' needs a merging method with parameters, such as merge='r=8,method=dtem'"
+    if (
+        config.train_only is not None
+        and config.merge is not None
+        and (config.merge.from_epoch or config.merge.over_epochs)
+    ):
+        yield "train_only='method' merges from the beginning; leave out from_epoch and over_epochs"
     for field in ("warmup_epochs", "plain_epochs"):
         if config.epochs is not None and (getattr(config, field) or 0) > config.epochs:
             yield f"{field}={getattr(config, field)} exceeds epochs={config.epochs}"

@@ -12,8 +12,8 @@ PUBLIC = {
     "vitrail": (
         "Ablation AddedTokens Assignment Context Count Merging Method Recording Reduction RegisterNeurons Report Role "
         "TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names "
-        "compare count create_model errors find_register_neurons from_timm inspect list_methods list_models load_method "
-        "load_model merge record register_adapter register_method test_time_registers to_timm"
+        "compare count create_model errors find_register_neurons from_timm inspect list_methods list_models "
+        "load_method load_model merge record register_adapter register_method test_time_registers to_timm"
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "

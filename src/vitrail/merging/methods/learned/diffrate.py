@@ -22,8 +22,8 @@ from vitrail.merging.methods.learned._matching import LearnedMatching
 class DiffRate(LearnedMatching):
     """ToMe whose numbers of merges per block are learned, against a budget of FLOPs.
 
-    Each block has logits over numbers of merges, 0, ``step``, 2·``step`` and so on. In training mode as many of the most
-    similar pairs merge as the expectation says, rounded down, and the gradient of each pair's merge is that of the
+    Each block has logits over numbers of merges, 0, ``step``, 2·``step`` and so on. In training mode as many of the
+    most similar pairs merge as the expectation says, rounded down, and the gradient of each pair's merge is that of the
     probability that so many merge (straight-through). :meth:`loss` is ``weight · (FLOPs / FLOPs without merging −
     target)²``. The numbers are for the model's own input size and need no ``r``, ``keep`` or ``gflops``. In eval mode
     this is ToMe with these numbers: ``merging.config`` has them as ``r``, and applies again without the method.
@@ -130,7 +130,7 @@ class DiffRate(LearnedMatching):
         return Reduction(match(self.features(context), r, context.protected, present=context.present))
 
     def budget_share(self) -> Tensor | None:
-        """Return the cost of the learned numbers as a share of that without merging, with straight-through gradients."""
+        """Return the cost as a share of that without merging, with straight-through gradients."""
         if self._cost is None:
             return None
         expected = self.expected()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import SAMPLE, Outcome
-from tests.kernels.whole import SMALL, kernels_everywhere, outcomes
+from tests.kernels.whole import FEATURE_METHODS, SMALL, features_outcome, kernels_everywhere, outcomes
 from vitrail.kernels import ops
 
 FORMS = (("fp32", False), ("fp32", True), ("fp16", False), ("fp16", True))
@@ -96,7 +96,16 @@ def check_kernels() -> list[Outcome]:
     return [run(case) for case in SAMPLE]
 
 
-PARTS = {"kernels": check_kernels, "ops": check_operators, "models": check_models}
+def check_features() -> list[Outcome]:
+    """Run a small model that matches by other features than keys through the kernels."""
+    return [
+        features_outcome(SMALL[0], method, dtype, "cpu")
+        for method in FEATURE_METHODS
+        for dtype in (torch.float32, torch.float16)
+    ]
+
+
+PARTS = {"kernels": check_kernels, "ops": check_operators, "models": check_models, "features": check_features}
 
 
 def look_once() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.kernels.cases import SAMPLE
 from tests.kernels.conftest import Interpreted
-from tests.kernels.whole import SMALL
+from tests.kernels.whole import FEATURE_METHODS, SMALL
 
 
 def test_no_case_hides_another() -> None:
@@ -15,6 +15,12 @@ def test_no_case_hides_another() -> None:
 def test_kernels_give_what_the_reference_gives(interpreted: Interpreted) -> None:
     found = interpreted("kernels")
     assert [outcome.case for outcome in found] == [str(case) for case in SAMPLE]
+    assert [outcome for outcome in found if not outcome.passed] == []
+
+
+def test_features_of_a_method_are_matched_by_the_kernel(interpreted: Interpreted) -> None:
+    found = interpreted("features")
+    assert [o.case for o in found] == [f"{name} {form}" for name in FEATURE_METHODS for form in ("float32", "float16")]
     assert [outcome for outcome in found if not outcome.passed] == []
 
 

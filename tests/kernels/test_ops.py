@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_dense_block_without_values(gpu: str, learns: bool, r: int, scaled: bool
     with torch.set_grad_enabled(learns):
         for layer in range(3):
             assert serves(x, PLAN, state)
-            x, state = dense_forward(block, x, state, state.r, proportional=True)
+            x, state = dense_forward(block, x, state, state.r, proportional=True, method=PLAN.method)
             assert shapes(x) == [((3, 17 - (layer + 1) * r, 32), torch.bfloat16)]
     assert state.layer == 3
     if r:
@@ -133,7 +134,8 @@ def test_dense_path_serves_half_precision_in_paper_order(gpu: str) -> None:
     assert serves(x, PLAN, state)
     assert not serves(x.float(), PLAN, state)
     assert not serves(x, plan(order="original"), state)
-    assert not serves(x, plan(method=ToMe(features="values")), state)
+    assert serves(x, plan(method=ToMe(features="values")), state)
+    assert not serves(x, plan(method=ToMe(features="tokens")), state)
     assert not serves(x, plan(method=Random()), state)
     assert not serves(x, PLAN, MergeState((2,), protected=torch.zeros(1, 17, dtype=torch.bool)))
     with mock.patch.object(torch, "is_autocast_enabled", lambda device: device == "cuda"):
@@ -186,7 +188,8 @@ def test_the_fused_matching_runs_only_where_it_does_the_same(gpu: str) -> None:
     k = torch.empty(1, 2, 17, 16, device=gpu)
     assert isinstance(reduced(ToMe(), context(k)), KernelAssignment)
     assert type(reduced(ToMe(), context(k), "original")) is Assignment
-    assert type(reduced(ToMe("values"), context(k))) is Assignment
+    assert isinstance(reduced(ToMe("values"), context(k)), KernelAssignment)
+    assert type(reduced(ToMe("tokens"), context(k))) is Assignment
     assert type(reduced(Random(), context(k))) is Assignment
     assert type(reduced(ToMe(), context(k, torch.zeros(1, 17, dtype=torch.bool, device=gpu)))) is Assignment
 
@@ -195,6 +198,16 @@ def reduced(method: ToMe, shown: Context, order: Any = "paper", r: int = 2) -> A
     found = kernels.reduce(method, shown, r, order)
     assert found is not None
     return found.assignment
+
+
+def test_features_too_wide_for_the_kernel_are_matched_by_the_reference() -> None:
+    k = torch.randn(2, 3, 17, 136)
+    found = kernels.match(k, 4, 1)
+    wanted = match(k.mean(1), 4, 1)
+    assert torch.equal(found.target, wanted.target)
+    for image in range(2):
+        members = [found.member[image, a:b].tolist() for a, b in itertools.pairwise(found.start[image].tolist())]
+        assert members == [(wanted.target[image] == group).nonzero().flatten().tolist() for group in range(13)]
 
 
 def test_any_assignment_lists_its_members() -> None:

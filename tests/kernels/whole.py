@@ -7,7 +7,7 @@ alike. The fast path is right where it is about as near to the exact model as th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,9 @@ from vitrail.bench import BenchConfig
 from vitrail.bench._agreement import compare, relative_error
 from vitrail.bench._modes import CapturedGraph
 from vitrail.bench._variants import build
+from vitrail.kernels import ops
+from vitrail.merging import Method, ToMe
+from vitrail.merging.methods.learned import DTEM
 
 IMAGES = 64
 """How many images a GPU compares in half precision, whatever a model's batch."""
@@ -156,6 +159,34 @@ def compiled_outcome(subject: Subject, dtype: torch.dtype, device: str) -> Outco
             exact = output_tensor(model.double()(batch.double()))
     limit = 1e-3 if dtype == torch.float32 else 1.5 * relative_error(eager, exact) + 1e-3
     return Outcome("model", f"{subject.name} {_name(dtype)} compiled", relative_error(compiled, exact), limit)
+
+
+def features_outcome(subject: Subject, name: str, dtype: torch.dtype, device: str) -> Outcome:
+    """Compare a model that matches by the method's own features: kernels, reference, and reference in float64."""
+    model = lively(subject.make()).to(device, dtype).eval()
+    size = vitrail.adapters.input_spec(model).size
+    batch = random_images(subject.images, size, device).to(dtype)
+    torch.manual_seed(0)
+    vitrail.merge(model, r=subject.r, method=FEATURE_METHODS[name]())
+    calls = mock.Mock(side_effect=ops.match)
+    with torch.inference_mode():
+        with nullcontext() if device == "cuda" else kernels_everywhere(), mock.patch.object(ops, "match", calls):
+            found = output_tensor(model(batch))
+        with kernels.reference():
+            reference = output_tensor(model(batch))
+            exact = output_tensor(model.double()(batch.double()))
+    limit = 1e-4 if dtype == torch.float32 else 1.5 * relative_error(reference, exact) + 1e-3
+    why = "" if calls.call_count == 2 else f"the fused matching ran {calls.call_count} times in 2 blocks"
+    return Outcome("model", f"{name} {_name(dtype)}", relative_error(found, exact), limit, why)
+
+
+def _trained_dtem() -> Method:
+    method = DTEM()
+    method.passes.fill_(1)
+    return method
+
+
+FEATURE_METHODS: dict[str, Callable[[], Method]] = {"dtem": _trained_dtem, "values": partial(ToMe, features="values")}
 
 
 def random_images(count: int, size: tuple[int, int], device: str, seed: int = 0) -> Tensor:

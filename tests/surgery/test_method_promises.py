@@ -11,7 +11,7 @@ from tests.extras import always
 from tests.merging.test_custom_methods import KMeans, Threshold
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.merging import Prune, Random, ToMe
-from vitrail.merging.methods import clustering, content, dynamic
+from vitrail.merging.methods import clustering, content, dynamic, learned
 from vitrail.merging.methods.learned._learned import LearnedMethod
 from vitrail.merging.methods.pairs import MCTF, MLERP, Energy, Grid, Mutual
 from vitrail.merging.methods.pruning import ATS, AViT, DynamicViT, EViT
@@ -55,6 +55,8 @@ METHODS: dict[str, Any] = {
     "pixel-entropy": lambda: dynamic.Entropy("input", center=0.8, spread=0.2),
     "local_global": lambda: dynamic.LocalGlobal(-1.0, deviations=-1.0),
     "identical": lambda: dynamic.Identical(tolerance=100.0),
+    "dtem": lambda: trained(learned.DTEM()),
+    "gumbel": lambda: trained(learned.Gumbel()),
 }
 NEEDS_CLASS_TOKEN = {"evit", "evit-drop", "ats"}
 

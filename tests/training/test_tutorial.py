@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+import vitrail
 from vitrail.cli import app
 from vitrail.models import MODELS
 from vitrail.training.config.presets import PRESETS
@@ -39,7 +40,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_command_runs(small: Path) -> None:
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 9
     for line in COMMANDS:
         name, *arguments = shlex.split(line)
         assert name == "vitrail"
@@ -50,6 +51,7 @@ def test_every_command_runs(small: Path) -> None:
     assert (small / "report.html").stat().st_size > 10_000
     assert len(list((small / "glass").glob("*.png"))) >= 16
     assert (small / "student.onnx").is_file()
+    assert (small / "runs/dtem/last/method.safetensors").is_file()
 
 
 def test_the_python_runs(small: Path) -> None:
@@ -57,6 +59,7 @@ def test_the_python_runs(small: Path) -> None:
     exec(compile("\n".join(PYTHON), "docs/training.md", "exec"), names)
     assert names["labels"].classes == {"label": ("cat", "dog")}  # type: ignore[attr-defined]
     assert set(names["run"].evaluation.accuracy) == {"fused", "cls"}  # type: ignore[attr-defined]
+    assert vitrail.Merging.of(names["model"]).method.name == "dtem"  # type: ignore[arg-type]
 
 
 def test_runs_of_other_libraries_have_the_same_names(small: Path) -> None:

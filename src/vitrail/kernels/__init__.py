@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from vitrail.kernels import ops
-from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
+from vitrail.merging import Assignment, Context, Method, Reduction, bipartite, proportional_attention
 from vitrail.merging.attention import key_bias
 from vitrail.merging.bipartite import Order
+from vitrail.merging.features import mean_over_heads
 from vitrail.merging.method import check_reduction
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,27 +122,36 @@ def with_members(assignment: Assignment) -> KernelAssignment:
     return KernelAssignment(target, length, member, counts.cumsum(1).to(torch.int32))
 
 
-def match(k: Tensor, r: int, protected: int) -> KernelAssignment:
-    """Match tokens as ToMe does, by their keys (B, H, N, d), with the fused kernel."""
-    target, member, start = ops.match(k, r, protected)
-    return KernelAssignment(target, k.shape[2] - r, member, start)
+TWINS = ("tome", "features")
+"""Names of fused kernels (``Method.twin``): ToMe's matching by keys, or by ``Method.matched``."""
+
+
+def match(features: Tensor, r: int, protected: int) -> KernelAssignment:
+    """Match tokens as ToMe does, by the mean of their features (B, H, N, d) over H.
+
+    The fused kernel serves features up to `WIDEST` channels, the reference wider ones.
+    """
+    if features.shape[-1] > WIDEST:
+        return with_members(bipartite.match(mean_over_heads(features), r, protected))
+    target, member, start = ops.match(features, r, protected)
+    return KernelAssignment(target, features.shape[2] - r, member, start)
 
 
 def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "paper") -> Reduction | None:
     """Reduce the tokens of a block: by the method's fused twin where it runs, by the method itself otherwise."""
     protected = context.protected
-    fused = method.twin == "tome" and order == "paper" and not context.padded
+    fused = method.twin in TWINS and order == "paper" and not context.padded and usable(context.x)
     if fused and r and isinstance(r, int) and isinstance(protected, int):
-        k = context.k.detach()
-        if k.shape[-1] <= WIDEST and usable(k):
-            return Reduction(match(k, r, protected))
+        features = (context.k if method.twin == "tome" else method.matched(context)).detach()
+        if usable(features):
+            return Reduction(match(features, r, protected))
     reduction = method.reduce(context, r)
     check_reduction(method, reduction, context)
     if reduction is None:
         return None
     if not method.static and reduction.soft is None:
         reduction = replace(reduction, assignment=_pad(reduction.assignment, bucket_of(method, context.x)))
-    if not method.places_groups or (order == "original" and not method.keeps_grid):
+    if reduction.soft is None and (not method.places_groups or (order == "original" and not method.keeps_grid)):
         reduction = replace(reduction, assignment=reduction.assignment.by_first_member())
     plain = reduction.weight is None and reduction.size is None and reduction.soft is None and method.averages
     if plain and usable(context.x) and not torch.compiler.is_compiling():

@@ -23,17 +23,18 @@ Features = str | Mapping[str, float]
 """One name of ``FEATURES``, or several with their weights."""
 
 
-def _mean_over_heads(heads: Tensor) -> Tensor:
+def mean_over_heads(heads: Tensor) -> Tensor:
+    """Return the mean of features (B, H, N, d) over heads, in float32 or better."""
     return heads.mean(1, dtype=torch.promote_types(heads.dtype, torch.float32))
 
 
 FEATURES: dict[str, Callable[[Context], Tensor]] = {
-    "keys": lambda context: _mean_over_heads(context.k),
-    "queries": lambda context: _mean_over_heads(context.q),
-    "values": lambda context: _mean_over_heads(context.v),
+    "keys": lambda context: mean_over_heads(context.k),
+    "queries": lambda context: mean_over_heads(context.q),
+    "values": lambda context: mean_over_heads(context.v),
     "tokens": lambda context: context.x,
-    "rotated_keys": lambda context: _mean_over_heads(context.rotated_k),
-    "rotated_queries": lambda context: _mean_over_heads(context.rotated_q),
+    "rotated_keys": lambda context: mean_over_heads(context.rotated_k),
+    "rotated_queries": lambda context: mean_over_heads(context.rotated_q),
 }
 """Features (B, N, D) of a block's tokens by name; those without ``rotated_`` are before rotary position."""
 

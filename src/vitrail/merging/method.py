@@ -47,6 +47,7 @@ class Context:
         padded: whether images of the batch may keep different numbers of tokens.
         planned: number of tokens planned to merge in this block; None where no number was requested.
         class_token: position of the first class token; None for models without one.
+        norm: computes the tokens as the block's attention receives them; called on first use.
         project: computes queries, keys and values; called on first use.
         rotate: computes queries and keys with rotary position from these.
         attend: computes attention weights; see :meth:`attention`.
@@ -64,11 +65,22 @@ class Context:
     planned: int | None = None
     class_token: int | None = None
     depth: int = 1
+    norm: Callable[[], Tensor] | None = None
     project: Callable[[], Projections] | None = None
     rotate: Callable[[Projections], tuple[Tensor, Tensor]] | None = None
     attend: Callable[[Sequence[int] | None], Tensor] | None = None
+    _normed: Tensor | None = None
     _projected: Projections | None = None
     _rotated: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def normed(self) -> Tensor:
+        """The input of the block's attention (B, N, D), after its first norm."""
+        if self._normed is None:
+            if self.norm is None:
+                raise ValueError("this context has no normed tokens")
+            self._normed = self.norm()
+        return self._normed
 
     @property
     def q(self) -> Tensor:
@@ -160,6 +172,7 @@ class ModelShape(NamedTuple):
         class_token: position of the first class token; None for models without one.
         grid: patch grid (t, h, w) at the model's own input size.
         training: whether the model is in training mode.
+        flops: computes the multiply-adds for one input of the model's own size, from the number of merges per layer.
     """
 
     depth: int
@@ -170,6 +183,7 @@ class ModelShape(NamedTuple):
     class_token: int | None = None
     grid: tuple[int, int, int] = (1, 1, 1)
     training: bool = False
+    flops: Callable[[Sequence[Any]], Any] | None = None
 
 
 class Method(nn.Module):
@@ -178,6 +192,7 @@ class Method(nn.Module):
     Class attributes:
         static: lengths follow from shapes alone, the same for every image. Static methods compile, export, and have
             FLOPs before they run; others return different numbers of tokens per image.
+        decides: the method alone decides how many tokens merge in each layer: :meth:`counts`.
         relaxes: in training mode the method keeps all tokens, or mixes them softly, instead of removing the planned
             number.
         place: reduce tokens ``"before"`` attention, or ``"between"`` attention and MLP.
@@ -197,14 +212,22 @@ class Method(nn.Module):
     keeps_grid: ClassVar[bool] = False
     relaxes: ClassVar[bool] = False
     bucket: int | None = None
+    decides: ClassVar[bool] = False
 
     name: ClassVar[str] = ""
     """Name under which the method is registered."""
 
     @property
     def twin(self) -> str | None:
-        """Name of a fused kernel that does the same with these options; None for none."""
+        """Name of a fused kernel that does the same with these options; None for none.
+
+        ``"tome"``: ToMe's matching by keys; ``"features"``: by :meth:`matched`.
+        """
         return None
+
+    def matched(self, context: Context) -> Tensor:
+        """Return features (B, H, N, d) whose mean over H the fused matching compares; H may be 1."""
+        return context.k
 
     @property
     def budgeted(self) -> bool:
@@ -237,6 +260,13 @@ class Method(nn.Module):
     def layers(self, depth: int) -> Sequence[float] | None:
         """Return the share of the merges in each layer where the caller requests no schedule; None for equal shares."""
         return None
+
+    def counts(self) -> Sequence[int]:
+        """Return the merges in each layer, for methods that decide them.
+
+        In training mode, methods that relax reduce every layer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement counts()")
 
     def maps(self, inputs: Tensor, grid: tuple[int, int, int]) -> Mapping[str, Tensor]:
         """Compute maps over the patches (B, P, …) from the model's input, at the beginning of each pass.

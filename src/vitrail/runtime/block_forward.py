@@ -88,6 +88,7 @@ def merged_forward(
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
     if method.place == "between":
         context = _context(carried, state, x, lambda: projected)
+        context.norm = lambda: h
         context.rotate = lambda qkv: rotated(parts, block, qkv, call.rope, carried.position, entered)
         context.attend = partial(own.weights, state.presence)
         x, state = _reduce(carried, state, x, context)
@@ -101,7 +102,8 @@ def _reduce_before(
     parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried, state: MergeState
 ) -> tuple[Tensor, MergeState]:
     """Reduce a block's input; projections and attention are computed only if the method uses them."""
-    context = _context(carried, state, x, lambda: parts.qkv(block, parts.attend_norm(block, x)))
+    context = _context(carried, state, x, lambda: parts.qkv(block, context.normed))
+    context.norm = lambda: parts.attend_norm(block, x)
 
     def attend(queries: Sequence[int] | None) -> Tensor:
         projected = context.q, context.k, context.v
@@ -146,16 +148,16 @@ def _dense_forward(
     parts: BlockAdapter, block: nn.Module, dense: DenseBlock, x: Tensor, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
     """Run one block that consists of its matrices alone."""
-    state, side, proportional = carried.state, carried.side, carried.plan.proportional
+    state, side, proportional, method = carried.state, carried.side, carried.plan.proportional, carried.plan.method
     if side is None:
-        x, state = dense_forward(dense, x, state, carried.r, proportional)
+        x, state = dense_forward(dense, x, state, carried.r, proportional, method)
         return x, None, state
     size, reading, outputs = state.size if proportional else None, prepare(parts, block, side), []
 
     def read_side(k: Tensor, v: Tensor) -> None:
         outputs.append(advance(parts, block, side, reading, k, v, key_bias(size, None, reading.q), None))
 
-    x, state = dense_forward(dense, x, state, carried.r, proportional, read_side)
+    x, state = dense_forward(dense, x, state, carried.r, proportional, method, read_side)
     return x, outputs[0], state
 
 

@@ -115,9 +115,12 @@ def _begin(mine: BlockPlan, x: Tensor) -> Carried:
         )
     if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
         layout = layout.with_grid((1, 1, patches))
-    solution = plan.solve(patches, layout.grid)
-    plan.report(solution, patches)
-    per_layer = solution.wanted if plan.images_decide else solution.per_layer
+    if plan.method.decides and plan.method.relaxes and plan.method.training:
+        per_layer = (layout.num_tokens - 1,) * plan.depth
+    else:
+        solution = plan.solve(patches, layout.grid)
+        plan.report(solution, patches)
+        per_layer = solution.wanted if plan.images_decide else solution.per_layer
     state = MergeState(
         per_layer,
         protected=plan.protected(layout, x.shape[0], x.device),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch import nn
 
@@ -82,7 +81,7 @@ class CostModel:
         found |= {"patches": self.per_patch * patches, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late
-            if r:
+            if not isinstance(r, int) or r:  # a tensor while numbers are learned
                 found["matching"] += method.flops(length, block.feature)
             fed = length - r
             length = fed if method.place == "before" else length
@@ -94,9 +93,17 @@ class CostModel:
             found["feed"] += (fed + more) * block.feed
         return found
 
-    def total(self, *counts: Any) -> int:
-        """Return the sum of `parts`, for the same arguments."""
-        return sum(self.parts(*counts).values())
+    def total(
+        self,
+        special: int,
+        patches: int,
+        side: Sequence[int],
+        read: bool,
+        method: Method | None,
+        per_layer: Sequence[int],
+    ) -> int:
+        """Return the sum of `parts`."""
+        return sum(self.parts(special, patches, per_layer, side, read, method).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:

@@ -22,19 +22,20 @@ from torch import Tensor, nn
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
-from vitrail.merging import MergeState
+from vitrail.merging import Context, MergeState, Method
+from vitrail.merging.method import Projections
 from vitrail.runtime.plan import Plan
 
 Read = Callable[[Tensor, Tensor], None]
 
 
 def serves(x: Tensor, plan: Plan, state: MergeState) -> bool:
-    """Return whether the dense path runs here: half precision on a GPU, ToMe's fused matching in paper order."""
+    """Return whether the dense path runs here: half precision on a GPU, the fused matching in paper order."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and isinstance(state.protected, int)
         and plan.order == "paper"
-        and plan.method.twin == "tome"
+        and plan.method.twin in kernels.TWINS
         and not state.memory
         and not state.guide
         and kernels.usable(x)
@@ -123,25 +124,21 @@ _known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
 def dense_forward(
-    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None = None
+    dense: DenseBlock,
+    x: Tensor,
+    state: MergeState,
+    r: int,
+    proportional: bool,
+    method: Method,
+    read: Read | None = None,
 ) -> tuple[Tensor, MergeState]:
     """Attend, merge r tokens and feed; ``read`` is called with keys and values, and must not keep them."""
-    drop_attended, drop_hidden, drop_mlp = dense.drops
+    _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
-    (gamma1, gamma2), norm2 = dense.gammas, dense.norm2
-    # added by the kernel that writes the tokens, before the product that it belongs to
-    pending_bias = dense.fc2.bias if gamma2 is None and not drop_mlp and not learns else None
-    x, y, step, join = _attend(dense, x.contiguous(), state, r, proportional, read)
-    y = _apply(drop_attended, dense.proj(y))
-    join()
-    if step is None:
-        x, h = ops.add_norm(x, y, gamma1, norm2.weight, norm2.bias, norm2.eps, pending_bias)
-    else:
-        x, size, log2_size, h = ops.merge_norm(
-            x, y, gamma1, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, pending_bias
-        )
-        state = state.after(step, size, log2_size)
-    state, width = state.next_layer(), x.shape[2]
+    gamma = dense.gammas[1]
+    pending_bias = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
+    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, proportional, method, pending_bias, read)
+    width = x.shape[2]
     if learns:
         hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
     else:
@@ -150,31 +147,70 @@ def dense_forward(
     if pending_bias is not None:
         return x.view(-1, width).addmm_(hidden, dense.fc2.weight.t()).view_as(x), state
     y = _apply(drop_mlp, dense.fc2(hidden).view_as(x))
-    if gamma2 is None:
+    if gamma is None:
         return x + y, state
-    return (torch.addcmul(x, y, gamma2) if learns else ops.add_scaled(x, y, gamma2)), state
+    return (torch.addcmul(x, y, gamma) if learns else ops.add_scaled(x, y, gamma)), state
+
+
+def _attend_and_merge(
+    dense: DenseBlock,
+    x: Tensor,
+    state: MergeState,
+    r: int,
+    proportional: bool,
+    method: Method,
+    pending_bias: Tensor | None,
+    read: Read | None,
+) -> tuple[Tensor, Tensor, MergeState]:
+    """Return the tokens after attention and the merge, plus ``pending_bias``, and their LayerNorm for the MLP."""
+    x, y, step, join = _attend(dense, x, state, r, proportional, method, read)
+    y = _apply(dense.drops[0], dense.proj(y))
+    join()
+    gamma, norm2 = dense.gammas[0], dense.norm2
+    if step is None:
+        x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, pending_bias)
+        return x, h, state.next_layer()
+    x, size, log2_size, h = ops.merge_norm(
+        x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, pending_bias
+    )
+    return x, h, state.after(step, size, log2_size).next_layer()
 
 
 def _attend(
-    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None
+    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, method: Method, read: Read | None
 ) -> tuple[Tensor, Tensor, KernelAssignment | None, Callable[[], None]]:
-    """Attend, and match concurrently, which needs the keys alone; the returned function waits for the match."""
-    norm, heads, packed = dense.norm1, dense.heads, None
-    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps)
-    if len(dense.qkv) == 1:  # one layer computes queries, keys and values
-        packed = dense.qkv[0](h)
-        q, k, v = ops.unpack(packed, heads)
-    else:
-        q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
+    """Attend, and match concurrently, since it needs no attention; the returned function waits for the match."""
+    x, h, packed, q, k, v = _project(dense, x)
     with kernels.side_stream(k) as join:
         assert isinstance(state.protected, int)
-        step = kernels.match(k.detach(), r, state.protected) if r else None
+        step = kernels.match(_matched(method, state, x, h, (q, k, v)), r, state.protected) if r else None
     if read is not None:
         read(k, v)
     size = state.size if proportional else None
     if packed is not None and packed.requires_grad:
-        return x, kernels.packed_attention(packed, heads, size, state.log2_size, dense.scale), step, join
+        return x, kernels.packed_attention(packed, dense.heads, size, state.log2_size, dense.scale), step, join
     return x, kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale), step, join
+
+
+def _matched(method: Method, state: MergeState, x: Tensor, h: Tensor, projected: Projections) -> Tensor:
+    """Return the features (B, H, N, d) that the matching compares: keys, or the method's own."""
+    if method.twin == "tome":
+        return projected[1].detach()
+    assert isinstance(state.protected, int)
+    context = Context(state.layer, (1, 1, x.shape[1]), x, state.size, state.protected)
+    context.norm, context.project = (lambda: h), (lambda: projected)
+    return method.matched(context).detach()
+
+
+def _project(dense: DenseBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Return tokens, normed tokens, and queries, keys and values: packed where one layer computes them, and apart."""
+    norm, heads = dense.norm1, dense.heads
+    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps)
+    if len(dense.qkv) == 1:
+        packed = dense.qkv[0](h)
+        return x, h, packed, *ops.unpack(packed, heads)
+    q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
+    return x, h, None, q, k, v
 
 
 def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:

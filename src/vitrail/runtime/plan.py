@@ -84,6 +84,8 @@ class Plan:
     def solve(self, patches: int, grid: Grid) -> Solution:
         """Return the merges per layer for an input of this many patches, in this grid."""
         solved, key = self.solved, self._key(patches, grid)
+        if self.method.decides:  # and may have learned since
+            return self._solve(self.schedule, patches, grid)
         if key in solved:
             return solved[key]
         solution = self._solve(self.schedule, patches, grid)
@@ -113,12 +115,15 @@ class Plan:
         return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored, feasible)
 
     def _solve(self, schedule: Schedule, patches: int, grid: Grid) -> Solution:
+        if self.method.decides:
+            wanted = tuple(self.method.counts())
+            return Solution(wanted, self.room(patches, grid).cap(wanted))
         return schedule.solve(self.depth, self.room(patches, grid), self.counter(self.layout.num_special, patches))
 
     def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
         """Return the cost of one input as a function of the merges of each layer, added tokens included."""
         counts, is_open = ([], False) if self.added is None else (self.added.counts(), self.added.is_open)
-        return lambda per_layer: self.cost.total(special, patches, per_layer, counts, is_open, self.method)
+        return partial(self.cost.total, special, patches, counts, is_open, self.method)
 
     def report(self, solution: Solution, patches: int) -> None:
         """Warn, once for each input size, where fewer tokens merge than requested."""

@@ -12,6 +12,7 @@ from vitrail.surgery.hooks import Recording
 from vitrail.surgery.merging import Merging, merge
 from vitrail.surgery.recording import record
 from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
+from vitrail.surgery.trained_methods import load_method
 
 __all__ = [
     "Ablation",
@@ -27,6 +28,7 @@ __all__ = [
     "add_tokens",
     "count",
     "find_register_neurons",
+    "load_method",
     "merge",
     "record",
     "test_time_registers",

@@ -61,7 +61,7 @@ def count(model: nn.Module, size: Any = None) -> Count:
     side, read = ([], False) if added is None else (added.counts(), added.is_open)
     special -= cost.late[-1] + (0 if added is None else added.counts()[-1])
     by_part = cost.parts(special, patches, merges, side, read, method)
-    unmerged = cost.total(special, patches, nothing, side, read)
+    unmerged = cost.total(special, patches, side, read, None, nothing)
     return Count(
         sum(weight.numel() for weight in model.parameters()),
         _parameters(model, found),
@@ -69,7 +69,7 @@ def count(model: nn.Module, size: Any = None) -> Count:
         sum(by_part.values()),
         by_part,
         unmerged,
-        cost.total(special + 1, patches, nothing, side, read) - unmerged,
+        cost.total(special + 1, patches, side, read, None, nothing) - unmerged,
     )
 
 

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
-from vitrail.merging import Method, ModelShape, Schedule, as_method
+from vitrail.merging import Method, ModelShape, Schedule
 from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding
@@ -24,6 +25,7 @@ from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
 from vitrail.surgery.calibration import Calibration, calibrate
 from vitrail.surgery.recording import Images, evaluating
+from vitrail.surgery.trained_methods import read_method, save_method
 from vitrail.tokens import TokenLayout
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def merge(
     order: str = "paper",
     protect: Any = None,
     unmerge: bool = True,
-    method: str | Mapping[str, Any] | Method = "tome",
+    method: str | Path | Mapping[str, Any] | Method = "tome",
 ) -> Merging:
     """Merge similar tokens in every block of a model, in place.
 
@@ -70,7 +72,8 @@ def merge(
         unmerge: restore a token for every patch after the last block, so that pooling, heads and dense outputs are
             exact. With False the merged tokens come out, special tokens in front.
         method: how tokens merge: a registered name (``"tome"``; for comparisons ``"random"`` and ``"prune"``), an
-            instance such as ``ToMe(features="values")``, or a dict with a name and options.
+            instance such as ``ToMe(features="values")``, a dict with a name and options, or the directory of a run
+            that trained a method.
     """
     check_module(model)
     refuse_merged(model)
@@ -81,12 +84,15 @@ def merge(
             raise InvalidOption(f"{name} is True or False; got {value!r}")
     if order not in ("paper", "original"):
         raise InvalidOption(f"order is 'paper' or 'original'; got {order!r}")
-    chosen = as_method(method)
+    chosen = read_method(method)
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
     layers = chosen.layers(depth)
-    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.budgeted, layers=layers)
+    given = {"r": r, "keep": keep, "gflops": gflops, "schedule": schedule}
+    _refuse_amounts(chosen, [name for name, value in given.items() if value is not None])
+    required = chosen.budgeted and not chosen.decides
+    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=required, layers=layers)
     shape = _model_shape(found)
     chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
@@ -98,10 +104,17 @@ def merge(
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
-    chosen.build(shape)
+    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches)))
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
+
+
+def _refuse_amounts(method: Method, given: Sequence[str]) -> None:
+    if method.decides and given:
+        raise InvalidOption(
+            f"method {method.label} decides how many tokens merge in each layer; leave out {', '.join(given)}"
+        )
 
 
 def _model_shape(found: Found) -> ModelShape:
@@ -177,6 +190,7 @@ class Merging(Handle):
     def _change(self, **wanted: Any) -> None:
         """Request another number of merges, in the present distribution over depth; a list is one itself."""
         self._check_active()
+        _refuse_amounts(self.method, list(wanted))
         shape = None if hasattr(wanted.get("r"), "__len__") else self._plan.schedule.shape
         layers = self.method.layers(self._plan.depth)
         self._plan.change(Schedule.parse(self._plan.depth, **wanted, schedule=shape, layers=layers))
@@ -187,7 +201,9 @@ class Merging(Handle):
         plan, wanted = self._plan, self._plan.schedule
         given = {"r": wanted.r, "keep": wanted.keep, "gflops": wanted.gflops}
         config: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if isinstance(wanted.r, tuple):
+        if plan.method.decides:
+            config["r"] = list(plan.method.counts())
+        elif isinstance(wanted.r, tuple):
             config["r"] = list(wanted.r)
         elif wanted.shape is not None:
             config["schedule"] = wanted.shape
@@ -271,6 +287,10 @@ class Merging(Handle):
             shape = self._plan.schedule.shape if schedule is None else schedule
             target = Schedule.parse(self._plan.depth, keep=keep, gflops=gflops, schedule=shape, layers=layers)
         return calibrate(self.model, self.found, self._plan, target, images, batch_size, limit, tolerance)
+
+    def save_method(self, path: str | Path) -> None:
+        """Write the learned method, without the model, to a safetensors file: ``vitrail.load_method`` reads it."""
+        save_method(self.method, path)
 
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:

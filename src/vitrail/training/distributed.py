@@ -11,6 +11,7 @@ from torch import nn
 from vitrail._distributed import ConnectionLost, World
 from vitrail.errors import TrainingError
 from vitrail.models import ViT
+from vitrail.surgery import Merging
 from vitrail.training.config import Config
 
 
@@ -52,8 +53,18 @@ def wrap(learner: nn.Module, config: Config, world: World) -> nn.Module:
         learner,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=not isinstance(model, ViT),
+        find_unused_parameters=not isinstance(model, ViT) or _skips_layers(model, config),
     )
+
+
+def _skips_layers(model: nn.Module, config: Config) -> bool:
+    """Return whether a pass may leave parameters of a merging method unused, in layers that merge nothing."""
+    if config.merge is None:
+        return False
+    merging = Merging.of(model)
+    method, ramps = merging.method, config.merge.from_epoch or config.merge.over_epochs
+    learns = next(method.parameters(), None) is not None and not method.decides
+    return learns and (ramps or not method.static or 0 in merging.r)
 
 
 def _shard(learner: nn.Module, model: nn.Module, world: World, half: bool) -> nn.Module:

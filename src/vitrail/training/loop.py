@@ -102,7 +102,7 @@ class Loop:
         self.log.write("start", step=start, processes=self.world.world_size, device=str(self.world.device))
         with ExitStack() as stack, explain_failures(self.world, self._resume_hint):
             stack.enter_context(safe_attention(self.models))
-            stack.enter_context(raised_recompile_limit(self.config))
+            stack.enter_context(raised_recompile_limit(self.config, self.models))
             stop = stack.enter_context(Stop.listening(until))
             self._started = time.perf_counter()
             self._restart_clock(start)
@@ -151,7 +151,7 @@ class Loop:
 
     def _set_merging(self, epoch: int) -> None:
         models, plan = self.models, self.config.merge
-        if models.merging is not None:
+        if models.merging is not None and models.final_r:
             r = [round(final * plan.share_at(epoch)) for final in models.final_r]
             if models.merging.r != r:
                 models.merging.r = r

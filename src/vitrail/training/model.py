@@ -20,6 +20,7 @@ from vitrail.data.loading.order import mix
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, VitrailError
+from vitrail.merging.methods.learned import LearnedMethod
 from vitrail.models import MODELS, ViT
 from vitrail.models.registry import model_config
 from vitrail.surgery import Merging, merge
@@ -51,7 +52,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Models(Built):
-    """The models of a run; ``final_r`` is the merging at the end of its ramp."""
+    """The models of a run; ``final_r`` is the merging at the end of its ramp; empty where the method decides."""
 
     learner: nn.Module
     teacher: Teacher | None = None
@@ -80,9 +81,32 @@ def make_models(config: Config, classes: Classes, world: World) -> Models:
         except VitrailError as error:
             raise InvalidOption(f"merge: {error}") from error
     _use_channels_last(built.model, world)
-    learner = Learner(built.model, objective, bf16_weights=config.dtype == "bf16-weights").to(world.device)
-    final_r = () if merging is None else tuple(merging.r)
+    if merging is not None and config.shard == "fsdp" and next(merging.method.parameters(), None) is not None:
+        raise InvalidOption(f"shard='fsdp' does not support method {merging.method.label}, which learns; use ddp")
+    learns = merging is not None and isinstance(merging.method, LearnedMethod)
+    learner = Learner(
+        built.model, objective, bf16_weights=config.dtype == "bf16-weights",
+        method_loss=merging.loss if merging is not None and learns else None,
+    ).to(world.device)  # fmt: skip
+    if config.train_only is not None:
+        _freeze_all_but(learner, merging)
+    fixed = merging is not None and merging.method.static and not merging.method.decides
+    final_r = tuple(merging.r) if merging is not None and fixed else ()
     return Models(**vars(built), learner=learner, teacher=teacher, merging=merging, final_r=final_r)
+
+
+def _freeze_all_but(learner: nn.Module, merging: Merging | None) -> None:
+    """Let the parameters of the merging method learn alone."""
+    own = set() if merging is None else set(merging.method.parameters())
+    if merging is None or not own:
+        raise InvalidOption(
+            "train_only='method' freezes the model and needs a merging method with parameters, such as "
+            f"merge='r=8,method=dtem'; {'tome' if merging is None else merging.method.label} has none"
+        )
+    if merging.method.static and not merging.method.decides and not any(merging.r):
+        raise InvalidOption("train_only='method' needs merges to learn from; got r=0 in every layer")
+    for parameter in learner.parameters():
+        parameter.requires_grad_(parameter in own)
 
 
 def _use_channels_last(model: nn.Module, world: World) -> None:

@@ -6,7 +6,8 @@
     last/, best/                    model directories: after the last step, and at the best evaluation
 
 A model directory has ``config.json`` and ``model.safetensors``, as ``save_pretrained`` writes them, and
-``labels.json``: class names, preprocessing, and how the model was trained.
+``labels.json``: class names, preprocessing, and how the model was trained. If it was trained with a merging method that
+learns, the method's weights are in ``method.safetensors``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from vitrail.analysis.roles import Disagreement
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models.saving import CONFIG
+from vitrail.surgery import Merging
+from vitrail.surgery.trained_methods import save_method, split_states
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
 
@@ -124,10 +127,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], labels: Labels) -> None:
-    """Write a model directory with the weights ``states``, which may differ from the model's current ones."""
+    """Write a model directory with the weights ``states``, which may differ from the model's current ones.
+
+    Those of a merging method are in a file of their own: `load_trained` returns the model without merging.
+    """
     expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
     values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
-    library_of(labels.architecture).save(folder, model, states, labels.architecture, values)
+    own, method_states = split_states(states)
+    if method_states:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_method(Merging.of(model).method, folder, method_states)
+    library_of(labels.architecture).save(folder, model, own, labels.architecture, values)
 
 
 def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:

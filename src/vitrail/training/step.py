@@ -20,6 +20,7 @@ from vitrail._distributed import World
 from vitrail.adapters import find
 from vitrail.errors import VitrailError
 from vitrail.merging.attention import overflows_in_cudnn
+from vitrail.merging.methods.learned import LearnedMethod
 from vitrail.models import ViT
 from vitrail.runtime.cuda_graph import WARMUP_STEPS, CudaGraph
 from vitrail.training.config import Config
@@ -66,7 +67,7 @@ class Step:
         if self._capture is None:
             return self._compute(*inputs)
         merging = self._models.merging
-        r = None if merging is None else tuple(merging.r)
+        r = tuple(merging.r) if merging is not None and self._models.final_r else None
         if r != self._r:  # other shapes
             self._r, self._warmup, self._captured = r, 0, None
         if self._captured is None and self._warmup >= WARMUP_STEPS:
@@ -119,13 +120,19 @@ def capture_for(config: Config, world: World) -> Capture | None:
     return CudaGraph if possible and config.graphs is not False else None
 
 
-def raised_recompile_limit(config: Config) -> AbstractContextManager[None]:
-    """Return a context that raises torch.compile's recompile limit, which is eight by default, to `RECOMPILE_LIMIT`."""
+def raised_recompile_limit(config: Config, models: Models) -> AbstractContextManager[None]:
+    """Return a context that raises torch.compile's recompile limit, which is eight by default, to `RECOMPILE_LIMIT`.
+
+    With a learned method no two blocks share a graph, since each has parameters of its own in the method.
+    """
     if config.compile in (None, "off"):
         return nullcontext()
     import torch._dynamo
 
-    return torch._dynamo.config.patch(recompile_limit=max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit))
+    merging = models.merging
+    depth = len(merging.found.blocks) if merging is not None and isinstance(merging.method, LearnedMethod) else 1
+    limit = max(RECOMPILE_LIMIT * depth, torch._dynamo.config.recompile_limit)
+    return torch._dynamo.config.patch(recompile_limit=limit)
 
 
 @contextmanager

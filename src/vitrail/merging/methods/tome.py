@@ -27,7 +27,7 @@ class ToMe(Method):
 
     @property
     def twin(self) -> str | None:
-        return "tome" if self.features == "keys" else None
+        return {"keys": "tome", "queries": "features", "values": "features"}.get(str(self.features))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -35,6 +35,9 @@ class ToMe(Method):
 
     def capacity(self, tokens: int, protected: Protected) -> int:
         return front_edges(tokens, protected) if isinstance(protected, int) else int(mask_edges(protected).min())
+
+    def matched(self, context: Context) -> Tensor:
+        return {"queries": context.q, "values": context.v}.get(str(self.features), context.k)
 
     def reduce(self, context: Context, r: int | Tensor) -> Reduction:
         features = compute_features(context, self.features).detach()

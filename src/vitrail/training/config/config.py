@@ -155,6 +155,9 @@ class Config:
         Kind("text such as 'r=8,over_epochs=10', or a mapping", "MERGE", read_merge),
         "Merge tokens during training, such as r=8,from_epoch=0,over_epochs=10.",
     )
+    train_only: str | None = _objective(
+        choice("method"), "Freeze the model and train only its merging method, such as merge=r=8,method=dtem."
+    )
     recipe: str = _objective(
         choice("labels", "dino"), "Learn from labels, or without them by self-distillation.", "labels"
     )
@@ -243,6 +246,8 @@ class Config:
             values["warmup_epochs"] = min(preset["warmup_epochs"], epochs // 5)
         if self.ema is None:
             values["ema"] = preset["ema"] if preset["ema"] == 0 else ema_for(epochs * max(count // batch, 1))
+        if self.train_only is not None and self.drop_path is None:
+            values["drop_path"] = 0.0
         if self.recipe != "labels":
             values.update(dict.fromkeys(("mixup", "cutmix", "smoothing"), 0.0))
             values["crop_min"] = self.crop_min or 0.4  # of global views; local views have their own crops
@@ -402,13 +407,21 @@ def _recipe_problems(config: Config) -> Iterator[str]:
     else:
         if not config.own:
             yield f"{name} needs a Vitrail model built by name; got model={config.model!r}"
-        for field in ("teacher", "merge", "tasks", "mixup", "cutmix", "smoothing", "plain_epochs"):
+        for field in ("teacher", "merge", "train_only", "tasks", "mixup", "cutmix", "smoothing", "plain_epochs"):
             if getattr(config, field):
                 yield f"{name} trains without labels and does not take {field}"
         if config.augment in ("none", "flip"):
             yield f"augment={config.augment!r}: {name} needs views that differ; use light or stronger"
         if config.shard == "fsdp":
             yield f"shard='fsdp' does not support {name}; use ddp"
+    if config.train_only is not None and config.merge is None:
+        yield "train_only='method' needs a merging method with parameters, such as merge='r=8,method=dtem'"
+    if (
+        config.train_only is not None
+        and config.merge is not None
+        and (config.merge.from_epoch or config.merge.over_epochs)
+    ):
+        yield "train_only='method' merges from the beginning; leave out from_epoch and over_epochs"
     for field in ("warmup_epochs", "plain_epochs"):
         if config.epochs is not None and (getattr(config, field) or 0) > config.epochs:
             yield f"{field}={getattr(config, field)} exceeds epochs={config.epochs}"

@@ -97,7 +97,7 @@ def read_merge(value: Any) -> MergePlan | None:
     if value is None or isinstance(value, MergePlan):
         return value
     if isinstance(value, str):
-        value = dict(_read_pair(part) for part in value.split(",") if part.strip())
+        value = _read_method_options(dict(_read_pair(part) for part in value.split(",") if part.strip()))
     if not isinstance(value, Mapping):
         raise InvalidOption(f"merge={value!r}: expected text such as 'r=8,from_epoch=2', or a mapping")
     for name in value:
@@ -105,7 +105,8 @@ def read_merge(value: Any) -> MergePlan | None:
             raise InvalidOption(
                 f"merge: unknown key {name!r}; expected {', '.join(_MERGE_KEYS)}{suggest(str(name), _MERGE_KEYS)}"
             )
-    if sum(value.get(name) is not None for name in ("r", "keep", "gflops")) != 1:
+    amounts = [name for name in ("r", "keep", "gflops") if value.get(name) is not None]
+    if len(amounts) > 1 or not (amounts or value.get("method") is not None):  # some methods decide by themselves
         raise InvalidOption(f"merge={dict(value)!r}: expected exactly one of r, keep and gflops")
     epochs = {name: value.get(name, 0) for name in ("from_epoch", "over_epochs")}
     for name, number in epochs.items():
@@ -115,10 +116,23 @@ def read_merge(value: Any) -> MergePlan | None:
     return MergePlan(options, **epochs)
 
 
+def _read_method_options(pairs: dict[str, Any]) -> dict[str, Any]:
+    """Return the pairs with options such as ``method.reconstruction=0.1`` in the method."""
+    options = {name.removeprefix("method."): value for name, value in pairs.items() if name.startswith("method.")}
+    rest = {name: value for name, value in pairs.items() if not name.startswith("method.")}
+    if not options:
+        return rest
+    if "method" not in rest:
+        raise InvalidOption(f"merge: options of a method need its name too, such as method=dtem; got {list(pairs)}")
+    return {**rest, "method": {"name": rest["method"], **options}}
+
+
 def _read_pair(text: str) -> tuple[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
         raise InvalidOption(f"merge: {text!r} has no value; expected name=value pairs separated by commas, as in r=8")
+    if name == "method":  # may be a path
+        return name, value
     values = [_read_scalar(part) for part in value.split("/")]
     return name, values if len(values) > 1 else values[0]
 

@@ -23,6 +23,7 @@ from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.recording import evaluating
+from vitrail.surgery.trained_methods import load_method, method_file
 from vitrail.training.config.syntax import read_merge
 from vitrail.training.data import expected_of, prepares, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
@@ -62,7 +63,8 @@ def evaluate(
             the data.
         data: labeled images or arrays, as for training. Classes are matched by name.
         labels: columns of labels, among those that the model was trained with; all of them by default.
-        merge: options of `vitrail.merge`, or text such as ``"r=8"``; ``{"r": 0}`` disables merging.
+        merge: options of `vitrail.merge`, or text such as ``"r=8"``; ``{"r": 0}`` disables merging. A model trained
+            with a learned method is merged by that one, unless ``method`` names another.
         size: input size in pixels; by default the model's. A model trained on crops is often better at a larger size.
         batch, device, dtype: how to run the model; ``bf16`` uses autocast.
         keep_data, workers, max_unreadable: how to read images, as for training.
@@ -81,6 +83,7 @@ def evaluate(
     with distributed(device) as world:
         loaded = load_trained(model) if isinstance(model, str | Path) else model
         net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
+        merge = _with_trained_method(merge, known)
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
@@ -240,6 +243,17 @@ def _resize(expects: InputSpec, size: int | None, net: nn.Module) -> InputSpec:
         why = " ".join(str(error).split())
         raise InvalidOption(f"size={size}: {type(net).__name__} does not accept this input size ({why})") from error
     return replace(expects, size=(size, size))
+
+
+def _with_trained_method(merge: Mapping[str, Any] | None, known: Labels | None) -> Mapping[str, Any] | None:
+    """Return the options of a merge, with the learned method of the model's run unless they name another one."""
+    if merge is None or known is None or method_file(known.folder) is None:
+        return merge
+    method = merge.get("method")
+    trained = load_method(known.folder)
+    same = method in (None, trained.name) or (isinstance(method, Mapping) and method.get("name") == trained.name)
+    same = same and not (trained.decides and method is None and merge)
+    return {**merge, "method": trained} if same else merge
 
 
 def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> list[str]:

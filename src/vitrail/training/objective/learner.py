@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,11 +21,18 @@ class Learner(nn.Module):
 
     ``model``, any classifier, is evaluated, averaged (EMA) and saved. Parameters of the objective (task variances, a
     feature projector) are trained and checkpointed with it, but not part of the saved model. With ``bf16_weights`` the
-    model computes with weights cast to bfloat16.
+    model computes with weights cast to bfloat16. ``method_loss`` is the own loss of a learned merging method.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, bf16_weights: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        bf16_weights: bool = False,
+        method_loss: Callable[[], Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.method_loss = method_loss
         self.model = model
         self.objective = objective
         self.bf16_weights = bf16_weights
@@ -44,7 +51,11 @@ class Learner(nn.Module):
         with cast_weights(self.model) if self.bf16_weights else nullcontext():
             both = self.objective.wants_features
             output, features = forward_output_and_map(self.model, x) if both else (forward_output(self.model, x), None)
-        return self.objective(output, labels, mixed, taught, features)
+        terms: Terms = self.objective(output, labels, mixed, taught, features)
+        if self.method_loss is None:
+            return terms
+        own = self.method_loss()
+        return Terms(terms.total + own.to(terms.total.dtype), {**terms.parts, "merging": own.detach()})
 
     def after_step(self, progress: float) -> None:
         """Run after each optimizer step; ``progress`` is the fraction of training done. Does nothing here."""

@@ -14,7 +14,7 @@ import vitrail
 from tests.merging.methods.small import small_images, small_model
 from vitrail.errors import InvalidOption, UntrainedMethod
 from vitrail.merging import Assignment, Context, ModelShape, Reduction
-from vitrail.merging.methods.learned._learned import LearnedMethod
+from vitrail.merging.methods.learned import DTEM, DiffRate, LearnedMethod
 from vitrail.merging.methods.pruning import DynamicViT
 
 
@@ -152,6 +152,22 @@ def test_parameters_have_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     assert {parameter.dtype for parameter in method.parameters()} == {dtype}
     assert method.passes.dtype == torch.int64
     assert model(small_images(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize(("made", "training"), [(DTEM, True), (DiffRate, False)])
+def test_methods_compile_as_one_graph(made: type[LearnedMethod], training: bool) -> None:
+    torch._dynamo.reset()
+    model, method = small_model(torch.float32, depth=1).train(training), made()
+    method.passes.fill_(1)
+    merging = vitrail.merge(model, **({} if method.decides else {"r": 2}), method=method)  # type: ignore[arg-type]
+    images = small_images(torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")(images)
+    torch.testing.assert_close(compiled, model(images))
+    if training:
+        (compiled.square().sum() + merging.loss()).backward()
+        assert all(weight.grad is not None for weight in method.parameters())
+        assert int(method.passes) == 3
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

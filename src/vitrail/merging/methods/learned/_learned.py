@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, ClassVar, Self
 
 import torch
@@ -31,6 +33,7 @@ class LearnedMethod(Method):
 
     Attributes:
         passes: number of passes in training mode so far, saved with the weights; 0 for a method never trained.
+        source: path from which the weights were loaded; None after more training.
     """
 
     relaxes: ClassVar[bool] = True
@@ -41,6 +44,12 @@ class LearnedMethod(Method):
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         self._terms: dict[int, Tensor] = {}
         self._states: dict[str, Tensor] = {}
+        self.source: str | None = None
+
+    @property
+    def config(self) -> str | dict[str, Any] | Method:
+        """The method as plain data: the path of its weights, where it has one, or else its name and options."""
+        return super().config if self.source is None else self.source
 
     @classmethod
     def from_state(cls, states: Mapping[str, Tensor], **options: Any) -> Self:
@@ -81,8 +90,8 @@ class LearnedMethod(Method):
         if not shape.training and not int(self.passes):
             raise UntrainedMethod(
                 f"method {self.label} is learned, and these weights have not been trained; call model.train() before "
-                f"vitrail.merge and train it, or pass method={type(self).__name__}.from_state(states) with the "
-                "state_dict of a trained model"
+                f"vitrail.merge and train it, or pass a trained one: method='RUN', the directory of its run, or "
+                f"method={type(self).__name__}.from_state(states) with the state_dict of a trained model"
             )
 
     def build(self, shape: ModelShape) -> None:
@@ -115,6 +124,7 @@ class LearnedMethod(Method):
             return None
         if is_first and torch.is_grad_enabled():
             self.passes += 1
+            self.source = None
         return replace(found, archive={**found.archive, _BEGUN: context.x.new_ones(())})
 
     def add_loss(self, context: Context, term: Tensor) -> None:
@@ -140,8 +150,15 @@ class LearnedMethod(Method):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies, without the loss of the latest pass, whose graph cannot be copied."""
+        """Return the state for copies and pickles; the loss of the latest pass stays, as its graph cannot be copied."""
         return {**vars(self), "_terms": {}}
+
+
+def check_weight(name: str, value: object) -> float:
+    """Return a valid weight of a loss; raise ``InvalidOption`` for others."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise InvalidOption(f"{name} is the weight of a loss, 0 or more; 0 disables it; got {value!r}")
+    return float(value)
 
 
 def _own(part: nn.Module) -> list[tuple[str, Tensor]]:

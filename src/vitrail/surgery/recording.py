@@ -114,7 +114,7 @@ def stream(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidOption(f"dtype must be a floating point dtype such as torch.float16; got {dtype!r}")
     recorder = watch(model, what, layers, queries, keep)
-    for batch in _batches(recorder.found, images, batch_size):
+    for batch in read_batches(recorder.found, images, batch_size):
         with recorder.hooked(), evaluating(model), torch.no_grad():
             model(to_model(model, batch), **(call or {}))
         for one in recorder.take():
@@ -159,11 +159,14 @@ def to_model(model: nn.Module, batch: Tensor) -> Tensor:
     return batch if weight is None else batch.to(weight.device, weight.dtype)
 
 
-def _batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:
-    """Yield batches of images; warn about files that could not be read."""
-    embedding = found.adapter.patch_embedding(found.trunk)
-    frames = any(isinstance(part, nn.Conv3d) for part in embedding.modules())
-    feed = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=frames)
+def takes_videos(found: Found) -> bool:
+    """Return whether the inputs of a model are videos."""
+    return any(isinstance(part, nn.Conv3d) for part in found.adapter.patch_embedding(found.trunk).modules())
+
+
+def read_batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:
+    """Yield batches of images that a model takes; warn about files that could not be read."""
+    feed = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=takes_videos(found))
     for piece in feed.batches(found.adapter.input_spec(found.trunk), batch_size):
         yield piece.images
     if feed.skipped:

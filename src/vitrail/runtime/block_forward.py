@@ -96,7 +96,7 @@ def merged_forward(
         x, state = _reduce(carried, state, x, context)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
     if method.scope == "block" and state is not entered:
-        x, state = state.unmerge(x, method), replace(entered, archive=state.archive)
+        x, state = state.next_layer().restore(x, method), replace(entered, archive=state.archive)
     return x, side, state.next_layer(x)
 
 

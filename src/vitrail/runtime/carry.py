@@ -69,7 +69,7 @@ class MergedBlock:
         x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
         output = x
         if _shows_full_length(self._vitrail, vitrail_carried):
-            output = state.unmerge(x, vitrail_carried.plan.method)
+            output = state.restore(x, vitrail_carried.plan.method)
         vitrail_slot.passed = Passed(x, side, output, state)
         return output
 
@@ -129,6 +129,9 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
         protected=plan.protected(layout, x.shape[0], x.device),
         guide=current_guide(plan, layout, x.shape[0], x.device) | method_maps(plan.method, layout, entered.inputs, x),
         padded=not plan.method.static,
+        special=layout.num_special,
+        grid=layout.grid,
+        restorer=plan.restorer,
     )
     return Carried(plan, layout, state, state.r, entered.rotary, entered.expose, entered.unmasked)
 

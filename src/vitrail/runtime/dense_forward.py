@@ -32,6 +32,7 @@ def serves(x: Tensor, plan: Plan, state: MergeState) -> bool:
         and isinstance(state.protected, int)
         and plan.order == "paper"
         and plan.method.twin == "tome"
+        and state.restorer is None
         and not state.memory
         and not state.guide
         and kernels.usable(x)

@@ -6,7 +6,6 @@ from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.errors import NotApplied
-from vitrail.merging import Method
 from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding
 from vitrail.runtime.class_swap import original_class, swap
@@ -16,12 +15,16 @@ from vitrail.runtime.plan import BlockPlan, Plan
 METHOD = "vitrail_method"
 """Name of the submodule that holds a method with parameters: it is moved, saved and trained with the model."""
 
+RESTORER = "vitrail_restorer"
+"""Name of the submodule that holds a restorer with parameters, likewise."""
+
 
 def install(found: Found, plan: Plan) -> None:
     """Make a model run by a plan, in place of the plan that it may have."""
     is_new = not hasattr(found.trunk, "_vitrail_plan")
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
-    _attach_method(found.trunk, plan.method)
+    _attach(found.trunk, METHOD, plan.method)
+    _attach(found.trunk, RESTORER, plan.restorer)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
         block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
     if is_new:
@@ -33,11 +36,13 @@ def install(found: Found, plan: Plan) -> None:
             swap(block, MergedBlock)
 
 
-def _attach_method(trunk: nn.Module, method: Method) -> None:
-    trunk._modules.pop(METHOD, None)
-    if next(method.parameters(), None) is not None or next(method.buffers(), None) is not None:
-        trunk.add_module(METHOD, method)
-    method.train(trunk.training)
+def _attach(trunk: nn.Module, name: str, part: nn.Module | None) -> None:
+    trunk._modules.pop(name, None)
+    if part is None:
+        return
+    if next(part.parameters(), None) is not None or next(part.buffers(), None) is not None:
+        trunk.add_module(name, part)
+    part.train(trunk.training)
 
 
 def uninstall(found: Found) -> None:
@@ -46,7 +51,8 @@ def uninstall(found: Found) -> None:
     for part in parts:
         part.__class__ = original_class(part)  # type: ignore[assignment]
     del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
-    found.trunk._modules.pop(METHOD, None)
+    for name in (METHOD, RESTORER):
+        found.trunk._modules.pop(name, None)
     for block in found.blocks:
         del block._vitrail
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption, UnsupportedModel
 from vitrail.merging import Method, ModelShape, Schedule, as_method
+from vitrail.merging.restoring import FitOptions, Restorer, as_restorer
 from vitrail.runtime.checks import (
     merged_trunk,
     refuse_merged,
@@ -28,7 +29,8 @@ from vitrail.runtime.layout import added_to, first_class_token
 from vitrail.runtime.plan import Plan, parse_map, parse_protect
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle
-from vitrail.surgery.recording import evaluating
+from vitrail.surgery.recording import Images, evaluating
+from vitrail.surgery.restoration import RestorationError, calibrate_restorer, restoration_error
 from vitrail.tokens import TokenLayout
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def merge(
     protect: Any = None,
     unmerge: bool = True,
     method: str | Mapping[str, Any] | Method = "tome",
+    restore: str | Mapping[str, Any] | Restorer | None = None,
 ) -> Merging:
     """Merge similar tokens in every block of a model, in place.
 
@@ -76,6 +79,9 @@ def merge(
             exact. With False the merged tokens come out, special tokens in front.
         method: how tokens merge: a registered name (``"tome"``; for comparisons ``"random"`` and ``"prune"``), an
             instance such as ``ToMe(features="values")``, or a dict with a name and options.
+        restore: how full length is restored: a registered name (``"copy"``, ``"residual"``, ``"transport"``,
+            ``"attention"``), an instance, or a dict with a name and options. By default the method's own way: for most,
+            a copy of its group's token for each position.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
@@ -89,7 +95,9 @@ def merge(
             raise InvalidOption(f"{name} is True or False; got {value!r}")
     if order not in ("paper", "original"):
         raise InvalidOption(f"order is 'paper' or 'original'; got {order!r}")
-    chosen = as_method(method)
+    chosen, restorer = as_method(method), as_restorer(restore)
+    if restorer is not None and not unmerge:
+        raise InvalidOption("restore= restores full length, and unmerge=False leaves it out; pass one of them")
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
@@ -104,6 +112,11 @@ def merge(
     plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
     plan.change(wanted)
     chosen.build(shape)
+    if restorer is not None:
+        restorer.check(shape)
+        restorer.build(shape)
+        weight = next(found.trunk.parameters())
+        plan.restorer = restorer.to(weight.device, weight.dtype)
     install(found, plan)
     return Merging(model, found, plan)
 
@@ -199,6 +212,8 @@ class Merging(Handle):
         elif wanted.shape is not None:
             config["schedule"] = wanted.shape
         config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge, method=plan.method.config)
+        if plan.restorer is not None:
+            config["restore"] = plan.restorer.config
         if plan.protect is not None:
             config["protect"] = plan.protect.tolist()
         return config
@@ -244,6 +259,53 @@ class Merging(Handle):
         """Return the method's own loss for the latest pass, to be added to the training loss; 0 where it has none."""
         found = self.method.loss()
         return torch.zeros((), device=next(self.found.trunk.parameters()).device) if found is None else found
+
+    @property
+    def restorer(self) -> Restorer | None:
+        """The restorer, whose parameters are trained and saved with the model; None where the method restores."""
+        return self._plan.restorer
+
+    def calibrate_restorer(
+        self,
+        images: Images,
+        *,
+        steps: int = 300,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+        batch_size: int | None = None,
+        limit: int = 256,
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> None:
+        """Fit the restorer to images, so that it restores what the model returns without merging.
+
+        ``"residual"`` is fitted in closed form, ``"attention"`` is trained after that. Fit again after the schedule
+        changed much; the fitted parameters are part of ``state_dict`` while the model is merged.
+
+        Args:
+            images: typical images without labels, as files or tensors; they are read several times.
+            steps: steps of training, for ``"attention"``.
+            learning_rate: highest learning rate of these.
+            seed: seed of these.
+            batch_size: batch size; by default 8 files, or the whole tensor.
+            limit: most images to use.
+            progress: called with the steps done, all steps, and the latest loss.
+        """
+        self._check_active()
+        options = FitOptions(steps=steps, learning_rate=learning_rate, seed=seed, progress=progress)
+        calibrate_restorer(self.model, self.found, self._plan, self.suspended, images, options, batch_size, limit)
+
+    def restoration_error(
+        self, images: Images, *, batch_size: int | None = None, limit: int | None = None
+    ) -> RestorationError:
+        """Measure how far restored patches are from those of the model without merging, behind each block.
+
+        Args:
+            images: images that the restorer was not fitted to, as files or tensors.
+            batch_size: batch size; by default 8 files, or the whole tensor.
+            limit: most images to use.
+        """
+        self._check_active()
+        return restoration_error(self.model, self.found, self._plan, self.suspended, images, batch_size, limit)
 
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:

@@ -191,7 +191,8 @@ class MergeState:
         """Return values of the present tokens (B, N now, …) for every original position (B, N at the start, …)."""
         if self.assignment is None:
             return values
-        return self.assignment.unmerge(values.flatten(2)).unflatten(2, values.shape[2:])
+        original = self.assignment.unmerge(values.flatten(2))
+        return original.view(*original.shape[:2], *values.shape[2:])
 
     def remerge(self, x: Tensor) -> Tensor:
         """Return full-length tokens reduced to the present ones, each the mean of its members."""

@@ -39,7 +39,6 @@ class Attention(Residual):
         heads: heads of the attention.
     """
 
-    needs_fit = True
     scale: Tensor
     trained: Tensor
 
@@ -131,7 +130,9 @@ class Attention(Residual):
                         for layer in range(depth)
                         if residual_entry(layer) in one.state.kept
                     ]
-                    found.append(replace(one, state=replace(one.state, kept={CODE: sum(parts)}, restorer=self)))
+                    found.append(
+                        replace(one, state=replace(one.state, kept={CODE: torch.stack(parts).sum(0)}, restorer=self))
+                    )
         return found
 
     @torch.no_grad()
@@ -164,7 +165,7 @@ class Attention(Residual):
             state = replace(one.state, layer=one.layer + 1)
             loss = (self._correct(one.tokens.float(), state) - wanted).square().mean()
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network, 1.0)
             optimizer.step()
             if options.progress is not None:

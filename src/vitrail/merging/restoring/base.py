@@ -83,9 +83,6 @@ class Restorer(nn.Module):
     name: ClassVar[str] = ""
     """Name under which the restorer is registered."""
 
-    needs_fit: ClassVar[bool] = False
-    """Whether the restorer has to be fitted to images before it runs."""
-
     @property
     def options(self) -> dict[str, Any]:
         """Constructor arguments that differ from their defaults, as plain data for JSON."""

@@ -18,7 +18,7 @@ from vitrail.merging.state import MergeState
 DIRECTIONS = 8
 """Principal directions of each layer's residuals for each channel that is kept."""
 
-PENALTIES = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+PENALTIES = (10.0, 3.0, 1.0, 0.3, 0.1, 1e-2, 1e-3)
 """Penalties of least squares to choose from, relative to the mean variance of the features."""
 
 FOLDS = 4
@@ -75,8 +75,7 @@ class Residual(Restorer):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        if not self.is_fitted:
-            self.is_fitted = bool(self.encode.detach().any())
+        self.is_fitted = bool(self.encode.detach().any())
 
     def keep(
         self, x: Tensor, merged: Tensor, step: Assignment, before: MergeState, after: MergeState
@@ -100,8 +99,9 @@ class Residual(Restorer):
         seen = 0
         for exits in observe():
             for one in exits:
+                missing = one.missing.cpu().double()
                 for fold, moments in enumerate(parts):
-                    moments.add(one, options.by_block, images=slice((fold - seen) % FOLDS, None, FOLDS))
+                    moments.add(one, missing, options.by_block, images=slice((fold - seen) % FOLDS, None, FOLDS))
             seen += len(exits[0].target) if exits else 0
         held_out, rest = parts[0], sum(parts[2:], parts[1])
         spans = _spans(depth, options.by_block)
@@ -117,11 +117,12 @@ def _principal_directions(batches: Any, depth: int, width: int, count: int) -> T
     covariance = torch.zeros(depth, width, width, dtype=torch.float64)
     for exits in batches:
         for layer, residual in _residuals(exits).items():
-            flat = residual.flatten(0, 1).double()
-            covariance[layer] += (flat.t() @ flat).cpu()
+            flat = residual.flatten(0, 1).cpu().double()
+            covariance[layer] += flat.t() @ flat
     if not bool(covariance.any()):
         raise UnsupportedInput("there is nothing to fit a restorer to: nothing merged, or there are no images")
-    return torch.linalg.eigh(covariance)[1].flip(-1)[..., :count]
+    vectors: Tensor = torch.linalg.eigh(covariance)[1]
+    return vectors.flip(-1)[..., :count]
 
 
 def _residuals(exits: Sequence[Exit]) -> dict[int, Tensor]:
@@ -149,15 +150,15 @@ class _Moments:
         total.own, total.cross = self.own + other.own, self.cross + other.cross
         return total
 
-    def add(self, one: Exit, by_block: bool, images: slice) -> None:
-        """Add some images of an exit."""
+    def add(self, one: Exit, missing: Tensor, by_block: bool, images: slice) -> None:
+        """Add some images of an exit, where copies lack ``missing``."""
         depth, _, count = self.directions.shape
         entries = [one.state.kept.get(residual_entry(layer)) for layer in range(depth)]
-        missing = one.missing[images].flatten(0, 1).double().cpu()
+        missing = missing[images].flatten(0, 1)
         features = torch.zeros(len(missing), depth, count, dtype=torch.float64)
         for layer, entry in enumerate(entries):
             if entry is not None:
-                features[:, layer] = entry[images].flatten(0, 1).double().cpu() @ self.directions[layer]
+                features[:, layer] = entry[images].flatten(0, 1).cpu().double() @ self.directions[layer]
         flat = features.flatten(1)
         flat, missing = flat[flat.any(1)], missing[flat.any(1)]  # what never merged lacks nothing that was kept
         self.cross[one.layer] += flat.t() @ missing
@@ -186,7 +187,7 @@ class _Moments:
 
     def solve(self, channels: int, by_block: bool, penalty: float) -> tuple[Tensor, Tensor]:
         """Return the matrices to encode (depth, D, C) and to decode (depth, C, D)."""
-        depth, width, count = self.directions.shape
+        depth, width, _ = self.directions.shape
         encode = torch.zeros(depth, width, channels, dtype=torch.float64)
         decode = torch.zeros(depth, channels, width, dtype=torch.float64)
         for first, last in _spans(depth, by_block):
@@ -212,4 +213,5 @@ def _spans(depth: int, by_block: bool) -> list[tuple[int, int]]:
 def _least_squares(own: Tensor, cross: Tensor, penalty: float) -> Tensor:
     """Solve ``own · solution = cross`` with a penalty relative to the mean of the diagonal."""
     amount = penalty * own.diagonal().mean().clamp_min(1e-12)
-    return torch.linalg.solve(own + amount * torch.eye(len(own), dtype=own.dtype), cross)
+    found: Tensor = torch.linalg.solve(own + amount * torch.eye(len(own), dtype=own.dtype), cross)
+    return found

@@ -62,6 +62,8 @@ def merged_forward(
     """Run one block; return the tokens, the side tokens, and the state for the next block."""
     state, side, added = carried.state, carried.side, carried.plan.added
     call = read_mask(call, carried, x.shape[1])
+    if carried.plan.foresight is not None:
+        state = carried.plan.foresight.look(x, state)
     gate = added.gate(state.layer) if added is not None and side is not None else None
     if not torch.compiler.is_compiling():
         carried.plan.report_hooks(parts.attend_parts(block))

@@ -18,6 +18,9 @@ METHOD = "vitrail_method"
 RESTORER = "vitrail_restorer"
 """Name of the submodule that holds a restorer with parameters, likewise."""
 
+FORESIGHT = "vitrail_foresight"
+"""Name of the submodule that holds a network that foresees attention."""
+
 
 def install(found: Found, plan: Plan) -> None:
     """Make a model run by a plan, in place of the plan that it may have."""
@@ -25,6 +28,7 @@ def install(found: Found, plan: Plan) -> None:
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
     _attach(found.trunk, METHOD, plan.method)
     _attach(found.trunk, RESTORER, plan.restorer)
+    _attach(found.trunk, FORESIGHT, plan.foresight)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
         block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
     if is_new:
@@ -51,7 +55,7 @@ def uninstall(found: Found) -> None:
     for part in parts:
         part.__class__ = original_class(part)  # type: ignore[assignment]
     del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
-    for name in (METHOD, RESTORER):
+    for name in (METHOD, RESTORER, FORESIGHT):
         found.trunk._modules.pop(name, None)
     for block in found.blocks:
         del block._vitrail

@@ -17,6 +17,7 @@ from vitrail.adapters.base import BlockAdapter
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
 from vitrail.merging import Method, Room, Schedule, Solution, ToMe
 from vitrail.merging.bipartite import Order
+from vitrail.merging.foresight import Foresight
 from vitrail.merging.restoring import Restorer
 from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
@@ -37,6 +38,7 @@ class Plan:
         method: decides which tokens merge.
         solved: merges per layer by number of patches, for the present schedule.
         restorer: keeps what merges lose, and restores it; None: the method restores.
+        foresight: predicts a guide from the tokens of an early layer.
     """
 
     depth: int
@@ -55,6 +57,7 @@ class Plan:
     hooks_reported: bool = False
     solved: dict[int, Solution] = field(default_factory=dict, repr=False)
     restorer: Restorer | None = None
+    foresight: Foresight | None = None
 
     def change(self, schedule: Schedule) -> None:
         """Use another schedule for later passes, if the model's own input size allows it."""
@@ -81,7 +84,7 @@ class Plan:
         return replace(
             self, schedule=nothing, proportional=True, order="paper", unmerge=True, protect=None, merges=False,
             method=ToMe(), warned=set(), hooks_reported=False, solved={},
-            restorer=None,
+            restorer=None, foresight=None,
         )  # fmt: skip
 
     @property

@@ -8,6 +8,7 @@ from vitrail.surgery._handle import Handle
 from vitrail.surgery.ablation import Ablation, ablate
 from vitrail.surgery.added_tokens import AddedTokens, add_tokens
 from vitrail.surgery.counting import Count, count
+from vitrail.surgery.guidance import look_ahead
 from vitrail.surgery.merging import Merging, merge
 from vitrail.surgery.recording import Recording, record
 from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
@@ -26,6 +27,7 @@ __all__ = [
     "add_tokens",
     "count",
     "find_register_neurons",
+    "look_ahead",
     "merge",
     "record",
     "test_time_registers",

@@ -243,7 +243,8 @@ def train_foresight(
     numbers = check_layers(layers, len(found.blocks))
     if min(numbers) < foresight.layer:
         raise InvalidOption(
-            f"layers={layers!r} cannot be foreseen from the input of layer {foresight.layer}; choose this one or later ones"
+            f"layers={layers!r} cannot be foreseen from the input of layer {foresight.layer}; choose this one or "
+            "later ones"
         )
     with suspended():
         first_pass = FirstPass.of(model, by, numbers, "full", 1.0, 1.0)

@@ -42,19 +42,24 @@ class Transport(Restorer):
     def keep(
         self, x: Tensor, merged: Tensor, step: Assignment, before: MergeState, after: MergeState
     ) -> Mapping[str, Tensor]:
-        nearest = _nearest(x, merged, step, self.neighbors, after)
-        start = x - _mean_of(merged, nearest)
-        lost = before.to_original((x != step.unmerge(merged)).any(2, keepdim=True))
+        members = step.merge_sizes(torch.ones_like(step.target)).gather(1, step.target)
+        changed = (members > 1) & (x != step.unmerge(merged)).any(2)
+        # without padding, at most two tokens change for each that is removed
+        count = x.shape[1] if after.padded else min(x.shape[1], 2 * (x.shape[1] - step.length))
+        those = changed.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
+        values = _take(x, those)
+        nearest = _nearest(values, merged, self.neighbors, after)
         assert after.assignment is not None
-        first = after.assignment.first_members()
-        members = first.gather(1, nearest.clamp_min(0).flatten(1)).view_as(nearest)
-        places = before.to_original(torch.where(nearest < 0, -1, members)).to(torch.int32)
-        start = before.to_original(start)
+        first = after.assignment.first_members().gather(1, nearest.clamp_min(0).flatten(1)).view_as(nearest)
+        first = torch.where(nearest < 0, -1, first).to(torch.int32)
+        lost = before.to_original(changed.unsqueeze(2))
+        places = before.to_original(_put(first, those, x.shape[1]))
+        start = before.to_original(_put(values - _mean_of(merged, nearest), those, x.shape[1])) * lost
         if not before.kept:
-            return {START: start * lost, NEIGHBORS: places, LOST: lost}
+            return {START: start, NEIGHBORS: places, LOST: lost}
         earlier = before.kept[LOST]
         return {
-            START: torch.where(earlier, before.kept[START], start * lost),
+            START: torch.where(earlier, before.kept[START], start),
             NEIGHBORS: torch.where(earlier, before.kept[NEIGHBORS], places),
             LOST: earlier | lost,
         }
@@ -74,8 +79,19 @@ class Transport(Restorer):
         return torch.where(state.kept[LOST], moved, state.unmerge(x))
 
 
+def _take(values: Tensor, places: Tensor) -> Tensor:
+    """Return the values (B, n, C) at some places (B, k)."""
+    return values.gather(1, places.unsqueeze(2).expand(-1, -1, values.shape[2]))
+
+
+def _put(values: Tensor, places: Tensor, length: int) -> Tensor:
+    """Return zeros (B, length, C) with values (B, k, C) at some places (B, k)."""
+    full = values.new_zeros(values.shape[0], length, values.shape[2])
+    return full.scatter(1, places.unsqueeze(2).expand_as(values), values)
+
+
 @torch.no_grad()
-def _nearest(x: Tensor, merged: Tensor, step: Assignment, count: int, after: MergeState) -> Tensor:
+def _nearest(x: Tensor, merged: Tensor, count: int, after: MergeState) -> Tensor:
     """Return the nearest groups of each token (B, n, count), special tokens aside; −1 where there are fewer."""
     work = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):

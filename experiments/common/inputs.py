@@ -12,7 +12,7 @@ from vitrail.data import open_dataset
 from vitrail.data.loading.loader import make_loader
 from vitrail.data.sources.base import LABEL
 from vitrail.training import Labels
-from vitrail.training.input_size import prepares
+from vitrail.training.data import prepares
 
 
 def batches(model: nn.Module, labels: Labels, data: Any, batch: int = 256) -> Iterator[tuple[Tensor, Tensor]]:

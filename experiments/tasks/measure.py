@@ -16,7 +16,7 @@ from experiments.common.study import TrainedModel
 from vitrail.analysis.attention import overlap, spread, token_maps
 from vitrail.analysis.probes.linear import fit_classifier
 from vitrail.data import Dataset
-from vitrail.surgery.recording import Recording, record
+from vitrail.surgery import Recording, record
 from vitrail.tokens import TokenLayout
 from vitrail.training import Run
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vitrail.report.comparison import compare
     from vitrail.report.inspection import inspect
     from vitrail.report.report import Report
+    from vitrail.tuning.tuner import tune
 
 __version__ = "0.3.0"
 
@@ -82,12 +83,14 @@ __all__ = [
     "register_method",
     "test_time_registers",
     "to_timm",
+    "tune",
 ]
 
 _LAZY = {
     "vitrail.adapters.saved": ("class_names",),
     "vitrail.models": ("ViT", "ViTConfig", "create_model", "from_timm", "list_models", "to_timm"),
     "vitrail.report": ("Report", "compare", "inspect"),
+    "vitrail.tuning": ("tune",),
 }
 
 

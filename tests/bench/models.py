@@ -9,7 +9,7 @@ from torch import nn
 
 from vitrail.bench import BenchConfig, BenchResult, Row
 from vitrail.bench._modes import Runner
-from vitrail.bench.benchmark import Entry
+from vitrail.bench.benchmark import make_row
 from vitrail.bench.timing import Spread
 
 NAME = "timm:vit_tiny_patch16_224"
@@ -38,16 +38,15 @@ def tiny(depth: int = 3) -> nn.Module:
 
 def quick(**options: Any) -> BenchConfig:
     """Return a benchmark that takes a moment."""
-    return BenchConfig(NAME, **{"r": 2, "batch": 2, "device": "cpu", "seconds": 0.01, "inputs": 2, **options})
+    return BenchConfig(NAME, **{"r": 2, "batch": 2, "device": "cpu", "seconds": 0.01, **options})
 
 
 def row(variant: str, mode: str, ms: float, **options: Any) -> Row:
     """Return a row with a median and a small spread."""
     config = options.pop("config", BenchConfig(NAME, r=4, batch=8))
     spread = Spread(ms / 1e3, 0.99 * ms / 1e3, 1.01 * ms / 1e3, 0.98 * ms / 1e3, samples=9, loops=2)
-    runner = Runner(lambda index: None, lambda: 0)
-    entry = Entry(variant, mode, runner, **{"peak": 5_000_000, "ready_s": 0.5, **options})
-    return entry.row(config, spread, 1_000_000_000)
+    runner = Runner(lambda index: None, lambda: 0, **{"peak": 5_000_000, "ready_s": 0.5, **options})
+    return make_row(config, variant, mode, runner, spread, 1_000_000_000)
 
 
 def result(*rows: Row, **options: Any) -> BenchResult:

@@ -52,7 +52,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_fast_path_equal_to_reference() -> None:
     config = quick(batch=20, dtype="bf16")
     base = build(config, tiny())
-    found = compare(base, random_batches(config, base.size, CPU)[0])
+    found = compare(base, random_batches(config, base.shape)[0])
     assert (found.error, found.equal_groups) == (0.0, 1.0)
     assert found.error_precise == found.error_of_dtype
     assert 1e-4 < found.error_of_dtype < 0.2
@@ -70,7 +70,7 @@ def test_wrong_fast_path(exact: list[bool]) -> None:
     model.patch_embed.register_forward_hook(disturb)
     config = quick(r=4)
     base = build(config, model)
-    found = compare(base, random_batches(config, base.size, CPU)[0])
+    found = compare(base, random_batches(config, base.shape)[0])
     assert found.error > 0.01
     assert found.error_precise > 0.01
     assert found.equal_groups < 1.0
@@ -84,7 +84,7 @@ def test_wrong_fast_path(exact: list[bool]) -> None:
 def test_autocast_is_compared_with_float32() -> None:
     config = quick(dtype="bf16", autocast=True)
     base = build(config, tiny())
-    batch = random_batches(config, base.size, CPU)[0]
+    batch = random_batches(config, base.shape)[0]
     found = compare(base, batch, autocast=torch.bfloat16)
     assert (found.error, found.precise) == (0.0, "float32")
     assert found.error_of_dtype > 1e-4
@@ -109,7 +109,7 @@ def test_wrong_gradients(exact: list[bool]) -> None:
     model.patch_embed.register_forward_hook(double)
     config = quick(train=True)
     base = build(config, model)
-    found = compare(base, random_batches(config, base.size, CPU)[0], gradients=True)
+    found = compare(base, random_batches(config, base.shape)[0], gradients=True)
     assert (found.error, found.equal_groups) == (0.0, 1.0)
     assert found.gradient_error is not None
     assert found.gradient_error > 0.01

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from tests.bench.models import quick, tiny
 from tests.extras import always
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench import VARIANTS
-from vitrail.bench._modes import CapturedGraph, output_tensor, prepare
+from vitrail.bench._modes import CapturedGraph, prepare
 from vitrail.bench._variants import build, copy_model, random_batches, slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model
 from vitrail.surgery import Merging, merge
-
-CPU = torch.device("cpu")
 
 
 def test_variants_share_weights_and_keep_the_baseline() -> None:
@@ -62,9 +61,9 @@ def test_proportional_attention(proportional: bool) -> None:
 
 
 def test_random_batches() -> None:
-    config = quick(inputs=3, batch=4, dtype="bf16")
-    batches = random_batches(config, (32, 48), CPU)
-    assert [tuple(batch.shape) for batch in batches] == [(4, 3, 32, 48)] * 3
+    config = quick(batch=4, dtype="bf16")
+    batches = random_batches(config, (2, 32, 48))
+    assert [tuple(batch.shape) for batch in batches] == [(4, 2, 32, 48)] * 4
     assert all(batch.dtype == torch.bfloat16 and 0.9 < batch.float().std() < 1.1 for batch in batches)
     assert not torch.equal(batches[0], batches[1])
 
@@ -86,11 +85,11 @@ def test_all_modes_agree(row: tuple[str, str]) -> None:
     variant, mode = row
     config = quick(modes=("eager", mode) if mode != "eager" else ("eager",))
     base = build(config, tiny())
-    batches = random_batches(config, base.size, CPU)
+    batches = random_batches(config, base.shape)
     made = base.variant(variant, own_weights=False)
     with torch.inference_mode():
         expected = made(batches[1])
-    runner = prepare(config, mode, base.variant(variant, own_weights=False), batches)
+    runner = prepare(mode, base.variant(variant, own_weights=False), batches)
     assert torch.allclose(runner.step(1), expected, atol=1e-5)
     assert runner.static_bytes() == 4 * sum(parameter.numel() for parameter in made.parameters())
 
@@ -102,7 +101,7 @@ def test_blocks_mode_compiles_each_block(variant: str, mode: str, monkeypatch: p
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
     config = quick()
     made = build(config, tiny()).variant(variant, own_weights=False)
-    runner = prepare(config, mode, made, [])
+    runner = prepare(mode, made, [])
     assert compiled == list(made.blocks)
     assert (runner.graph is not None) == (mode == "blocks-graph")
 
@@ -110,11 +109,11 @@ def test_blocks_mode_compiles_each_block(variant: str, mode: str, monkeypatch: p
 def test_training_step_is_adamw() -> None:
     config = quick(train=True)
     base = build(config, tiny())
-    batches = random_batches(config, base.size, CPU)
+    batches = random_batches(config, base.shape)
     made = base.variant("merged", own_weights=True)
     expected = base.variant("merged", own_weights=True).train()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-6)
-    runner = prepare(config, "eager", made, batches)
+    runner = prepare("eager", made, batches, train=True)
     weights = sum(parameter.nbytes for parameter in expected.parameters())
     assert runner.static_bytes() == weights
     for index in (0, 1):
@@ -134,13 +133,13 @@ def test_training_step_is_adamw() -> None:
 def test_autocast() -> None:
     config = quick(dtype="bf16", autocast=True)
     base = build(config, tiny())
-    batches = random_batches(config, base.size, CPU)
+    batches = random_batches(config, base.shape)
     assert batches[0].dtype == torch.float32
     made = base.variant("merged", own_weights=False)
-    assert prepare(config, "eager", made, batches).step(0).dtype == torch.bfloat16
+    assert prepare("eager", made, batches, autocast=torch.bfloat16).step(0).dtype == torch.bfloat16
     assert made.head.weight.dtype == torch.float32
-    training = quick(dtype="bf16", autocast=True, train=True)
-    prepare(training, "eager", base.variant("merged", own_weights=True), batches).step(0)
+    own = base.variant("merged", own_weights=True)
+    prepare("eager", own, batches, autocast=torch.bfloat16, train=True).step(0)
 
 
 def test_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +150,7 @@ def test_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) ->
 
         def replay(self) -> None:
             Graph.replays += 1
-            output.copy_(doubled(recorded.input))
+            output.copy_(doubled(calls[-1]))
 
     class Stream:
         def wait_stream(self, other: object) -> None:
@@ -172,7 +171,7 @@ def test_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) ->
         "Stream": Stream,
         "current_stream": Stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "graph": lambda graph: contextlib.nullcontext(),
+        "graph": lambda graph, capture_error_mode: contextlib.nullcontext(),
         "synchronize": lambda: None,
         "memory_allocated": lambda: 100,
         "reset_peak_memory_stats": lambda: None,
@@ -180,12 +179,13 @@ def test_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) ->
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    recorded = CapturedGraph(call, warmup_steps=3)
+    recorded = CapturedGraph(call)
     first, second = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
     assert recorded(first).tolist() == [2.0, 4.0, 6.0]
     assert recorded(second).tolist() == [8.0, 10.0, 12.0]
     assert len(calls) == 4  # three warm-up calls, one captured
-    assert all(batch is recorded.input for batch in calls)
+    assert all(batch is first for batch in calls[:3])
+    assert calls[3] is not first
     assert Graph.replays == 2
     assert recorded.peak_bytes == 75
     assert first.tolist() == [1.0, 2.0, 3.0]
@@ -197,10 +197,9 @@ def test_graph_modes_capture_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
         "vitrail.bench._modes.CapturedGraph", lambda call: made.append(call) or (lambda batch: "replayed")
     )
     monkeypatch.setattr(torch, "compile", lambda module, **options: ("compiled", module, options))
-    config = quick(modes=("graph", "compiled-graph"))
     model = tiny()
-    assert prepare(config, "graph", model, [torch.zeros(1)]).step(0) == "replayed"
-    assert prepare(config, "compiled-graph", model, [torch.zeros(1)]).step(0) == "replayed"
+    assert prepare("graph", model, [torch.zeros(1)]).step(0) == "replayed"
+    assert prepare("compiled-graph", model, [torch.zeros(1)]).step(0) == "replayed"
     assert made[0] is model
     assert made[1] == ("compiled", model, {"dynamic": False, "mode": None})
 

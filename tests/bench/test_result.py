@@ -29,8 +29,8 @@ def test_ratios_use_the_best_modes() -> None:
     found = result(*FULL)
     assert found.speedup == pytest.approx(20.0 / 12.5)
     assert found.efficiency == pytest.approx(12.0 / 12.5)
-    assert found.eager_speedup == pytest.approx(24.0 / 12.5)
-    assert found.eager_efficiency == pytest.approx(15.0 / 12.5)
+    assert found.ratio("unmerged", "eager") == pytest.approx(24.0 / 12.5)
+    assert found.ratio("sliced", "eager") == pytest.approx(15.0 / 12.5)
     assert found.flops_ratio == 2.0
     best = found.best("sliced")
     assert best is not None
@@ -40,7 +40,7 @@ def test_ratios_use_the_best_modes() -> None:
 def test_ratios_without_rows() -> None:
     found = result(*(one for one in FULL if one.variant != "sliced"))
     assert found.efficiency is None
-    assert found.eager_efficiency is None
+    assert found.ratio("sliced", "eager") is None
     assert found.speedup is not None
     assert result(FULL[0]).speedup is None
 

@@ -10,7 +10,6 @@ import vitrail
 from tests.extras import always
 from tests.surgery.models import ALL, FEW, distance, leaving, main_output, run, trunk_blocks
 from vitrail.bench._variants import copy_model, slice_tokens
-from vitrail.errors import InvalidOption
 
 CASES = [name for name in ALL if "backbone" not in name]  # feature maps of a backbone need every patch
 
@@ -76,9 +75,3 @@ def test_compiles_in_one_graph(name: str) -> None:
         expected = run(model, images, case)
         compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
         assert distance(run(compiled, images, case), expected) < 1e-12
-
-
-def test_one_length_per_block() -> None:
-    model = ALL[FEW[0]].model()
-    with pytest.raises(InvalidOption, match="each of 3 blocks; got 2"):
-        slice_tokens(model, [4, 4])

@@ -45,7 +45,7 @@ def test_one_benchmark_per_value(name: str, values: list[int], monkeypatch: pyte
 
 
 def test_series_use_the_best_modes() -> None:
-    lines = series(results(), "r")
+    lines = series(results())
     assert lines["unmerged"] == pytest.approx([800.0, 400.0])
     assert lines["merged"] == pytest.approx([1000.0, 640.0])
     assert math.isnan(lines["sliced"][0])
@@ -53,11 +53,6 @@ def test_series_use_the_best_modes() -> None:
     assert lines["speed-up"] == pytest.approx([1.25, 1.6])
     assert math.isnan(lines["efficiency"][0])
     assert lines["efficiency"][1] == pytest.approx(0.96)
-
-
-def test_unknown_setting() -> None:
-    with pytest.raises(InvalidOption, match=r"only r and batch .*'dtype'"):
-        series(results(), "dtype")
 
 
 def test_missing_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

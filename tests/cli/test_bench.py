@@ -17,7 +17,7 @@ from vitrail.bench import MODES, BenchConfig, BenchResult
 from vitrail.bench import sweep as sweeping
 from vitrail.cli import app
 from vitrail.cli._shared import console
-from vitrail.cli.bench import COLUMNS, cells
+from vitrail.cli.bench import COLUMNS
 from vitrail.errors import UnsupportedInput
 
 MODEL = "timm:vit_tiny_patch16_224"
@@ -44,7 +44,7 @@ def measure_with(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the benchmark, on any device and without a model."""
     monkeypatch.setattr(sweeping, "run", fake)
     monkeypatch.setattr(BenchConfig, "check_here", lambda config: None)
-    monkeypatch.setattr("vitrail.cli._shared.model.load", lambda name, **options: SimpleNamespace(model=name))
+    monkeypatch.setattr("vitrail.cli.bench.load", lambda name, command, **options: SimpleNamespace(model=name))
 
 
 def test_real_benchmark(saved_vit: Path, tmp_path: Path) -> None:
@@ -76,7 +76,6 @@ def test_table(measured: list[BenchConfig]) -> None:
     done = run(MODEL, "-r", 16, "-b", 8, "--compile")
     text = done.stdout.splitlines()
     assert [name for name in COLUMNS if name in text[2]] == list(COLUMNS)
-    assert len(cells(FULL[0])) == len(COLUMNS)
     row = next(line for line in text if "unmerged" in line and "compiled" in line)
     assert row.split() == ["unmerged", "compiled", "20", "±1%", "400", "0.8", "5", "0.50", "–"]
     assert max(len(line) for line in text[2:10]) <= 80
@@ -139,7 +138,7 @@ def test_status_line_is_cleared(measured: list[BenchConfig], monkeypatch: pytest
 def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
-    def load(name: str, **options: object) -> SimpleNamespace:
+    def load(name: str, command: str, **options: object) -> SimpleNamespace:
         calls.append((name, options))
         return SimpleNamespace(model="the model")
 
@@ -148,12 +147,12 @@ def test_sweep_loads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return result(*FULL, config=config)
 
     measure_with(fake, monkeypatch)
-    monkeypatch.setattr("vitrail.cli._shared.model.load", load)
+    monkeypatch.setattr("vitrail.cli.bench.load", load)
     done = run(MODEL, "--r", "0,4", "--pretrained", "--size", 64)
     assert done.exit_code == 0, done.output
-    assert calls == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu", "shown": False})]
+    assert calls == [(MODEL, {"random": False, "size": (64, 64), "device": "cpu"})]
     run(MODEL, "--r", 4)
-    assert calls[1] == (MODEL, {"random": True, "size": None, "device": "cpu", "shown": False})
+    assert calls[1] == (MODEL, {"random": True, "size": None, "device": "cpu"})
 
 
 def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +173,7 @@ def test_interrupted_sweep_writes_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_unreachable_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vitrail.cli._shared.model._unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr("vitrail.adapters.hub.unreachable", lambda: "hub.example")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     done = run(MODEL, "--r", 4, "--pretrained", "--device", "cpu")
@@ -183,7 +182,7 @@ def test_unreachable_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert "--random-weights" in one_line(done.stderr)
     done = run("hf:nobody/never-fetched", "--r", 4, "--device", "cpu")
     assert done.exit_code == 2
-    assert "it is not on this machine, and hub.example cannot be reached" in one_line(done.stderr)
+    assert "it could not be loaded (hub.example cannot be reached)" in one_line(done.stderr)
 
 
 def test_failed_sweep_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +200,8 @@ def test_failed_sweep_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "require_matplotlib", lambda form: None)
-    monkeypatch.setattr(sweeping, "plot", lambda results, name, form: f"{name} {form} {len(results)}".encode())
+    monkeypatch.setattr("vitrail.cli.bench.require_matplotlib", lambda kind: None)
+    monkeypatch.setattr("vitrail.cli.bench.plot", lambda results, name, kind: f"{name} {kind} {len(results)}".encode())
     path = tmp_path / "sweep.SVG"
     done = run(MODEL, "--r", 4, "--batch", "1,8", "--plot", path)
     assert done.exit_code == 0, done.output
@@ -292,5 +291,5 @@ def test_fp16_on_cpu_notes(saved_vit: Path) -> None:
 def test_help() -> None:
     text = one_line(CliRunner().invoke(app, ["bench", "-h"]).stdout)
     assert "the others cut off for free" in text
-    assert "Speed does not depend" in text
+    assert "speed does not depend" in text
     assert "Examples" in text

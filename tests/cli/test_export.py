@@ -85,7 +85,7 @@ INVALID = {
     "folder of the system": ((MODEL, "--r", "1", "-o", "/proc/a.pt2"), "/proc/a.pt2"),
     "batch of none": ((MODEL, "--r", "1", "--batch", "0", "-o", "a.pt2"), "'0' is not a batch size"),
     "batch is a word": ((MODEL, "--r", "1", "--batch", "many", "-o", "a.pt2"), "'many' is not a batch size"),
-    "unknown precision": ((MODEL, "--r", "1", "--dtype", "fp4", "-o", "a.pt2"), "'fp4' is unknown"),
+    "unknown precision": ((MODEL, "--r", "1", "--dtype", "fp4", "-o", "a.pt2"), "'fp4' is not one of"),
     "opset of another format": ((MODEL, "--r", "1", "--opset", "20", "-o", "a.pt2"), "leave it out"),
     "unknown model": (("timm:no_such_model", "--r", "1", "-o", "a.pt2"), "no_such_model"),
     "unknown order": (
@@ -94,7 +94,7 @@ INVALID = {
     ),
     "size is not whole patches": (
         (MODEL, "--r", "1", "--size", "100", "--random-weights", "-o", "a.pt2"),
-        "--size 100x100 is not a whole number of patches",
+        "size 100x100 is not a whole number of patches",
     ),
     "another size": (
         ("SAVED", "--r", "1", "--size", "64", "-o", "a.pt2"),

@@ -125,7 +125,7 @@ MISTAKES = {
     "no such table": ((MODEL, "missing.parquet"), "missing.parquet"),
     "no model": (("timm:no_such_model", "--random-weights"), "no_such_model"),
     "not a ViT": (("timm:resnet18", "--random-weights"), "ResNet"),
-    "wrong size": ((MODEL, "--random-weights", "--size", "33"), "--size 33x33"),
+    "wrong size": ((MODEL, "--random-weights", "--size", "33"), "size 33x33"),
     "no size": ((MODEL, "--size", "large"), "'large' is not a size"),
     "labels of files": ((MODEL, "--labels", "breed"), "parquet"),
     "no page": ((MODEL, "-o", "report.pdf"), "-o report.pdf: expected the name of a page, like report.html"),
@@ -150,7 +150,7 @@ def test_mistakes_are_explained_and_nothing_is_written(
 def test_unreadable_images_are_found_before_the_model_is_loaded(
     reports: FakeReports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.cli._shared.model.load", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("vitrail.cli.inspect.load", lambda *args, **kwargs: pytest.fail("loaded"))
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_text("not an image")
     result = run(MODEL, tmp_path, "-o", tmp_path / "report.html")
@@ -161,7 +161,7 @@ def test_unreadable_images_are_found_before_the_model_is_loaded(
 def test_a_size_that_the_model_does_not_take(reports: FakeReports, saved_vit: Path, tmp_path: Path) -> None:
     result = run(f"hf:{saved_vit}", "--size", "64", "--device", "cpu", "-o", tmp_path / "a.html")
     assert result.exit_code == 2
-    assert "64 × 64 pixels" in one_line(result.stderr)
+    assert "images of 64 × 64" in one_line(result.stderr)
     assert reports.calls == []
 
 

@@ -12,8 +12,8 @@ import timm
 import torch
 from huggingface_hub import constants
 
+from vitrail.adapters import hub
 from vitrail.adapters.registry import library
-from vitrail.cli._shared import model as loading
 from vitrail.cli._shared.model import load
 from vitrail.errors import ModelLoadError, UnsupportedInput
 from vitrail.models import create_model
@@ -24,7 +24,7 @@ MODEL = "timm:vit_tiny_patch16_224"
 @pytest.fixture(autouse=True)
 def reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the Hub is reachable, without using the network."""
-    monkeypatch.setattr(loading, "_unreachable_hub", lambda: None)
+    monkeypatch.setattr(hub, "unreachable", lambda: None)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
 
 def message(name: str, **options: Any) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        load(name, random=options.pop("random", False), device="cpu", **options)
+        load(name, "merge", device="cpu", **options)
     text = str(caught.value)
     assert ".." not in text
     assert "pretrained=" not in text
@@ -74,9 +74,9 @@ def test_without_network_the_message_explains_it(
     no_weights: Callable[[Exception], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_weights(OSError("a long story about offline modes"))
-    monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr(hub, "unreachable", lambda: "hub.example")
     text = message(MODEL)
-    assert "its trained weights are not on this machine, and hub.example cannot be reached" in text
+    assert "its trained weights could not be loaded (hub.example cannot be reached)" in text
     assert "--random-weights" in text
     text = message("hf:nobody/never-fetched")
     assert "hub.example cannot be reached" in text
@@ -116,7 +116,7 @@ def test_directories_suggest_random_weights_only_where_they_have_a_model(tmp_pat
     text = message(name)
     assert text.startswith(f"{name}: its trained weights could not be loaded (")
     assert "Add --random-weights" in text
-    assert load(name, random=True, device="cpu").weights == "random"
+    assert load(name, "merge", random=True, device="cpu").weights == "random"
 
 
 def test_a_missing_directory_is_reported(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_size_without_an_option(no_weights: Callable[[Exception], None]) -> No
 def test_no_status_line_without_a_terminal(saved_vit: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging as bars
 
-    load(f"hf:{saved_vit}", random=False, device="cpu")
+    load(f"hf:{saved_vit}", "merge", device="cpu")
     assert "Loading weights" not in capfd.readouterr().err
     assert bars.is_progress_bar_enabled()
 
@@ -170,18 +170,22 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "sound": (
         {"in_chans": 1, "image_size": (16, 24), "patch_size": (8, 4)},
         {"mean": [1.0], "std": [2.0], "scale": 1.0},
-        "takes arrays of floating point numbers, 1 × 16 × 24, and this command is for models that take images.",
+        "takes spectrograms or other arrays, 1 × 16 × 24, and vitrail inspect is for models that take images.",
     ),
     "clip": (
         {"image_size": (4, 16, 16), "patch_size": (2, 8, 8)},
         {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": 255},
-        "takes arrays, 3 × 4 × 16 × 16, and",
+        "takes video clips, 3 × 4 × 16 × 16, and",
     ),
-    "never trained": ({"in_chans": 2, "image_size": 16, "patch_size": 8}, None, "takes arrays, 2 × 16 × 16, and"),
+    "never trained": (
+        {"in_chans": 2, "image_size": 16, "patch_size": 8},
+        None,
+        "takes spectrograms or other arrays, 2 × 16",
+    ),
     "numbers": (
         {"image_size": 16, "patch_size": 8},
         {"mean": [0.0] * 3, "std": [9.0] * 3, "scale": 1.0},
-        "takes arrays of floating point numbers, 3 × 16 × 16, and",
+        "takes spectrograms or other arrays, 3 × 16 × 16, and",
     ),
     "bytes": ({"image_size": 16, "patch_size": 8}, {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": 255}, ""),
 }
@@ -195,14 +199,15 @@ def test_models_without_image_input_report_their_input(kind: str, tmp_path: Path
         (tmp_path / "labels.json").write_text(json.dumps({"classes": {}, "preprocessing": expects}))
     if message:
         with pytest.raises(UnsupportedInput) as caught:
-            load(str(tmp_path), random=False, device="cpu")
+            load(str(tmp_path), "inspect", device="cpu")
         text = str(caught.value)
         assert text.startswith(f"{tmp_path} {message}")
         assert "vitrail.training.evaluate" in text
-        assert ("vitrail.inspect" in text) == (kind != "clip")  # which is for two axes
-    if kind in ("bytes", "numbers"):  # where nothing is shown to it, the shape is enough
-        loaded = load(str(tmp_path), random=False, device="cpu", shown=kind == "bytes")
-        assert loaded.preprocessing.size == (16, 16)
+    else:
+        assert load(str(tmp_path), "inspect", device="cpu").spec.modality == "image"
+    loaded = load(str(tmp_path), "bench", device="cpu")  # which runs on random inputs
+    sides = options["image_size"]
+    assert loaded.spec.shape == (options.get("in_chans", 3), *((sides, sides) if isinstance(sides, int) else sides))
 
 
 # ---------------------------------------------------------------- asking the Hub
@@ -220,18 +225,18 @@ def test_only_names_that_need_it_use_the_hub(tmp_path: Path) -> None:
 
 def test_an_unreachable_hub_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real function, on this machine only
-    monkeypatch.setattr(loading, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-        assert loading._unreachable_hub() is None
-    assert loading._unreachable_hub() == "127.0.0.1"
+        assert hub.unreachable() is None
+    assert hub.unreachable() == "127.0.0.1"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # no requests are made
-    assert loading._unreachable_hub() is None
+    assert hub.unreachable() is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(loading, "getproxies", lambda: {"https": "http://proxy.example"})
-    assert loading._unreachable_hub() is None
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.example"})
+    assert hub.unreachable() is None
 
 
 def test_the_hub_library_is_quiet_and_restored_afterwards(
@@ -241,7 +246,7 @@ def test_the_hub_library_is_quiet_and_restored_afterwards(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     logger = logging.getLogger("huggingface_hub.utils._http")
     level = logger.getEffectiveLevel()
-    with loading._quiet_hub(offline=True):
+    with hub.quiet(offline=True):
         assert constants.is_offline_mode()
         assert not logger.isEnabledFor(logging.WARNING)
         logger.warning("Retrying in 1s [Retry 1/5].")
@@ -249,12 +254,12 @@ def test_the_hub_library_is_quiet_and_restored_afterwards(
     assert not constants.is_offline_mode()
     assert logger.getEffectiveLevel() == level
     monkeypatch.setenv("HF_HUB_VERBOSITY", "warning")  # set by the user
-    with loading._quiet_hub(offline=False):
+    with hub.quiet(offline=False):
         assert logger.getEffectiveLevel() == level
 
 
 def test_without_network_fails_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(loading, "_unreachable_hub", lambda: "hub.example")
+    monkeypatch.setattr(hub, "unreachable", lambda: "hub.example")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waited {seconds} s"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "hub.example cannot be reached" in message(MODEL)

@@ -3,7 +3,8 @@
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 from PIL import Image
@@ -18,6 +19,11 @@ from vitrail.cli._shared.output import (
     write_text,
 )
 from vitrail.errors import VitrailError
+
+
+def files(*paths: Path) -> Any:
+    """Return a dataset of files."""
+    return SimpleNamespace(paths=paths, names=[path.name for path in paths])
 
 
 def test_failure_keeps_the_old_file(tmp_path: Path) -> None:
@@ -125,13 +131,14 @@ def test_file_where_the_directory_should_be(tmp_path: Path) -> None:
 
 
 def test_names_do_not_collide(tmp_path: Path) -> None:
-    names = Names(tmp_path, ("glass",), [])  # without inputs, numbers are needed
-    given = ["a/cat.jpg", "b/cat.png", "c/CAT.jpg", "cat-2.jpg"]
-    assert [names.for_image(Path(path))["glass"].name for path in given] == [
-        "cat-glass.png",
+    names = Names(
+        tmp_path, SimpleNamespace(paths=None, names=["cat.jpg", "cat.jpg", "CAT.jpg", "cat-2.jpg"])
+    )  # named alike: numbers are needed
+    assert [names.of(index, ["glass"])["glass"].name for index in range(4)] == [
+        "cat.jpg-glass.png",
+        "cat.jpg-2-glass.png",
+        "CAT.jpg-3-glass.png",
         "cat-2-glass.png",
-        "CAT-3-glass.png",
-        "cat-2-2-glass.png",
     ]
 
 
@@ -142,27 +149,25 @@ def test_names_follow_the_images(tmp_path: Path) -> None:
         "anim.webp": "anim.webp-glass.png",
         "a/cat.jpg": "a-cat-glass.png",
         "b/CAT.jpg": "b-CAT-glass.png",
-        "b/../c/cat.png": "cat.png-glass.png",
+        "b/../c/cat.png": "c-cat-glass.png",
         "x/same/dog.jpg": "x-same-dog-glass.png",
         "y/same/dog.jpg": "y-same-dog-glass.png",
         "no-suffix": "no-suffix-glass.png",
     }
-    inputs = [tmp_path / name for name in expected]
-    names = Names(tmp_path / "out", ("glass",), inputs)
-    assert [names.for_image(path)["glass"].name for path in inputs] == list(expected.values())
+    names = Names(tmp_path / "out", files(*(tmp_path / name for name in expected)))
+    assert [names.of(index, ["glass"])["glass"].name for index in range(len(expected))] == list(expected.values())
 
 
 def test_symbolic_links_keep_their_names(tmp_path: Path) -> None:
     (tmp_path / "blob").touch()
     (tmp_path / "cat.jpg").symlink_to(tmp_path / "blob")
-    files = Names(tmp_path, ("glass",), [tmp_path / "cat.jpg"]).for_image(tmp_path / "cat.jpg")
-    assert files["glass"].name == "cat-glass.png"
+    found = Names(tmp_path, files(tmp_path / "cat.jpg")).of(0, ["glass"])
+    assert found["glass"].name == "cat-glass.png"
 
 
 def test_names_avoid_the_inputs(tmp_path: Path) -> None:
-    inputs = [tmp_path / "cat.jpg", tmp_path / "cat-glass.png"]
-    files = Names(tmp_path, ("glass", "side"), inputs).for_image(inputs[0])
-    assert {ending: path.name for ending, path in files.items()} == {
+    found = Names(tmp_path, files(tmp_path / "cat.jpg", tmp_path / "cat-glass.png")).of(0, ("glass", "side"))
+    assert {ending: path.name for ending, path in found.items()} == {
         "glass": "cat-2-glass.png",
         "side": "cat-2-side.png",
     }

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from vitrail.cli._shared import console
-from vitrail.cli._shared.ranks import exit_at_once, first_rank_prints
+from vitrail.cli._shared.ranks import command, exit_at_once
 
 
 class Ended(Exception):
@@ -35,9 +35,9 @@ def test_only_the_first_rank_prints(
         monkeypatch.setenv(name, value)
     if rank is None:
         monkeypatch.delenv("MASTER_ADDR")  # without it every process is alone
-    with first_rank_prints():
+    with command():
         assert (console.out.quiet, console.err.quiet) == quiet
-        with first_rank_prints(console.out, console.err):
+        with command(console.out, console.err):
             assert (console.out.quiet, console.err.quiet) == (quiet[0], quiet[0])
         assert (console.out.quiet, console.err.quiet) == quiet
     assert not console.out.quiet

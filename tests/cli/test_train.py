@@ -3,7 +3,10 @@
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -11,7 +14,7 @@ from typer.testing import CliRunner, Result
 from tests.cli.words import one_line
 from tests.training.toys import make_photos
 from vitrail.cli import app
-from vitrail.cli import train as command
+from vitrail.cli._shared import console
 from vitrail.training import Config, Event
 from vitrail.training import trainer as training
 from vitrail.training.config import OPTIONS
@@ -121,11 +124,11 @@ def test_time_limit_has_its_own_exit_code(photos: Path, tmp_path: Path) -> None:
 def test_stopped_in_the_last_evaluation_it_ends_as_a_finished_run(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: object, __: object, event: Event) -> None:
-        if event.kind == "evaluating":
-            os.kill(os.getpid(), signal.SIGTERM)
+    @contextmanager
+    def bars() -> Iterator[Any]:
+        yield lambda stage, *rest: os.kill(os.getpid(), signal.SIGTERM) if stage == "evaluating" else None
 
-    monkeypatch.setattr(command, "_update_bar", interrupt)
+    monkeypatch.setattr(console, "bars", bars)
     result = run("train", "--data", photos, *SMALL, "--epochs", "1", "-o", tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert "Note: Interrupted after the last step" in one_line(result.stderr)

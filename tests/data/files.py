@@ -54,10 +54,10 @@ def table(path: Path, count: int = 12, broken: tuple[int, ...] = (), **columns: 
     return path
 
 
-def shard(path: Path, examples: Mapping[str, Mapping[str, Any]]) -> Path:
+def shard(path: Path, samples: Mapping[str, Mapping[str, Any]]) -> Path:
     """Write a tar file with files by name and suffix; bytes are written unchanged, other values as JSON or text."""
     with tarfile.open(path, "w") as tar:
-        for name, files in examples.items():
+        for name, files in samples.items():
             for kind, value in files.items():
                 data = value if isinstance(value, bytes) else json.dumps(value).encode()
                 entry = tarfile.TarInfo(f"{name}.{kind}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from vitrail.data import InputSpec, open_dataset
 from vitrail.data.batches import Batches, open_batches
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 
 EXPECTS = InputSpec((8, 8))
 COUNT = 7
@@ -31,8 +32,8 @@ def images(folder: Path) -> Tensor:
     return next(open_dataset(folder).batches(EXPECTS, COUNT)).images
 
 
-def walk(feed: Batches, batch_size: int | None = 3, rank: int = 0, world: int = 1) -> tuple[list[int], Tensor]:
-    pieces = list(feed.batches(EXPECTS, batch_size, rank, world))
+def walk(opened: Batches, batch_size: int | None = 3, rank: int = 0, world: int = 1) -> tuple[list[int], Tensor]:
+    pieces = list(opened.batches(EXPECTS, batch_size, rank, world))
     found = torch.cat([piece.images for piece in pieces]) if pieces else torch.zeros(0)
     return [index for piece in pieces for index in piece.indices], found
 
@@ -44,13 +45,42 @@ def kinds(folder: Path, images: Tensor) -> list[Any]:
 
 def test_every_kind_of_data_is_the_same_images(folder: Path, images: Tensor) -> None:
     for data in kinds(folder, images):
-        feed = open_batches(data)
+        opened = open_batches(data)
         for _ in range(2):  # and again
-            indices, found = walk(feed)
+            indices, found = walk(opened)
             assert indices == list(range(COUNT))
             assert torch.equal(found, images)
-        assert not feed.runs_once
-        assert feed.repeatable() is feed
+        assert not opened.runs_once
+        assert opened.repeatable() is opened
+
+
+def test_numpy_images_are_those_of_pil(folder: Path, images: Tensor) -> None:
+    """In bytes or from 0 to 1, alone, in a list or stacked; floating point arrays (B, C, H, W) are preprocessed."""
+    pixels = np.stack([np.asarray(Image.open(path)) for path in sorted(folder.iterdir())])
+    for data in (pixels, list(pixels), pixels / 255, list((pixels / 255).astype(np.float32)), images.numpy()):
+        assert torch.equal(walk(open_batches(data))[1], images)
+    for data in (images.double().numpy(), [images[:4].numpy(), (images[4:].numpy(),)]):
+        assert torch.equal(walk(open_batches(data))[1], images)
+    for data in (pixels[0], pixels[0] / 255):
+        assert torch.equal(walk(open_batches(data))[1], images[:1])
+    for data in (pixels, images.numpy()):
+        (batch,) = open_batches(data, labels=range(COUNT)).batches(EXPECTS, COUNT)
+        assert batch.labels is not None
+        assert batch.labels.tolist() == list(range(COUNT))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (np.full((4, 4, 3), 7.0), "not an image"),
+        (np.zeros((4, 4, 2), np.uint8), "not an image"),
+        (np.zeros((4, 4), np.int32), "not an image"),
+        (np.zeros((2, 3, 4), dtype=object), "not an image"),
+    ],
+)
+def test_other_arrays_are_refused(data: Any, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
+        walk(open_batches(data))
 
 
 def test_some_images_are_those_with_their_numbers(folder: Path, images: Tensor) -> None:
@@ -91,9 +121,9 @@ def test_shares_of_all_ranks_form_the_dataset(folder: Path, images: Tensor) -> N
 
 
 def test_iterators_run_once_and_are_cached_on_request(images: Tensor) -> None:
-    feed = open_batches(iter(images.split(2)))
-    assert feed.runs_once
-    lasting = feed.repeatable()
+    opened = open_batches(iter(images.split(2)))
+    assert opened.runs_once
+    lasting = opened.repeatable()
     assert not lasting.runs_once
     assert torch.equal(walk(lasting)[1], images)
     assert torch.equal(walk(lasting)[1], images)

@@ -30,47 +30,47 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def resident(examples: Any, side: int = 12) -> Loader:
-    return make_loader(examples, image_size=side, device="cpu", keep="device", workers=2, max_unreadable=0.5)
+def resident(dataset: Any, side: int = 12) -> Loader:
+    return make_loader(dataset, image_size=side, device="cpu", keep="device", workers=2, max_unreadable=0.5)
 
 
 def test_cached_samples_are_decoded_once(tmp_path: Path, decoded: list[str]) -> None:
-    examples = open_dataset(class_folders(tmp_path / "set", 12), labeled=True).cached()
-    assert examples.cached() is examples
-    rest, held = examples.split(0.25, 0)
+    dataset = open_dataset(class_folders(tmp_path / "set", 12), labeled=True).cached()
+    assert dataset.cached() is dataset
+    rest, held = dataset.split(0.25, 0)
     first = next(resident(rest).sweep(20))
     assert len(decoded) == 9
     assert sorted(decoded) == sorted(Path(name).name for name in rest.names)
-    second = next(resident(examples).sweep(20))
-    assert sorted(decoded) == sorted(Path(name).name for name in examples.names)  # the others, and none again
-    for feed in (resident(examples.take(0.5, 3)), resident(held), resident(rest)):
+    second = next(resident(dataset).sweep(20))
+    assert sorted(decoded) == sorted(Path(name).name for name in dataset.names)  # the others, and none again
+    for feed in (resident(dataset.take(0.5, 3)), resident(held), resident(rest)):
         feed.close()
     assert len(decoded) == 12
-    places = torch.tensor([list(examples.names).index(name) for name in rest.names])
+    places = torch.tensor([list(dataset.names).index(name) for name in rest.names])
     assert torch.equal(first.images, second.images[places])
     resident(held, side=8)
     assert len(decoded) == 15  # another size
 
 
 def test_unreadable_samples_are_listed_with_reasons(tmp_path: Path, decoded: list[str]) -> None:
-    examples = open_dataset(class_folders(tmp_path / "set", 12, broken=(4, 6, 11)), labeled=True).cached()
-    first, second = resident(examples), resident(examples)
+    dataset = open_dataset(class_folders(tmp_path / "set", 12, broken=(4, 6, 11)), labeled=True).cached()
+    first, second = resident(dataset), resident(dataset)
     assert len(decoded) == 12
     assert first.skipped == second.skipped
     assert len(first.skipped) == 3
     with pytest.raises(ImageError, match=r"004\.png"):
-        examples.tensor(2, 12)
+        dataset.tensor(2, 12)
     assert torch.equal(next(first.sweep(12)).images, next(second.sweep(12)).images)
 
 
 def test_nothing_is_cached_by_default_nor_sent_to_workers(tmp_path: Path, decoded: list[str]) -> None:
-    examples = open_dataset(class_folders(tmp_path / "set", 12), labeled=True)
-    feed = resident(examples)
+    dataset = open_dataset(class_folders(tmp_path / "set", 12), labeled=True)
+    feed = resident(dataset)
     feed.close()
     assert feed._images.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
-    resident(examples)
+    resident(dataset)
     assert len(decoded) == 24
-    kept = examples.cached()
+    kept = dataset.cached()
     resident(kept)
     assert len(pickle.dumps(kept.bare())) < 12 * 3 * 12 * 12 < len(pickle.dumps(kept))
 
@@ -81,13 +81,13 @@ def test_several_runs_decode_once_and_give_what_paths_give(tmp_path: Path, decod
     by_path = train(data=str(photos), out=str(tmp_path / "path"), **fields)
     assert len(decoded) == 18
     decoded.clear()
-    examples = open_dataset(photos, labeled=True).cached()
-    runs = [train(data=examples, out=str(tmp_path / f"run{seed}"), seed=seed, **fields) for seed in (0, 1)]
+    dataset = open_dataset(photos, labeled=True).cached()
+    runs = [train(data=dataset, out=str(tmp_path / f"run{seed}"), seed=seed, **fields) for seed in (0, 1)]
     assert same(weights(runs[0].last), weights(by_path.last))
     assert not same(weights(runs[0].last), weights(runs[1].last))
-    rest, held = examples.split(0.5, 7)
+    rest, held = dataset.split(0.5, 7)
     train(data=rest, out=str(tmp_path / "split"), **{**fields, "validation": held})
-    found = evaluate(runs[0].last, examples, seconds=0, look=0)
+    found = evaluate(runs[0].last, dataset, seconds=0, look=0)
     assert len(decoded) == 18
     assert found.loss == evaluate(by_path.last, photos, seconds=0, look=0).loss
 

@@ -1,6 +1,8 @@
 """Datasets: every source gives the same samples, classes keep their numbers, shares are stratified."""
 
+import importlib
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ import torch
 from PIL import Image
 
 import vitrail.data
-import vitrail.pictures
 from tests.data.files import Pairs, class_folders, encoded, shard, solid_image, table
 from tests.data.test_decode import png
 from vitrail.data import Arrays, Dataset, InputSpec, Sample, Source, open_dataset, to_tensor
@@ -132,13 +133,33 @@ def test_former_names() -> None:
         assert len(vitrail.data.open_collection()) == 3
     with pytest.warns(DeprecationWarning, match="use vitrail.data.InputSpec"):
         assert vitrail.data.Preprocessing is InputSpec
-    with pytest.warns(DeprecationWarning, match="use vitrail.data.read_image"):
-        assert vitrail.pictures.read_picture is vitrail.data.read_image
-    with pytest.warns(DeprecationWarning, match="use vitrail.data.open_dataset"):
-        assert vitrail.pictures.open_collection is open_dataset
+    sys.modules.pop("vitrail.pictures", None)
+    with pytest.warns(DeprecationWarning, match=r"vitrail\.pictures is deprecated"):
+        pictures = importlib.import_module("vitrail.pictures")
+    with pytest.warns(DeprecationWarning, match=r"use vitrail\.data\.read_image"):
+        assert pictures.read_picture is vitrail.data.read_image
+    with pytest.warns(DeprecationWarning, match=r"use vitrail\.data\.open_dataset"):
+        assert pictures.open_collection is open_dataset
+    with pytest.warns(DeprecationWarning, match=r"use Sample\.image"):
+        sample = Sample("red", "name").picture
+    with pytest.warns(DeprecationWarning, match=r"use Dataset\.cached"):
+        kept = open_dataset().kept()
+    assert (sample, len(kept)) == ("red", 3)
     with pytest.warns(DeprecationWarning, match="open_dataset"):
-        examples = open_examples(Arrays(torch.zeros(3, 1, 2, 2), [0, 1, None]))
-    assert (len(examples), examples.num_unlabeled) == (2, 1)
+        opened = open_examples(Arrays(torch.zeros(3, 1, 2, 2), [0, 1, None]))
+    assert (len(opened), opened.num_unlabeled) == (2, 1)
+
+
+@pytest.mark.parametrize("source", ["", [""], ["photo.jpg", ""]])
+def test_an_empty_path_is_refused(source: Any) -> None:
+    with pytest.raises(InvalidOption, match="an empty path"):
+        open_dataset(source)
+
+
+@pytest.mark.parametrize("limit", ["x", 0, -1, 2.5, True])
+def test_a_limit_is_a_whole_number(limit: Any) -> None:
+    with pytest.raises(InvalidOption, match=f"limit={limit!r}: expected a whole number"):
+        open_dataset(limit=limit)
 
 
 def red(value: int) -> Image.Image:
@@ -203,7 +224,7 @@ def test_limit_is_spread_over_all(classes: Path) -> None:
     assert (dataset.names, dataset.labels.tolist()) == (("cat/0.png", "dog/1.png"), [[0], [1]])
     assert reds(dataset) == [0, 1]
     assert len(open_dataset(classes, limit=99)) == 6
-    with pytest.raises(InvalidOption, match="limit=0: expected 1 or more"):
+    with pytest.raises(InvalidOption, match="limit=0: expected a whole number, 1 or more"):
         open_dataset(classes, limit=0)
 
 
@@ -423,7 +444,7 @@ def test_take(tmp_path: Path) -> None:
         with pytest.raises(InvalidOption, match="expected a number above 0"):
             dataset.take(share, 0)
     for share in (0.0, 1.0, 0.01):
-        with pytest.raises(InvalidOption, match="cannot be held out"):
+        with pytest.raises(InvalidOption, match=r"above 0, below 1|cannot be held out"):
             dataset.split(share, 0)
 
 

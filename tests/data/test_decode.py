@@ -199,7 +199,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "no such file"),
     "folder": (lambda path: path.mkdir(), "this is a folder"),
     "empty": (lambda path: path.write_bytes(b""), "the file is empty"),
-    "text": (lambda path: path.write_text("no picture at all, only words"), "not an image"),
+    "text": (lambda path: path.write_text("no image at all, only words"), "not an image"),
     "header cut off": (lambda path: path.write_bytes(png(4, 4)[:20]), "could not be opened as an image"),
     "truncated": (truncated, "damaged or cut off"),
     "corrupt": (corrupt, "damaged or cut off"),

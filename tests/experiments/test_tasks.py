@@ -35,7 +35,7 @@ from experiments.tasks.shapes.study import STUDY as SHAPES
 from experiments.tasks.shapes.study import lit_by_attention
 from experiments.tasks.sounds.study import STUDY as SOUNDS
 from vitrail.data import Arrays, open_dataset
-from vitrail.surgery.recording import Recording
+from vitrail.surgery import Recording
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
 STUDIES = {"shapes": SHAPES, "groups": GROUPS, "sounds": SOUNDS, "pets": PETS}

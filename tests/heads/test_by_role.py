@@ -200,13 +200,13 @@ def test_without_classes_logits_are_features():
 def test_logits_of_single_tokens():
     two = TokenSpec("cls", Role.CLASS, count=2)
     heads, x, layout = made(two, DIST, COLOR)
-    found = heads.answers(x, layout)
+    found = heads.token_logits(x, layout)
     assert list(found) == ["cls[0]", "cls[1]", "dist"]
     assert close(found["cls[1]"], by_hand(heads, "cls", x[:, 1]))
     heads, x, layout = made(REG, pool="mean")
-    assert list(heads.answers(x, layout)) == ["patch"]
+    assert list(heads.token_logits(x, layout)) == ["patch"]
     heads, x, layout = made(TokenSpec("cls", Role.CLASS, kind="regression"))
-    assert heads.answers(x, layout) == {}
+    assert heads.token_logits(x, layout) == {}
 
 
 @pytest.mark.parametrize(

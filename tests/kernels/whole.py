@@ -19,9 +19,10 @@ from torch import Tensor, nn
 import vitrail
 from tests.kernels.cases import Outcome
 from vitrail import kernels
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench import BenchConfig
 from vitrail.bench._agreement import compare, relative_error
-from vitrail.bench._modes import CapturedGraph, output_tensor
+from vitrail.bench._modes import CapturedGraph
 from vitrail.bench._variants import build
 
 IMAGES = 64

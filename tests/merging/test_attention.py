@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.merging import attention
-from vitrail.merging.attention import backends_without_cudnn, fused_attention, overflows_in_cudnn
+from vitrail.merging.attention import backends_without_cudnn, fused_attention, key_bias, overflows_in_cudnn
 
 FAR = -150.0
 """Far enough below zero that exp(0 − log-sum-exp), a factor in cuDNN's gradients, overflows."""
@@ -106,3 +106,15 @@ def test_gradients_are_right_where_all_scores_are_far_below_zero(tokens: int, co
     wanted = torch.autograd.grad(weights @ exact[2], exact, upon.double())
     assert all(grad.isfinite().all() for grad in found)
     torch.testing.assert_close(found[2].double(), wanted[2], rtol=0, atol=0.1)
+
+
+def test_the_gradient_of_a_bias_of_sizes_is_finite_at_size_0() -> None:
+    torch.manual_seed(0)
+    size = torch.tensor([[1.0, 0.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    scores, v = torch.randn(1, 1, 4, 3).double(), torch.randn(1, 1, 3, 2).double()
+    out = (scores + key_bias(size, None, scores)).softmax(-1) @ v
+    (found,) = torch.autograd.grad(out.square().sum(), size)
+    parts = scores.exp() * size
+    (wanted,) = torch.autograd.grad((parts / parts.sum(-1, keepdim=True) @ v).square().sum(), size)
+    torch.testing.assert_close(found[0, [0, 2]], wanted[0, [0, 2]])
+    assert found[0, 1] == 0

@@ -151,3 +151,38 @@ def test_numpy_and_torch_integers_count():
 
     assert Schedule.parse(2, r=np.int64(3)).r == 3
     assert Schedule.parse(2, r=(1, np.int32(2))).r == (1, 2)
+
+
+ROWS_OF_SEVEN = Room(197, 1, feasible=lambda r, tokens: r // 7 * 7)
+
+
+def test_what_is_not_feasible_is_left_to_the_next_layers_that_merge():
+    assert solve(r=5, room=ROWS_OF_SEVEN).per_layer == (0, 7, 7, 0, 7, 7, 7, 0, 7, 7, 0, 7)
+    assert solve(depth=6, r=[5, 0, 3, 30, 0, 1], room=ROWS_OF_SEVEN).per_layer == (0, 0, 7, 28, 0, 0)
+    assert solve(r=5, room=ROWS_OF_SEVEN).missing == 0, "60 were requested and 56 are whole rows"
+    assert solve(depth=3, r=100, room=ROWS_OF_SEVEN).per_layer == (98, 49, 21)
+    assert solve(depth=3, r=100, room=ROWS_OF_SEVEN).missing == 300 - 168, "no layer can merge more"
+
+
+def test_restored_layers_owe_nothing():
+    room = Room(197, 1, restored=True, feasible=lambda r, tokens: r // 7 * 7)
+    assert solve(depth=3, r=13, room=room).per_layer == (7, 7, 7)
+
+
+@pytest.mark.parametrize("keep", [0.2, 0.5, 0.77])
+def test_keep_with_rows_removes_just_enough(keep):
+    per_layer = solve(keep=keep, room=ROWS_OF_SEVEN).per_layer
+    assert all(r % 7 == 0 for r in per_layer)
+    left = 196 - sum(per_layer)
+    assert left <= round(keep * 196) < left + 14
+
+
+def test_layers_without_a_share_merge_nothing_where_the_method_decides():
+    assert solve(depth=4, layers=[0, 0.5, 0, 0.5], required=False).per_layer == (0, 197, 0, 197)
+    assert solve(depth=4, layers=[0, 0.5, 0, 0.5], r=3).per_layer == (0, 6, 0, 6)
+
+
+def test_without_a_number_layers_without_a_share_merge_nothing():
+    solution = solve(3, Room(17, 1), required=False, layers=(0.0, 0.5, 0.5))
+    assert solution.per_layer == (0, 17, 17)
+    assert solve(3, Room(17, 1), required=False).per_layer == (17, 17, 17)

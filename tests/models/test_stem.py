@@ -54,7 +54,7 @@ def test_a_model_with_a_stem_saves_merges_and_counts(tmp_path: Any) -> None:
             model(x[:1])
     assert vitrail.count(model).flops * 2 == counter.get_total_flops()
     assert vitrail.count(model, (16, 32)).tokens == 1 + 32
-    with pytest.raises(UnsupportedModel, match="a convolutional stem"):
+    with pytest.raises(UnsupportedModel, match="stem='convolutions'"):
         vitrail.to_timm(model)
 
 

@@ -412,12 +412,12 @@ def test_merged_models_and_other_objects_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tokens": (TokenSpec("cls", Role.CLASS, count=2),)}, "several class tokens"),
-        ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("c", Role.TASK, classes=2))}, "task tokens"),
-        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("cls", Role.CLASS))}, "order other than class"),
-        ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER))}, "positions for some"),
-        ({"tokens": (TokenSpec("cls", Role.CLASS, enters=1),)}, "another layer"),
-        ({"tokens": (TokenSpec("cls", Role.CLASS, visible=False),)}, "invisible tokens"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS, count=2),)}, "special tokens other than"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("c", Role.TASK, classes=2))}, "special tokens other than"),
+        ({"tokens": (TokenSpec("r", Role.REGISTER), TokenSpec("cls", Role.CLASS))}, "special tokens other than"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS), TokenSpec("r", Role.REGISTER))}, "positions for all or none"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS, enters=1),)}, "entering first"),
+        ({"tokens": (TokenSpec("cls", Role.CLASS, visible=False),)}, "all visible"),
         (
             {
                 "tokens": tuple(
@@ -426,11 +426,25 @@ def test_merged_models_and_other_objects_are_refused() -> None:
             },
             "which has a distillation token without position",
         ),
-        ({"position": "rotary"}, "rotary"),
+        ({"position": "rotary"}, "position='rotary'"),
+        ({"stem": "convolutions"}, "stem='convolutions'"),
+        ({"patch_drop": 0.1}, r"patch_drop=0\.1"),
+        ({"drop_path": 0.1, "drop_path_uniform": True}, r"drop_path=0\.1"),
+        ({"mlp": "swiglu", "pool": "attention"}, "SwiGLU with attention pooling"),
+        (
+            {
+                "class_attention": 1,
+                "talking_heads": True,
+                "layer_scale": 0.1,
+                "qk_norm": True,
+                "tokens": (TokenSpec("cls", Role.CLASS, enters=-1),),
+            },
+            "qk_norm=True",
+        ),
         ({"fuse": "softmax"}, "fuse='softmax'"),
-        ({"talking_heads": True}, "talking heads"),
-        ({"class_attention": 1, "tokens": (TokenSpec("cls", Role.CLASS, enters=-1),)}, "without talking heads"),
-        ({"image_size": (4, 32, 32), "patch_size": (2, 8, 8)}, "three dimensions"),
+        ({"talking_heads": True}, "talking_heads=True"),
+        ({"class_attention": 1, "tokens": (TokenSpec("cls", Role.CLASS, enters=-1),)}, "talking_heads=False"),
+        ({"image_size": (4, 32, 32), "patch_size": (2, 8, 8)}, r"patch_size=\(2, 8, 8\)"),
     ],
 )
 def test_models_without_an_equivalent_in_timm_are_refused(options: dict[str, Any], reason: str) -> None:

@@ -13,15 +13,18 @@ __all__ = ["Recipe", "Result", "describe", "run"]
 
 def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     """Take a model apart and embed the images; `call` is what else its forward takes."""
+    from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
     from torchvision.models import VisionTransformer as TorchvisionTransformer
     from transformers import PreTrainedModel
 
-    from tests.oracle.timm_models import describe_eva, describe_vit
+    from tests.oracle.timm_models import describe_beit, describe_eva, describe_vit
     from tests.oracle.torchvision_models import describe_torchvision
     from tests.oracle.transformers_models import describe_transformers
 
+    if isinstance(model, Beit):
+        return describe_beit(model, images)
     if isinstance(model, Eva):
         return describe_eva(model, images)
     if isinstance(model, VisionTransformer):

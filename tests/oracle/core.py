@@ -51,6 +51,7 @@ class Parts:
     after_feed: Callable[[Tensor], Tensor] = identity
     gain_attend: Callable[[Tensor], Tensor] = identity
     gain_feed: Callable[[Tensor], Tensor] = identity
+    bias: Tensor | None = None  # (H, N, N), added to the scores of every pair of original positions
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,13 @@ def position(token: Token, recipe: Recipe) -> Position | None:
     return sum(rows) / len(rows), sum(columns) / len(columns)
 
 
+def bias_between(parts: Parts, head: int, query: Token, key: Token) -> Tensor:
+    """Position bias of two tokens: the mean over all pairs of positions that they represent."""
+    assert parts.bias is not None
+    pairs = [parts.bias[head, i, j] for i in query.members for j in key.members]
+    return sum(pairs[1:], pairs[0]) / len(pairs)
+
+
 def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool) -> list[list[float]]:
     """Add the attention's output to every token; return the unit vectors that the matching compares."""
     x = torch.stack([t.vector for t in tokens])
@@ -179,6 +187,9 @@ def attend(parts: Parts, recipe: Recipe, tokens: list[Token], proportional: bool
     for h in range(heads):
         # Sums and no matrix products: equal tokens have equal results, wherever they are.
         logits = (q[:, None, h] * k[None, :, h // shared]).sum(-1) * parts.scale + bias
+        if parts.bias is not None:
+            rows = [torch.stack([bias_between(parts, h, query, key) for key in tokens]) for query in tokens]
+            logits = logits + torch.stack(rows)
         weights = torch.exp(logits - logits.amax(-1, keepdim=True).detach())
         shares = weights / weights.sum(-1, keepdim=True)
         out.append((shares[..., None] * v[None, :, h // shared]).sum(1))

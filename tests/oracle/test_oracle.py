@@ -7,12 +7,13 @@ import torch
 
 from tests.oracle import describe, run
 from tests.oracle.core import Token, merge, possible
-from tests.parity import models_timm_eva, models_timm_vit, models_torchvision, models_transformers
+from tests.parity import models_timm_beit, models_timm_eva, models_timm_vit, models_torchvision, models_transformers
 from tests.parity.models import Case, outputs_of
 
 CASES: list[tuple[str, Case]] = [
     *(("vit", case) for case in models_timm_vit.CASES.values()),
     *(("eva", case) for case in models_timm_eva.CASES.values()),
+    *(("beit", case) for case in models_timm_beit.CASES.values()),
     *(("transformers", case) for case in models_transformers.CASES.values()),
     *(("torchvision", case) for case in models_torchvision.CASES.values()),
 ]

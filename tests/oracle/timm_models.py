@@ -1,9 +1,10 @@
-"""Takes timm's VisionTransformer and Eva apart for the oracle."""
+"""Takes timm's VisionTransformer, Eva and Beit apart for the oracle."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from timm.layers.pos_embed_sincos import (
@@ -11,6 +12,7 @@ from timm.layers.pos_embed_sincos import (
     RotaryEmbeddingDinoV3,
     RotaryEmbeddingMixed,
 )
+from timm.models.beit import Beit
 from timm.models.eva import Eva, EvaBlockPostNorm
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from torch import Tensor, nn
@@ -50,6 +52,45 @@ def describe_eva(model: Eva, images: Tensor) -> Recipe:
         features=model.norm,
         positions=positions,
     )
+
+
+def describe_beit(model: Beit, images: Tensor) -> Recipe:
+    """A Beit on these images, with the bias of each block between all tokens."""
+    patches = model.patch_embed(images)
+    tokens = torch.cat([model.cls_token.expand(len(images), -1, -1), patches], dim=1)
+    if model.pos_embed is not None:
+        tokens = tokens + model.pos_embed
+    tables = [block.attn.relative_position_bias_table for block in model.blocks]
+    shared = None if model.rel_pos_bias is None else model.rel_pos_bias.relative_position_bias_table
+    height, width = model.patch_embed.grid_size
+    return Recipe(
+        tokens=tokens,
+        prefix=1,
+        blocks=[
+            replace(_parts(block, None), bias=relative_bias([own, shared], height, width))
+            for block, own in zip(model.blocks, tables, strict=True)
+        ],
+        finish=lambda x: {"output": model.forward_head(model.norm(x))},
+        features=model.norm,
+    )
+
+
+def relative_bias(tables: list[Tensor | None], height: int, width: int) -> Tensor | None:
+    """(H, N, N) from tables of one row per offset, then class to patch, patch to class, class to class."""
+    given = [table for table in tables if table is not None]
+    if not given:
+        return None
+    table = sum(given[1:], given[0])
+    offsets = (2 * height - 1) * (2 * width - 1)
+    cells = [None, *((i, j) for i in range(height) for j in range(width))]
+
+    def row(query: tuple[int, int] | None, key: tuple[int, int] | None) -> Tensor:
+        if query is None or key is None:
+            return table[offsets + (2 if query is key else 0 if query is None else 1)]
+        down, right = query[0] - key[0] + height - 1, query[1] - key[1] + width - 1
+        return table[down * (2 * width - 1) + right]
+
+    return torch.stack([torch.stack([row(query, key) for key in cells], -1) for query in cells], 1)
 
 
 def rope_positions(rope: nn.Module, height: int, width: int) -> list[Position]:
@@ -116,6 +157,7 @@ def _turn(angles: Angles, halves: bool) -> Rotate:
 
 def _project_heads(attention: nn.Module) -> tuple[Callable[[Tensor], Tensor], ...]:
     """Query, key and value of rows (N, D), as (N, H, d), from a packed or three separate projections."""
+    head_dim = attention.proj.in_features // attention.num_heads
     if attention.qkv is not None:
         weights = attention.qkv.weight.chunk(3)
         if attention.qkv.bias is not None:
@@ -131,7 +173,7 @@ def _project_heads(attention: nn.Module) -> tuple[Callable[[Tensor], Tensor], ..
     def one(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         def apply(x: Tensor) -> Tensor:
             y = x @ weight.T if bias is None else x @ weight.T + bias
-            return y.reshape(len(x), -1, attention.head_dim)
+            return y.reshape(len(x), -1, head_dim)
 
         return apply
 
@@ -152,14 +194,14 @@ def _parts(block: nn.Module, angles: Angles | None) -> Parts:
     after = isinstance(block, (ResPostBlock, EvaBlockPostNorm))
     gate = getattr(attention, "gate", None)
     return Parts(
-        scale=attention.head_dim**-0.5,
+        scale=(attention.proj.in_features // attention.num_heads) ** -0.5,
         q=q,
         k=k,
         v=v,
-        q_norm=attention.q_norm,
-        k_norm=attention.k_norm,
+        q_norm=getattr(attention, "q_norm", identity),
+        k_norm=getattr(attention, "k_norm", identity),
         rotate=None if angles is None else _turn(angles, getattr(attention, "rotate_half", False)),
-        inner_norm=attention.norm,
+        inner_norm=getattr(attention, "norm", identity),
         gate=None if gate is None else lambda y: torch.sigmoid(gate(y)),
         project=attention.proj,
         feed=block.mlp,

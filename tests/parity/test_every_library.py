@@ -17,7 +17,7 @@ from tests.parity.checks import (
 from tests.surgery.models import ALL
 
 every_case = pytest.mark.parametrize("name", ALL)
-every_timm_case = pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("timm-", "eva-"))])
+every_timm_case = pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("timm-", "eva-", "beit-"))])
 
 
 @every_case
@@ -31,6 +31,8 @@ THOROUGH = (
     "eva-eva02",
     "eva-dinov3",
     "eva-mixed-xy",
+    "beit-own",
+    "beit-both",
     "hf-deit",
     "hf-registers",
     "torchvision-vit",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import vitrail
 from tests.oracle import describe, run
-from tests.parity import models_timm_eva, models_timm_vit, models_transformers
+from tests.parity import models_timm_beit, models_timm_eva, models_timm_vit, models_transformers
 from tests.parity.checks import mask
 from tests.parity.models import Case, outputs_of
 
@@ -19,6 +19,7 @@ CASES: list[tuple[str, Case]] = [
     ("eva", models_timm_eva.CASES["dinov3"]),
     ("eva", models_timm_eva.CASES["grouped-heads"]),
     ("eva", models_timm_eva.CASES["mixed-xy"]),
+    ("beit", models_timm_beit.CASES["both"]),
     ("transformers", models_transformers.CASES["dinov2-head"]),
     ("transformers", models_transformers.CASES["deit-teacher"]),
 ]

@@ -17,11 +17,12 @@ from torch import Tensor
 import vitrail
 from tests.oracle import core, describe, run
 from tests.oracle.core import Parts, Position, Recipe, Token, identity
-from tests.parity import models_timm_eva, models_timm_vit, models_transformers
+from tests.parity import models_timm_beit, models_timm_eva, models_timm_vit, models_transformers
 from tests.parity.checks import distance
 from tests.parity.models import Case, outputs_of
 
 VIT, EVA, HF = models_timm_vit.CASES, models_timm_eva.CASES, models_transformers.CASES
+BEIT = models_timm_beit.CASES
 
 Breakage = Callable[[Recipe, pytest.MonkeyPatch], Recipe]
 
@@ -52,6 +53,14 @@ def position_of_lone_tokens(token: Token, recipe: Recipe) -> Position | None:
 
 def position_of_first_member(token: Token, recipe: Recipe) -> Position | None:
     return ORIGINAL_POSITION(replace(token, members=token.members[:1]), recipe)
+
+
+def bias_of_first_members(parts: Parts, head: int, query: Token, key: Token) -> Tensor:
+    return ORIGINAL_BIAS(parts, head, replace(query, members=query.members[:1]), replace(key, members=key.members[:1]))
+
+
+def bias_of_first_query(parts: Parts, head: int, query: Token, key: Token) -> Tensor:
+    return ORIGINAL_BIAS(parts, head, replace(query, members=query.members[:1]), key)
 
 
 def prefix_not_in_front(left: list[tuple[int, Token]], shield: set[int]) -> list[Token]:
@@ -86,7 +95,7 @@ def metric_of_first_head(keys: Tensor) -> list[list[float]]:
 
 
 ORIGINAL_POSITION, ORIGINAL_MERGE, ORIGINAL_ATTEND = core.position, core.merge, core.attend
-ORIGINAL_METRIC = core.matching_metric
+ORIGINAL_METRIC, ORIGINAL_BIAS = core.matching_metric, core.bias_between
 UNSCALED = in_blocks(gain_attend=identity, gain_feed=identity)
 NO_QK_NORM = in_blocks(q_norm=identity, k_norm=identity)
 
@@ -111,6 +120,10 @@ BREAKAGES: list[tuple[str, Case, Breakage]] = [
     ("rotary-of-first-member", EVA["eva02"], swapped("position", position_of_first_member)),
     ("rotary-of-first-member", EVA["dinov3"], swapped("position", position_of_first_member)),
     ("rotary-of-first-member", EVA["mixed-xy"], swapped("position", position_of_first_member)),
+    ("no-bias", BEIT["own"], in_blocks(bias=None)),
+    ("no-bias", BEIT["shared"], in_blocks(bias=None)),
+    ("bias-of-first-member", BEIT["own"], swapped("bias_between", bias_of_first_members)),
+    ("bias-of-keys-alone", BEIT["both"], swapped("bias_between", bias_of_first_query)),
     ("matching-after-rotary", EVA["eva02"], swapped("attend", turned_keys)),
     ("matching-on-one-head", VIT["class-odd"], swapped("matching_metric", metric_of_first_head)),
     ("registers-merge", VIT["registers"], only_patches_protected_from(1)),

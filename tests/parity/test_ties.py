@@ -37,7 +37,7 @@ def every_key_alike(model: nn.Module) -> None:
 
 @torch.no_grad()
 def keys_by_kind(model: nn.Module) -> None:
-    """Make the first layer's keys encode only the kind of a patch (see `pictures_of`)."""
+    """Make the first layer's keys encode only the kind of a patch (see `images_of`)."""
     convolution = model.patch_embed.proj
     convolution.weight.zero_()
     convolution.bias.zero_()
@@ -53,7 +53,7 @@ def keys_by_kind(model: nn.Module) -> None:
         keys[kind, 2 * kind], keys[kind, 2 * kind + 1] = 1.0, -1.0
 
 
-def pictures_of(kinds: Tensor) -> Tensor:
+def images_of(kinds: Tensor) -> Tensor:
     """Images (B, 3, 32, 32) whose patches have these kinds (B, 16).
 
     A patch's token is its first 32 pixels, +1 or -1, as many of each.  The pair of channels `kind` differs,
@@ -127,7 +127,7 @@ def test_a_few_kinds_of_patches(name: str, r: int, order: str) -> None:
     keys_by_kind(model)
     kinds = torch.randint(4, (3, PATCHES), generator=torch.Generator().manual_seed(r))
     kinds[2] = 1
-    images = pictures_of(kinds)
+    images = images_of(kinds)
     wanted = wanted_groups(model, images, [r, 0, 0], order=order)
     assert merged_groups(model, images, r=[r, 0, 0], order=order) == wanted
 

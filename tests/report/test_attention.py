@@ -58,8 +58,8 @@ def test_every_role_has_its_maps() -> None:
     image = next(one.name for one in report.pictures if "closer" in one.maps)
     for name in report.attention["tokens"]:
         assert f"{name} token, {image}" in page
-        assert f"Rollout of {name}, {image}" in page
-        assert f"Attention of {name} in layer 0, {image}" in page
+        assert f"Attention of {name}, rollout, {image}" in page
+        assert f"Attention of {name}, layer 0, {image}" in page
         assert f"Attention of {name}, head 0, {image}" in page
 
 
@@ -69,8 +69,8 @@ def test_without_full_attention_there_is_no_rollout(monkeypatch: pytest.MonkeyPa
     assert report.attention["closer"]["rollout"] is False
     assert "would take" in report.attention["closer"]["note"]
     page = report.to_html()
-    assert "in layer 0" in page
-    assert "Rollout of" not in page
+    assert ", layer 0" in page
+    assert ", rollout, " not in page
 
 
 def test_merged_models_have_layers_but_no_rollout() -> None:

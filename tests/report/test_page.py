@@ -104,6 +104,8 @@ def test_a_section_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     section = Section(
         anchor="special",
         title="Norms of special tokens",
+        link="",
+        intro="",
         render=lambda report: [Text(f"The largest norm is {report.special['largest']:.1f}.")],
         key="special",
         compute=compute,
@@ -128,7 +130,7 @@ def test_recommendations_fit_the_verdict(report: Report) -> None:
 
 
 def test_blocks_escape_text_and_skip_what_is_empty() -> None:
-    header = {"title": "", "photos": [], "verdict": "<b>", "models": [], "sections": []}
+    header = {"title": "", "photos": [], "verdict": "<b>", "reports": [], "badges": {}, "sections": []}
     blocks = [Note(None), Table(["a"], [], "empty"), Bullets(["`code <x>` & text"])]
     page = render("comparison.html", **header, remarks=blocks)
     Page(page)

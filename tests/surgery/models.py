@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.models import Case, outputs_of
+from tests.parity.models_timm_beit import CASES as BEIT
 from tests.parity.models_timm_eva import CASES as EVA
 from tests.parity.models_timm_vit import CASES as VIT
 from tests.parity.models_torchvision import CASES as TORCHVISION
@@ -14,6 +15,7 @@ from tests.parity.models_transformers import CASES as TRANSFORMERS
 ALL: dict[str, Case] = {
     **{f"timm-{name}": case for name, case in VIT.items()},
     **{f"eva-{name}": case for name, case in EVA.items()},
+    **{f"beit-{name}": case for name, case in BEIT.items()},
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
 }
@@ -23,6 +25,7 @@ FEW = [
     "eva-eva02",
     "eva-dinov3",
     "eva-mixed-xy",
+    "beit-own",
     "hf-deit-head",
     "hf-registers-head",
     "torchvision-vit",

@@ -12,7 +12,7 @@ from torch import nn
 
 import vitrail
 from tests.surgery.models import ALL
-from vitrail.errors import AlreadyApplied, NotApplied
+from vitrail.errors import AlreadyApplied, NotApplied, UnsupportedModel
 from vitrail.surgery import Handle
 
 KINDS: dict[type[Handle], tuple[Callable[..., Handle], dict]] = {
@@ -67,11 +67,15 @@ def test_errors(kind: type[Handle]) -> None:
     with pytest.raises(NotApplied, match=f"carries no {kind.__name__}.*vitrail"):
         kind.of(model)
     with apply(kind, model) as handle:
-        if kind is not vitrail.Ablation:  # ablations can be stacked
-            with pytest.raises(AlreadyApplied, match="already"):
-                apply(kind, model)
+        with pytest.raises(AlreadyApplied, match="already"):
+            apply(kind, model)
+        assert kind.of(model).config == handle.config
     with pytest.raises(NotApplied, match="was removed"):
         handle.remove()
+    for wrong in (3, None, "timm:vit_base_patch16_224", type(model)):
+        for function in (kind.of, lambda given: KINDS[kind][0](given, **KINDS[kind][1])):
+            with pytest.raises(UnsupportedModel, match=r"expected a model.*; got"):
+                function(wrong)
 
 
 @each
@@ -113,20 +117,6 @@ def test_the_handle_of_a_copy_leaves_the_original_alone(kind: type[Handle]) -> N
     assert torch.equal(twin(images), before)
     assert handle.is_active
     assert torch.equal(model(images), changed)
-
-
-def test_ablations_are_stacked() -> None:
-    model, images = CASE.model(), CASE.images()
-    before = model(images)
-    first = vitrail.ablate(model, "zero", layers=0)
-    changed = model(images)
-    second = vitrail.ablate(model, "zero", tokens="class", layers=1)
-    assert vitrail.Ablation.of(model) is second
-    second.remove()
-    assert vitrail.Ablation.of(model) is first
-    assert torch.equal(model(images), changed)
-    first.remove()
-    assert torch.equal(model(images), before)
 
 
 def test_old_errors_are_the_new_ones() -> None:

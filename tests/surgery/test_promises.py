@@ -21,24 +21,6 @@ somewhere = pytest.mark.parametrize("name", FEW)
 
 
 @everywhere
-def test_zero_merges_reproduce_the_model_and_removal_restores_it(name):
-    case = ALL[name]
-    model, images = case.model(torch.float32), case.images(torch.float32)
-    before, keys = run(model, images, case), list(model.state_dict())
-    classes = [type(part) for part in model.modules()]
-    attributes = [set(vars(part)) for part in model.modules()]
-    with vitrail.merge(model, r=0):
-        assert distance(run(model, images, case), before) <= (0 if case.bit_equal else 5e-6)
-        assert list(model.state_dict()) == keys
-    with vitrail.merge(model, r=2):
-        assert distance(run(model, images, case), before) > 1e-4
-        assert list(model.state_dict()) == keys
-    assert torch.equal(run(model, images, case), before)
-    assert [type(part) for part in model.modules()] == classes
-    assert [set(vars(part)) for part in model.modules()] == attributes
-
-
-@everywhere
 def test_special_tokens_stay_alone_and_every_patch_has_a_group(name):
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)
@@ -282,7 +264,8 @@ def test_inference_mode(name):
     case = ALL[name]
     model, images = case.model(torch.float32), case.images(torch.float32)
     vitrail.merge(model, r=2)
-    wanted = run(model, images, case)
+    with torch.no_grad():
+        wanted = run(model, images, case)
     with torch.inference_mode():
         assert torch.equal(run(model, images, case), wanted)
 

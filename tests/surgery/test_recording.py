@@ -50,11 +50,11 @@ class Attended:
         return self.original(q, k, v, attn_mask, *args, **options)
 
 
-def witnessed(model: nn.Module, images: Tensor, **call: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    witness = Attended()
-    with mock.patch.object(F, "scaled_dot_product_attention", witness), torch.no_grad():
+def attended_in(model: nn.Module, images: Tensor, **call: Any) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    attended = Attended()
+    with mock.patch.object(F, "scaled_dot_product_attention", attended), torch.no_grad():
         model(images, **call)
-    return witness.calls
+    return attended.calls
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -70,7 +70,7 @@ def test_recording_equals_what_the_model_computes(name: str) -> None:
     for layer, out in enumerate(leaving(model, images, **call)):
         assert torch.equal(found.tokens[layer], out)
         assert distance(found.norms[layer], out.float().norm(dim=-1)) == 0
-    calls = witnessed(model, images, **call)[: len(found.layers)]  # a pooling head may attend once more
+    calls = attended_in(model, images, **call)[: len(found.layers)]  # a pooling head may attend once more
     for layer, (_, _, v, attention) in enumerate(calls):
         values = found.v[layer].repeat_interleave(v.shape[1] // found.v[layer].shape[1], 1)
         assert distance(values, v) < 1e-12
@@ -122,14 +122,14 @@ def test_attention_and_neurons_equal_unfused_timm() -> None:
     assert torch.allclose(found.embedding, model.patch_embed(images), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
+@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "beit-both", "hf-deit-head"])
 @pytest.mark.parametrize("proportional", [True, False])
 def test_merged_model_shows_every_position_its_token(name: str, proportional: bool) -> None:
     model, images = ALL[name].model(), ALL[name].images()
     plain = vitrail.record(model, images, ("tokens", "attention", "k"))
     with vitrail.merge(model, r=2, proportional=proportional) as merging:
         found = vitrail.record(model, images, ("tokens", "attention", "k", "norms"))
-        calls = witnessed(model, images)
+        calls = attended_in(model, images)
         with merging.track() as trace:
             out = run(model, images, ALL[name])
         lengths = merging.tokens_per_layer(ALL[name].size)
@@ -152,13 +152,13 @@ def test_merged_model_shows_every_position_its_token(name: str, proportional: bo
             assert torch.equal(members, members[:1].expand_as(members))
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "hf-deit-head"])
+@pytest.mark.parametrize("name", ["timm-registers", "eva-dinov3", "beit-both", "hf-deit-head"])
 def test_row_of_a_patch_is_that_of_its_merged_token(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     with vitrail.merge(model, r=2):
         found = vitrail.record(model, images, "attention", queries="patch")
-        calls = witnessed(model, images)
+        calls = attended_in(model, images)
     last, special = found.layers[-1], found.layout.num_special
     rows, before = found.attention[last], calls[last][3]
     assert rows.shape[2] == found.layout.num_patches > before.shape[2] - special

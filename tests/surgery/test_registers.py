@@ -220,7 +220,7 @@ def test_found_and_moved_in_one_call() -> None:
     again.remove()
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [name for name in FEW if name != "beit-own"])  # has a position bias
 def test_every_model_takes_registers_and_is_restored(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()

@@ -42,7 +42,7 @@ def test_outputs_of_a_head(spec: TokenSpec, outputs: int) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"role": "patch"}, "class, distillation, register or task; got 'patch'"),
+        ({"role": "patch"}, "class, distillation, register, task; got 'patch'"),
         ({"role": ["class"]}, "got .*class"),
         ({"name": "class", "role": Role.CLASS}, "a Python identifier"),
         ({"name": "a.b"}, "a Python identifier"),

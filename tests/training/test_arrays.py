@@ -66,7 +66,7 @@ def test_spectrograms_are_learned_with_a_token_per_task(tmp_path: Path) -> None:
     assert labels.preprocessing.mean == pytest.approx((values.mean().item(),))
     assert labels.preprocessing.std == pytest.approx((values.std(correction=0).item(),))
 
-    # What is loaded gives the answers that the run gave, by hand, too.
+    # What is loaded gives the outputs that the run gave.
     again = evaluate(run.last, sounds(32, 1), merge={"r": 1}, seconds=0)
     assert again.loss == pytest.approx(found.loss, rel=1e-5)
     normal = (sounds(32, 1)._values - values.mean()) / values.std(correction=0)
@@ -167,7 +167,7 @@ def test_models_of_other_libraries_and_trained_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", ["device", "workers"])
 @pytest.mark.parametrize("make", [sounds, clips])
-def test_two_processes_see_what_one_sees(keep: Any, make: Any) -> None:
+def test_two_ranks_see_what_one_sees(keep: Any, make: Any) -> None:
     """From the array to the mixed batch."""
     arrays = make(12)
     examples = open_dataset(arrays, labels=tuple(arrays._labels), labeled=True)

@@ -26,11 +26,11 @@ class Cut(Exception):
 
 
 def cut_at(step: int) -> Any:
-    def tell(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == "train" and event.done == step:
             raise Cut
 
-    return tell
+    return on_event
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +47,21 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, name: str, **fields: Any) -> dict[str, torch.Tensor]:
-    """The weights of one process that trains by itself."""
+    """The weights of a single rank."""
     run = train(data=str(folder / "photos"), out=str(folder / name), **{**FIELDS, **fields})
     return weights(run.last)
 
 
-def test_ddp_gives_the_weights_of_one_process(together: Path) -> None:
+def test_ddp_gives_the_weights_of_one_rank(together: Path) -> None:
     assert difference(weights(together / "ddp" / "last"), trained(together, "one", **MIXED)) < 1e-5
 
 
-def test_fsdp_gives_the_weights_of_one_process(together: Path) -> None:
+def test_fsdp_gives_the_weights_of_one_rank(together: Path) -> None:
     alone = trained(together, "one-plain", ema=0.9, validation=0.25, epochs=2)
     assert difference(weights(together / "fsdp" / "last"), alone) < 1e-5
 
 
-def test_fsdp_checkpoint_resumes_in_one_process(together: Path) -> None:
+def test_fsdp_checkpoint_resumes_with_one_rank(together: Path) -> None:
     folder = together / "fsdp"
     expected = weights(folder / "last")
     checkpoints = folder / "checkpoints"
@@ -74,7 +74,7 @@ def test_fsdp_checkpoint_resumes_in_one_process(together: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["alone", "alone-fsdp"])
-def test_run_of_one_process_resumes_with_two_and_reports_it(together: Path, name: str) -> None:
+def test_run_of_one_rank_resumes_with_two_and_reports_it(together: Path, name: str) -> None:
     assert difference(weights(together / name / "last"), trained(together, f"whole-{name}")) < 1e-5
     output = (together / "said.txt").read_text()
     assert "world size changed from 1 (8 images per rank) to 2 (4)" in output

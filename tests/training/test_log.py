@@ -30,7 +30,7 @@ def test_means_and_their_way_through_a_checkpoint() -> None:
         one.reset()
         assert one.means(lambda sums: sums) == {}
     meter.add(terms(1.0, cls=1.0), 2)
-    assert meter.means(lambda sums: sums.mul_(2)) == {"loss": 1.0, "cls": 1.0}  # as two processes would add up
+    assert meter.means(lambda sums: sums.mul_(2)) == {"loss": 1.0, "cls": 1.0}  # as two ranks would add up
 
 
 def test_the_first_step_that_is_not_finite_is_remembered() -> None:

@@ -81,7 +81,7 @@ def test_averaged_weights_are_those_that_are_evaluated_and_written(photos: str, 
 def load_first(photos: str, tmp_path: Path) -> dict[str, torch.Tensor]:
     """The weights before the first step."""
     from vitrail._distributed import World
-    from vitrail.training.setup import make_models
+    from vitrail.training.model import make_models
 
     config = Config.from_dict({"data": photos, **FIELDS}).resolved(18)
     models = make_models(config, {"label": ("blue", "green", "red")}, World(0, 1, torch.device("cpu")))

@@ -31,11 +31,11 @@ KILLED = textwrap.dedent(
     from vitrail.training import train
     torch.set_num_threads(1)
 
-    def tell(event):
+    def on_event(event):
         if event.kind == "train" and event.done == 7:  # in the middle of the fourth epoch
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(**json.loads(sys.argv[1]), on_event=tell)
+    train(**json.loads(sys.argv[1]), on_event=on_event)
     """
 )
 
@@ -52,12 +52,12 @@ def one_thread() -> Any:
 def stopped(photos: str, tmp_path: Path) -> Path:
     """A run of nine steps that was stopped in the seventh, with checkpoints of steps 4 and 6."""
 
-    def tell(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == "train" and event.done == 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(data=photos, out=str(tmp_path / "run"), save_every="2 steps", on_event=tell, **FIELDS)
+        train(data=photos, out=str(tmp_path / "run"), save_every="2 steps", on_event=on_event, **FIELDS)
     return tmp_path / "run"
 
 
@@ -147,12 +147,12 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_training_goes_on(
     folder = tmp_path / "run"
     seen: dict[int, list[str]] = {}
 
-    def tell(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == "train":
             seen[event.done] = sorted(path.name for path in folder.glob("checkpoints/*"))
 
     with pytest.warns(VitrailWarning, match=r"cannot write.*No space left.*step 3 is kept") as warned:
-        run = train(data=photos, out=str(folder), on_event=tell, **FIELDS)
+        run = train(data=photos, out=str(folder), on_event=on_event, **FIELDS)
     assert ["step 6" in str(one.message) for one in warned] == [True, False]
     assert seen[8] == ["step-00000003"]
     assert sorted(path.name for path in folder.glob("checkpoints/*")) == ["step-00000003"]
@@ -213,13 +213,13 @@ def test_the_same_data_in_another_place_is_the_same(photos: str, stopped: Path, 
 
 
 def test_stop_finishes_the_step_and_allows_resuming(photos: str, tmp_path: Path) -> None:
-    def tell(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == "train" and event.done == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted, match=r"Stopped after step 5 of 9\. Resume with .*step-00000005"):
-        train(data=photos, out=str(tmp_path / "run"), on_event=tell, **FIELDS)
+        train(data=photos, out=str(tmp_path / "run"), on_event=on_event, **FIELDS)
     assert signal.getsignal(signal.SIGTERM) is before
     assert same(weights(train(out=str(tmp_path / "run"), resume=True).last), finished(photos, tmp_path / "whole"))
 
@@ -248,14 +248,14 @@ def test_stop_in_the_last_step_or_evaluation_finishes_the_run(kind: str, photos:
     fields = {**FIELDS, "validation": 0.25, "evaluate_every": 3}
     notes: list[str] = []
 
-    def tell(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == kind and (event.done == 5 or kind == "evaluating"):  # of six steps: the sixth is under way
             os.kill(os.getpid(), signal.SIGTERM)
         if event.kind == "note":
             notes.append(event.text)
 
     before = signal.getsignal(signal.SIGTERM)
-    run = train(data=photos, out=str(tmp_path / "run"), on_event=tell, **fields)
+    run = train(data=photos, out=str(tmp_path / "run"), on_event=on_event, **fields)
     assert ["Interrupted after the last step" in text for text in notes] == [True]
     assert signal.getsignal(signal.SIGTERM) is before
     whole = train(data=photos, out=str(tmp_path / "whole"), **fields)
@@ -273,7 +273,7 @@ def test_a_finished_run_without_a_model_gets_one(photos: str, tmp_path: Path) ->
     assert again.evaluation.loss == run.evaluation.loss
 
 
-def test_a_surrounding_recording_gets_the_same_logits() -> None:
+def test_a_signal_reaches_the_outer_listener() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with Stop.listening() as outer:
         with Stop.listening() as first:

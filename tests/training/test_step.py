@@ -16,24 +16,24 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 from vitrail.models import ViT, ViTConfig
 from vitrail.runtime import block_forward as running
-from vitrail.training import Event, evaluate, train
+from vitrail.training import Event, evaluate, train, trainer
 from vitrail.training import loop as loops
 from vitrail.training.config import Config
 from vitrail.training.model import Built
 from vitrail.training.objective.objective import Terms
-from vitrail.training.step import RECOMPILE_LIMIT, WARMUP_STEPS, Step, safe_attention
+from vitrail.training.step import RECOMPILE_LIMIT, WARMUP_STEPS, safe_attention
 
 NO_CLASS = {"class_token": False, "global_pool": "avg"}
 
 
-class Played:
+class FakeGraph:
     """A fake CUDA graph: capture runs nothing, and replays use static inputs and outputs."""
 
     made: int
     played: int
 
     def __init__(self) -> None:
-        self.made = self.played = 0
+        self.made = self.replayed = 0
 
     def __call__(self, function: Callable[..., list[Terms]], given: tuple[Tensor, ...]) -> Callable[..., list[Terms]]:
         self.made += 1
@@ -41,7 +41,7 @@ class Played:
         kept: list[Terms] = []
 
         def play(*new: Tensor) -> list[Terms]:
-            self.played += 1
+            self.replayed += 1
             for mine, theirs in zip(own, new, strict=True):
                 mine.copy_(theirs)
             for place, terms in enumerate(function(*own)):
@@ -55,9 +55,9 @@ class Played:
         return play
 
 
-def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, recorder: Any, **fields: Any) -> list[Event]:
+def run(photos: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capture: Any, **fields: Any) -> list[Event]:
     messages: list[Event] = []
-    monkeypatch.setattr(loops, "capture_for", lambda setup: recorder)
+    monkeypatch.setattr(loops, "capture_for", lambda config, world: capture)
     train(data=photos, out=str(folder), on_event=messages.append, **{**FIELDS, "epochs": 4, **fields})
     return messages
 
@@ -74,26 +74,26 @@ def test_replayed_steps_are_those_that_are_run(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     """Learning rates, drop path and schedules keep changing from one replay to the next."""
-    recorder = Played()
+    capture = FakeGraph()
     usual = run(photos, tmp_path / "run", monkeypatch, None, **fields)
-    replayed = run(photos, tmp_path / "replayed", monkeypatch, recorder, **fields)
+    replayed = run(photos, tmp_path / "replayed", monkeypatch, capture, **fields)
     assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last"))
     steps = 4 * 3
-    assert (recorder.made, recorder.played) == (1, steps - WARMUP_STEPS)
+    assert (capture.made, capture.replayed) == (1, steps - WARMUP_STEPS)
     losses = [[event.values["loss"] for event in messages if event.kind == "epoch"] for messages in (usual, replayed)]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 4
 
 
-def test_another_number_of_merges_is_recorded_anew(
+def test_another_number_of_merges_is_captured_anew(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = Played()
+    capture = FakeGraph()
     merged = {"merge": "r=4,over_epochs=2", "epochs": 6, "batch_size": 4}
     run(photos, tmp_path / "run", monkeypatch, None, **merged)
-    run(photos, tmp_path / "replayed", monkeypatch, recorder, **merged)
+    run(photos, tmp_path / "replayed", monkeypatch, capture, **merged)
     assert same(weights(tmp_path / "run" / "last"), weights(tmp_path / "replayed" / "last"))
-    assert recorder.made == 3  # r = 0, 2 and 4
+    assert capture.made == 3  # r = 0, 2 and 4
 
 
 def test_steps_that_cannot_be_captured_run_eagerly(
@@ -161,23 +161,23 @@ def test_merged_blocks_train_by_their_kernels(
 def test_the_last_epochs_may_use_plain_images(photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images are preprocessed as for evaluation, or flipped, with their own labels; one captured graph serves both."""
     kinds: list[tuple[bool, bool]] = []
-    recorder = Played()
+    capture = FakeGraph()
 
-    class Watched(Step):
-        def __call__(self, images: Tensor, labels: Tensor, mixed: Any, lr: float) -> list[Terms]:
-            setup = self._setup
-            plain = setup.augment.plain(setup.loader.batch(len(kinds)).images)
+    class Watched(loops.Loop):
+        def _batch(self, step: int) -> Any:
+            images, labels, mixed = super()._batch(step)
+            plain = self.augment.plain(self.loader.batch(step).images)
             same = torch.stack([(images - one).abs().amax((1, 2, 3)) < 1e-5 for one in (plain, plain.flip(-1))])
             kinds.append((bool(same.any(0).all()), bool((mixed[1] == 1).all())))
             if kinds[-1][0]:
                 assert same.sum(1).tolist() != [len(images), 0], "none is flipped"
-            return super().__call__(images, labels, mixed, lr)
+            return images, labels, mixed
 
-    monkeypatch.setattr(loops, "Step", Watched)
+    monkeypatch.setattr(trainer, "Loop", Watched)
     fields = {"mixup": 0.5, "cutmix": 1.0, "augment": "strong", "epochs": 5, "plain_epochs": 2}
-    run(photos, tmp_path / "run", monkeypatch, recorder, **fields)
+    run(photos, tmp_path / "run", monkeypatch, capture, **fields)
     assert kinds == [(False, False)] * 9 + [(True, True)] * 6
-    assert recorder.made == 1
+    assert capture.made == 1
 
 
 def test_plain_epochs_are_some_of_all_and_need_labels() -> None:

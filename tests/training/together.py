@@ -16,17 +16,17 @@ def main(folder: Path) -> None:
     photos = str(folder / "photos")
     output: list[str] = []
 
-    def tell(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.kind == "note":
             output.append(event.text)
 
     def run(name: str, **fields: Any) -> None:
-        train(data=photos, out=str(folder / name), on_event=tell, **{**FIELDS, **fields})
+        train(data=photos, out=str(folder / name), on_event=on_event, **{**FIELDS, **fields})
 
     run("ddp", mixup=0.2, cutmix=1.0, augment="medium", ema=0.9, validation=0.25, epochs=2)
     run("fsdp", shard="fsdp", ema=0.9, validation=0.25, epochs=2, save_every="2 steps", accumulate=2)
     # Runs of one process go on with two, to the end.
-    train(out=str(folder / "alone"), resume=True, on_event=tell)
+    train(out=str(folder / "alone"), resume=True, on_event=on_event)
     train(out=str(folder / "alone-fsdp"), resume=True, shard="fsdp")
     if dist.get_rank() == 0:
         (folder / "said.txt").write_text("\n".join(output))

@@ -6,7 +6,7 @@ One file per library names its models' parts; `register_adapter` adds a model cl
 from vitrail.adapters.base import BlockAdapter, BlockCall, Library, ModelRequest, TrunkAdapter, known_block
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.adapters.outputs import head_outputs
-from vitrail.adapters.position import Position, Rotary
+from vitrail.adapters.position import Position, RelativeBias, Rotary
 from vitrail.adapters.registry import (
     ADAPTERS,
     LIBRARIES,
@@ -33,6 +33,7 @@ __all__ = [
     "ModelRequest",
     "NamedBlock",
     "Position",
+    "RelativeBias",
     "Rotary",
     "TrunkAdapter",
     "find",

@@ -9,6 +9,7 @@ Shapes: B batch, H heads, N tokens, D channels, d channels of a head, L layers.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,27 +20,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vitrail.adapters.forward_pass import ForwardEntry
-from vitrail.adapters.position import Position, Rotary
+from vitrail.adapters.position import Position as Position
+from vitrail.adapters.position import Rotary as Rotary
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
-
-__all__ = [
-    "BlockAdapter",
-    "BlockCall",
-    "DenseBlock",
-    "Library",
-    "ModelRequest",
-    "Position",
-    "Rotary",
-    "TrunkAdapter",
-    "active_drops",
-    "forward_class",
-    "is_ordinary",
-    "is_plain",
-    "known_block",
-    "repeat_heads",
-]
 
 
 def forward_class(module: nn.Module) -> type:
@@ -139,6 +124,9 @@ class BlockAdapter(ABC):
     fused: bool = True
     """Whether attention is a softmax of the scores and nothing more, so that fused kernels compute it."""
 
+    biased: bool = False
+    """Whether the scores have a position bias, from `Position.bias` of the trunk: blocks do not run by themselves."""
+
     @abstractmethod
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """Read the arguments that the block was called with besides its tokens."""
@@ -227,11 +215,7 @@ class BlockAdapter(ABC):
 
 
 def known_block(block: nn.Module, known: Mapping[type | str, BlockAdapter]) -> BlockAdapter:
-    """Return the adapter of a block by its class, or by the dotted name of its class.
-
-    Raises:
-        UnsupportedModel: the block is of another class, or a wrapper replaced its ``forward``.
-    """
+    """Return the adapter of a block by its class or the class's dotted name; raise ``UnsupportedModel`` for others."""
     kind = forward_class(block)
     adapter = known.get(kind) or known.get(f"{kind.__module__}.{kind.__qualname__}")
     if adapter is None:
@@ -315,6 +299,12 @@ class TrunkAdapter(ABC):
         return 0
 
 
+def parameters_by_role(owner: Any, names: Mapping[Role, str]) -> dict[tuple[Role, str], Tensor]:
+    """Return those parameters, by attribute name, that a module has: the result of `TrunkAdapter.token_parameters`."""
+    found = {(role, ""): getattr(owner, name, None) for role, name in names.items()}
+    return {role: value for role, value in found.items() if value is not None}
+
+
 @dataclass(frozen=True)
 class ModelRequest:
     """A model to train: the argument of `Library.build`.
@@ -366,11 +356,7 @@ class Library(ABC):
 
     @abstractmethod
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-        """Load a model by name, in eval mode.
-
-        Raises:
-            ModelLoadError: the name is unknown, or its weights cannot be read.
-        """
+        """Load a model by name, in eval mode; raise ``ModelLoadError`` if it is unknown or cannot be read."""
 
     def declared_spec(self, model: nn.Module) -> InputSpec | None:
         """Return the input specification that any model of the library declares, with a supported trunk or without."""
@@ -408,12 +394,8 @@ class Library(ABC):
     ) -> tuple[nn.Module, dict[str, Any]]:
         """Build a saved model again with heads for other classes, and copy all weights that fit.
 
-        Args:
-            model: the saved model.
-            folder: the directory that it was read from.
-            config: what `describe` returned for it.
-            request: the model to build.
-            keep_heads: whether the classes are the same, so that the weights of the heads are copied, too.
+        The model was read from ``folder``, and ``config`` is what `describe` returned for it. With ``keep_heads`` the
+        classes are the same, and the weights of the heads are copied, too.
         """
         name = str(config["architecture"]).removeprefix(f"{self.prefix}:")
         options = {**config.get("options", {}), **request.options}
@@ -456,18 +438,21 @@ class Library(ABC):
         model.load_state_dict(read_weights(folder), strict=True)
         return model.eval()
 
-    def missing(self, name: str) -> ModelLoadError:
-        """Return the error for a library that is not installed."""
-        command = f"pip install vitrail[{self.extra}]" if self.extra else f"pip install {self.package}"
-        return ModelLoadError(f"{self.prefix}:{name} needs {self.package}; install it with `{command}`")
+    def imported(self, name: str, module: str = "") -> Any:
+        """Import the library, or a module of it, for a model; raise ``ModelLoadError`` if it is not installed."""
+        try:
+            return importlib.import_module(module or self.package)
+        except ImportError as error:
+            command = f"pip install vitrail[{self.extra}]" if self.extra else f"pip install {self.package}"
+            raise ModelLoadError(f"{self.prefix}:{name} needs {self.package}; install it with `{command}`") from error
+
+    def failed(self, name: str, error: Exception, hint: str = "") -> ModelLoadError:
+        """Return the error for a model that the library could not build or load, with the library's own reason."""
+        return ModelLoadError(f"{self.package} could not build {name!r}: {str(error).rstrip('.')}. {hint}".rstrip())
 
 
 def copy_weights(model: nn.Module, states: Mapping[str, Tensor]) -> None:
-    """Load those weights into a model that fit by name and shape.
-
-    Raises:
-        ModelLoadError: no weight fits.
-    """
+    """Load those weights into a model that fit by name and shape; raise ``ModelLoadError`` if none does."""
     own = model.state_dict()
     fits = {name: value for name, value in states.items() if name in own and own[name].shape == value.shape}
     if not fits:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.position import Position, Rotary
+from vitrail.adapters.position import Position
 from vitrail.tokens import TokenLayout, TokenSpan
 
 CARRIER = "_vitrail_carried"
@@ -28,8 +28,7 @@ class Pass:
 
     Attributes:
         trunk: the model that is running; None where blocks run by themselves.
-        layout: its tokens for the present input.
-        position: position that acts inside attention, where the model has one.
+        layout, position: its tokens for the present input, and the position inside attention, where there is one.
         expose: whether the caller sees the tokens between blocks, and so must get them at full length.
         gridded: whether they are reshaped to the patch grid.
         unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
@@ -43,11 +42,6 @@ class Pass:
     gridded: bool = False
     unmasked: bool = False
     inputs: Tensor | None = None
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """The position, if it is rotary."""
-        return self.position if isinstance(self.position, Rotary) else None
 
 
 class _Local(threading.local):
@@ -72,6 +66,19 @@ class Place:
     def here(self) -> _Local | _Traced:
         """Return where the value is kept now."""
         return self.traced if torch.compiler.is_compiling() else self.local
+
+    @contextmanager
+    def holding(self, value: Any) -> Iterator[None]:
+        """Keep a value inside a ``with`` block, also for models in it that are compiled on their own."""
+        places: list[Any] = [self.traced] if torch.compiler.is_compiling() else [self.local, self.traced]
+        outer = [place.current for place in places]
+        for place in places:
+            place.current = value
+        try:
+            yield
+        finally:
+            for place, before in zip(places, outer, strict=True):
+                place.current = before
 
 
 _pass = Place()
@@ -113,12 +120,27 @@ def hand_over(before: Tensor, after: Tensor, places: Sequence[int], special: tup
         setattr(after, CARRIER, carried.with_tokens(places, special))
 
 
-class ForwardEntry:
+class EntryPoint:
+    """What the entry points of a trunk share; its methods, named as the trunk's own, open a pass around these."""
+
+    def _vitrail_pass(self: Any, x: Tensor, **options: bool) -> AbstractContextManager[None]:
+        """Open a pass with the layout and position of an input; options as for `open_pass`."""
+        adapter = self._vitrail_adapter
+        layout = adapter.layout(self, tuple(x.shape[2:]))
+        return open_pass(self, layout, adapter.position(self, layout.grid), inputs=x, **options)
+
+
+class FeaturesEntry(EntryPoint):
+    """Entry point ``forward_features``, with the input as its first argument."""
+
+    def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._vitrail_pass(x):
+            return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
+
+
+class ForwardEntry(EntryPoint):
     """Entry point of a trunk whose only one is ``forward``, with the input as its first argument."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = self._vitrail_adapter
-        x: Tensor = args[0] if args else kwargs[adapter.argument]
-        layout = adapter.layout(self, tuple(x.shape[2:]))
-        with open_pass(self, layout, adapter.position(self, layout.grid), inputs=x):
+        with self._vitrail_pass(args[0] if args else kwargs[self._vitrail_adapter.argument]):
             return super().forward(*args, **kwargs)  # type: ignore[misc]

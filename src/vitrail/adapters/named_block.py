@@ -25,8 +25,7 @@ class MlpNames:
 
     Attributes:
         classes: names of the MLP classes that compute exactly this, in the library's own modules.
-        fc1: first linear layer, a path from the block like all that follow.
-        fc2: second linear layer.
+        fc1, fc2: the linear layers, paths from the block like all that follow.
         act: activation module; None where the MLP calls the exact GELU as a function.
         norm: norm between the two layers, which must be the identity.
         drops: dropouts after the activation, and after the second layer.
@@ -47,23 +46,19 @@ class BlockNames:
     A part that is None in a block, such as a gate that is switched off, is skipped.
 
     Attributes:
-        norm1: norm of the attention half.
+        norm1, norm2: norms of the attention half and of the MLP half.
         qkv: one packed projection, or those of queries, keys and values. A parameter called ``…_weight`` is applied
             as a linear layer, with the matching ``…_bias`` (``nn.MultiheadAttention``).
         proj: output projection of attention.
-        norm2: norm of the MLP half.
         mlp: the MLP, one module.
-        heads: number of heads.
-        head_dim: channels of a head; None for the projection's inputs divided by the heads.
+        heads, head_dim: number of heads and channels of one; None for the projection's inputs divided by the heads.
         attention: attention module, whose mode decides about dropout; None where its parts belong to the block itself.
-        q_norm: norm of the queries of each head.
-        k_norm: norm of the keys of each head.
+        q_norm, k_norm: norms of the queries and keys of each head.
         inner_norm: norm of the concatenated heads, before the projection.
         gate: linear layer whose sigmoid scales the concatenated heads.
         proj_drop: dropout after the projection.
-        after_attend: modules applied, or parameters multiplied, in order, before attention's output is added: layer
-            scale, dropout, drop path.
-        after_feed: the same for the MLP's output.
+        after_attend, after_feed: modules applied, or parameters multiplied, in order, before the output of attention
+            or MLP is added: layer scale, dropout, drop path.
         post_norm: whether the norms act on the output of each half instead of its input.
         scale: factor of the attention scores; None for 1/√d.
         attention_dropout: dropout of the attention weights, a module or a rate.
@@ -100,6 +95,31 @@ class BlockNames:
     among_special: bool = False
     dense: MlpNames | None = None
 
+    @property
+    def qkv_paths(self) -> tuple[str, ...]:
+        """Paths of the projections to queries, keys and values: one, or three."""
+        return (self.qkv,) if isinstance(self.qkv, str) else self.qkv
+
+
+TIMM_NAMES = BlockNames(
+    norm1="norm1",
+    qkv="attn.qkv",
+    proj="attn.proj",
+    norm2="norm2",
+    mlp="mlp",
+    heads="attn.num_heads",
+    head_dim="attn.head_dim",
+    attention="attn",
+    q_norm="attn.q_norm",
+    k_norm="attn.k_norm",
+    proj_drop="attn.proj_drop",
+    after_attend=("ls1", "drop_path1"),
+    after_feed=("ls2", "drop_path2"),
+    attention_dropout="attn.attn_drop",
+    dense=MlpNames(("Mlp",), drops=("mlp.drop1", "mlp.drop2")),
+)
+"""timm's names of the parts of a block, which Vitrail's own models share."""
+
 
 class NamedBlock(BlockAdapter):
     """A block described by its `BlockNames`."""
@@ -118,8 +138,7 @@ class NamedBlock(BlockAdapter):
         return x if self.names.post_norm else find_part(block, self.names.norm1)(x)
 
     def qkv(self, block: nn.Module, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        names, (batch, length, _) = self.names, h.shape
-        width = self.head_shape(block)[1] if names.head_dim is None else find_part(block, names.head_dim)
+        names, (batch, length, _), (_, width) = self.names, h.shape, self.head_shape(block)
         projected = self.project(block, h)
         if isinstance(projected, Tensor):
             heads = projected.shape[2] // (3 * width)
@@ -130,10 +149,8 @@ class NamedBlock(BlockAdapter):
 
     def project(self, block: nn.Module, h: Tensor) -> Tensor | Sequence[Tensor]:
         """Project tokens (B, N, D) to queries, keys and values: packed (B, N, 3·H·d), or three of (B, N, H·d)."""
-        paths = self.names.qkv
-        if isinstance(paths, str):
-            return linear_at(block, paths)(h)
-        return [linear_at(block, path)(h) for path in paths]
+        projected = [linear_at(block, path)(h) for path in self.names.qkv_paths]
+        return projected[0] if len(projected) == 1 else projected
 
     def rotate(self, block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
         half = self.names.rotate_half
@@ -173,7 +190,7 @@ class NamedBlock(BlockAdapter):
         names = self.names
         if names.attention is not None:
             return (find_part(block, names.attention),)
-        paths = (*((names.qkv,) if isinstance(names.qkv, str) else names.qkv), names.gate, names.proj)
+        paths = (*names.qkv_paths, names.gate, names.proj)
         found = (find_part(block, path) for path in paths if path is not None)
         return [part for part in found if part is not None]
 
@@ -201,12 +218,11 @@ class NamedBlock(BlockAdapter):
             return None
         after_attend = _drops(block, names.proj_drop, *names.after_attend)
         after_feed = _drops(block, mlp.drops[1], *names.after_feed)
-        paths = (names.qkv,) if isinstance(names.qkv, str) else names.qkv
         find = partial(find_part, block)
         return DenseBlock(
             heads=self.head_shape(block)[0],
             norm1=find(names.norm1),
-            qkv=tuple(linear_at(block, path) for path in paths),
+            qkv=tuple(linear_at(block, path) for path in names.qkv_paths),
             proj=find(names.proj),
             norm2=find(names.norm2),
             fc1=find(mlp.fc1),
@@ -226,16 +242,16 @@ class NamedBlock(BlockAdapter):
         activation = None if mlp.act is None else find(mlp.act)
         norms = [find(path) for path in (names.norm1, names.norm2)]
         absent = [find(path) for path in (names.q_norm, names.k_norm, names.inner_norm, mlp.norm) if path is not None]
-        qkv = (names.qkv,) if isinstance(names.qkv, str) else names.qkv
-        linears = [find(path) for path in (*qkv, names.proj, mlp.fc1, mlp.fc2)]
+        linears = [find(path) for path in (*names.qkv_paths, names.proj, mlp.fc1, mlp.fc2)]
         return (
             all(isinstance(norm, nn.LayerNorm) and is_plain(norm, type(norm)) for norm in norms)
             and all(_is_own(block, norm) and norm.bias is not None for norm in norms)
-            and all(_is_plain_linear(block, linear) for linear in linears)
+            # a parameter is checked with the attention module that holds it
+            and all(isinstance(one, Tensor) or (is_plain(one, *_LINEAR) and one.bias is not None) for one in linears)
             and all(is_plain(part, nn.Identity) for part in absent if part is not None)
             and all(is_ordinary(part) for part in self.attend_parts(block))
             and (names.gate is None or find(names.gate) is None)
-            and (activation is None or _is_gelu(activation))
+            and (activation is None or is_plain(activation, nn.GELU) or type(activation).__name__ == "GELUActivation")
             and self.attention_dropout(block) == 0
         )
 
@@ -261,12 +277,8 @@ def linear_at(block: nn.Module, path: str) -> Callable[[Tensor], Tensor]:
         projection: nn.Module = find_part(block, path)
         return projection
     owner, _, name = path.rpartition(".")
-    return partial(_apply_weight, find_part(block, owner) if owner else block, name)
-
-
-def _apply_weight(owner: nn.Module, name: str, h: Tensor) -> Tensor:
-    bias = getattr(owner, name.removesuffix("weight") + "bias")
-    return F.linear(h, getattr(owner, name), bias)
+    holder, bias = find_part(block, owner) if owner else block, name.removesuffix("weight") + "bias"
+    return lambda h: F.linear(h, getattr(holder, name), getattr(holder, bias))
 
 
 def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
@@ -277,6 +289,7 @@ def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
     return part(y) if callable(part) else part * y
 
 
+_LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _UNKNOWN = nn.Identity()
 """Stands for a layer scale that is not a plain factor per channel."""
 
@@ -307,14 +320,3 @@ def _is_own(block: nn.Module, part: nn.Module) -> bool:
     """Return whether a part's class is one of torch's, or of the library that the block comes from."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(block).__mro__}
     return type(part).__module__.partition(".")[0] in {"torch", *libraries}
-
-
-def _is_plain_linear(block: nn.Module, linear: Any) -> bool:
-    if isinstance(linear, Tensor):  # a parameter, checked with the attention module that holds it
-        return True
-    plain = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return is_plain(linear, *plain) and linear.bias is not None
-
-
-def _is_gelu(activation: nn.Module) -> bool:
-    return is_plain(activation, nn.GELU) or type(activation).__name__ == "GELUActivation"

@@ -1,4 +1,4 @@
-"""Logits of each head of a model, recorded while the model runs unchanged."""
+"""Outputs of models: the one tensor of an output, and the logits of each head, recorded while the model runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitrail.adapters.registry import head_names
+from vitrail.errors import UnsupportedInput
 from vitrail.heads.by_role import Heads
 
 
@@ -24,7 +25,7 @@ def head_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     def by_role(heads: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
         assert isinstance(heads, Heads)
-        for name, value in heads.answers(*args, **kwargs).items():
+        for name, value in heads.token_logits(*args, **kwargs).items():
             found.setdefault(name, []).append(value.detach().cpu())
 
     def linear(name: str) -> Callable[..., None]:
@@ -42,3 +43,14 @@ def head_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def output_tensor(output: Any) -> Tensor:
+    """Return the tensor of a model's output: the output itself, its logits, pooled features or tokens."""
+    names = ("logits", "pooler_output", "last_hidden_state")
+    for value in (output, *(getattr(output, name, None) for name in names)):
+        if isinstance(value, Tensor):
+            return value
+    raise UnsupportedInput(
+        f"the model returned a {type(output).__name__}; expected a tensor, or an output with {' or '.join(names)}"
+    )

@@ -1,4 +1,4 @@
-"""Position inside attention: rotary position, and the interface for any other kind.
+"""Position inside attention: rotary position, relative bias, and the interface for any other kind.
 
 A merged token lies between its patches, so positions are coordinates, never indices: the runtime averages the
 coordinates of merged patches and calls the `Position` object with them.
@@ -7,22 +7,31 @@ coordinates of merged patches and calls the `Position` object with them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from vitrail.errors import BrokenPass
+from vitrail.tokens import TokenLayout
 
 
 class Position(ABC):
     """Position of a model that acts inside attention, at any coordinates.
 
     A kind of position overrides what it needs: rotary position `table`, a relative bias `bias`.
-
-    Attributes:
-        positions: coordinates of the patches (P, axes), or None where only the model's own table has them.
     """
 
-    positions: Tensor | None
+    @abstractmethod
+    def coordinates(self, layout: TokenLayout, x: Tensor, table: Tensor | None) -> Tensor:
+        """Return the coordinates (1 or B, N, axes) of all tokens before any merge.
+
+        Args:
+            layout: the tokens of this pass.
+            x: the tokens themselves (B, N, D).
+            table: the rotation table that the model passed to its block, if any.
+        """
 
     def table(self, layer: int, positions: Tensor) -> Tensor | None:
         """Return the rotation table (B, H or 1, N, 2·d) of a layer at coordinates (B, N, axes); None for no rotation.
@@ -31,13 +40,13 @@ class Position(ABC):
         """
         return None
 
-    def bias(self, layer: int, positions: Tensor) -> Tensor | None:
-        """Return the bias (B or 1, H, N, N) added to a layer's scaled scores; None for no bias."""
-        return None
+    def bias(self, layer: int, positions: Tensor | None) -> Tensor | None:
+        """Return the bias (H, N, N) or (B or 1, H, N, N) added to a layer's scaled scores; None for no bias.
 
-    @abstractmethod
-    def read(self, table: Tensor) -> Tensor:
-        """Return the coordinates (P, axes) or (B, P, axes) behind what the model passed to its block."""
+        Until tokens have merged, ``positions`` is None, and the bias is the model's own. A block whose model has a bias
+        sets ``BlockAdapter.biased``.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,18 @@ class Rotary(Position):
     positions: Tensor | None
     frequencies: Tensor
     interleaved: bool
+
+    def coordinates(self, layout: TokenLayout, x: Tensor, table: Tensor | None) -> Tensor:
+        """Return the coordinates of the patches, and zero, and so no rotation, for special tokens."""
+        assert table is not None
+        positions = self.read(table) if self.positions is None else self.positions
+        if positions.shape[-2] != table.shape[-2]:
+            raise BrokenPass(
+                f"rotary positions for {positions.shape[-2]} patches, but the model rotates {table.shape[-2]} tokens"
+            )
+        positions = positions.expand(1, -1, -1) if positions.dim() == 2 else positions
+        special = positions.new_zeros(positions.shape[0], layout.num_special, positions.shape[2])
+        return torch.cat([special, positions], 1)
 
     def table(self, layer: int, positions: Tensor) -> Tensor:
         """Return sines and cosines at any coordinates (B, N, axes), as one table (B, H or 1, N, 2·d)."""
@@ -79,6 +100,35 @@ class Rotary(Position):
         axes = [angle[..., pair * channel] / frequencies[axis, channel] for axis, channel in enumerate(slowest)]
         positions = torch.stack(axes, -1)
         return positions.squeeze(1) if positions.dim() == 4 else positions
+
+
+@dataclass(frozen=True)
+class RelativeBias(Position):
+    """A bias for every pair of tokens, learned or computed, added to the scores.
+
+    The bias between two merged tokens is the mean of that between their members, weighted as the mean of the tokens
+    is: by size. So the coordinates of a token are its shares of the original tokens (B, N, tokens), and the bias of
+    merged tokens is ``shares · bias · sharesᵀ``.
+
+    Attributes:
+        between: returns the bias of a layer between all tokens before any merge, (H, N, N) or (B or 1, H, N, N), or
+            None.
+    """
+
+    between: Callable[[int], Tensor | None]
+
+    def coordinates(self, layout: TokenLayout, x: Tensor, table: Tensor | None) -> Tensor:
+        """Return the shares of unmerged tokens: each is itself."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.eye(layout.num_tokens, dtype=dtype, device=x.device).unsqueeze(0)
+
+    def bias(self, layer: int, positions: Tensor | None) -> Tensor | None:
+        """Return the bias between tokens of these shares; None for a layer without one."""
+        full = self.between(layer)
+        if full is None or positions is None:
+            return full
+        shares = positions.unsqueeze(1)
+        return (shares @ full.to(shares.dtype) @ shares.transpose(-1, -2)).to(full.dtype)
 
 
 def axial_frequencies(bands: Tensor) -> Tensor:

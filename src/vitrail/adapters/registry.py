@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from vitrail.adapters.base import BlockAdapter, Library, TrunkAdapter
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
+from vitrail.tokens import TokenLayout
 
 LIBRARIES: dict[str, str | Library] = {
     "timm": "vitrail.adapters.timm",
@@ -43,10 +45,8 @@ class Found:
 def register_adapter(trunk_class: type | str, adapter: TrunkAdapter) -> None:
     """Register the adapter of a model class, so that everything Vitrail does works on its models.
 
-    Args:
-        trunk_class: the class, or its dotted name (``"package.module.Class"``), which imports nothing. Subclasses are
-            included. An adapter registered before for the same class is replaced.
-        adapter: describes the class; see ``docs/adapters.md``.
+    The class is given itself, or by its dotted name (``"package.module.Class"``), which imports nothing. Subclasses are
+    included; an adapter registered before for the same class is replaced. See ``docs/adapters.md``.
 
     Example:
         >>> vitrail.register_adapter("mylib.models.MyViT", MyAdapter())  # doctest: +SKIP
@@ -75,9 +75,8 @@ def split_name(name: str) -> tuple[Library | None, str]:
 
 
 def library_of(config: Mapping[str, Any]) -> Library:
-    """Return the library of a trained model by the ``architecture`` in its ``config.json``; ours where it has none."""
-    prefix = str(config.get("architecture", "")).partition(":")[0]
-    return library(prefix if prefix in LIBRARIES else "vitrail")
+    """Return the library of a trained model by its ``config.json``, or what training keeps of it; ours by default."""
+    return next((one for one in map(library, LIBRARIES) if one.restores(config)), library("vitrail"))
 
 
 def find(model: nn.Module) -> Found:
@@ -89,7 +88,7 @@ def find(model: nn.Module) -> Found:
     trunks = [
         (name, part, adapter)
         for name, part in model.named_modules()
-        if (adapter := next((known[kind] for kind in type(part).__mro__ if kind in known), None)) is not None
+        for adapter in [known[kind] for kind in type(part).__mro__ if kind in known][:1]
     ]
     if not trunks:
         raise UnsupportedModel(
@@ -145,6 +144,25 @@ def size_options(name: str, size: tuple[int, ...] | None) -> dict[str, Any]:
     """Return the options with which `load_model` builds a model for inputs of a size; none where it needs none."""
     found, _ = split_name(name)
     return {} if found is None or size is None else found.size_options(size)
+
+
+def sized(found: Found, size: tuple[int, ...] | None, name: str) -> tuple[InputSpec, TokenLayout]:
+    """Return a model's input specification and layout for a height and width, or for its own size.
+
+    Raise if the size is not a whole number of patches.
+    """
+    spec = found.adapter.input_spec(found.trunk)
+    if size is None:
+        return spec, found.adapter.layout(found.trunk, spec.size)
+    spec = replace(spec, size=(*spec.size[:-2], *size))
+    with suppress(ValueError):  # smaller than a patch
+        layout = found.adapter.layout(found.trunk, spec.size)
+        if not any(side % cells for side, cells in zip(size, layout.grid[1:], strict=True)):
+            return spec, layout
+    raise InvalidOption(
+        f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
+        "(often 16 or 14) in each direction, or leave the size out"
+    )
 
 
 def input_spec(model: nn.Module) -> InputSpec:

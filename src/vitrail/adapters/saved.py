@@ -42,36 +42,33 @@ def model_folder(path: Path) -> Path:
     """Return the directory of a model: the directory itself, or the best or last model of a run."""
     for place in PLACES:
         if (path / place / CONFIG).is_file():
-            return path / place if place != "." else path
-    for name, folder in EMBEDDED.items():
-        if folder == path:
-            raise ModelLoadError(
-                f"{PREFIX}{name} is not part of this installation: {folder} has no {CONFIG}. Install a version of "
-                "Vitrail that includes it, or name a run directory"
-            )
+            return path / place
+    if name := next((name for name, folder in EMBEDDED.items() if folder == path), None):
+        raise ModelLoadError(
+            f"{PREFIX}{name} is not part of this installation: {path} has no {CONFIG}. Install a version of "
+            "Vitrail that includes it, or name a run directory"
+        )
     raise ModelLoadError(f"{path} holds no model; expected a run directory, or one with {CONFIG} and {WEIGHTS}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a saved model."""
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder / CONFIG} could not be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelLoadError(f"{folder / CONFIG} is not the config of a model; expected a JSON object")
-    return config
+    return _read_json(folder / CONFIG)
 
 
 def read_labels(folder: Path) -> dict[str, Any]:
     """Read the ``labels.json`` of a saved model: classes, preprocessing, training; empty where there is none."""
+    return _read_json(folder / LABELS) if (folder / LABELS).exists() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads((folder / LABELS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder / LABELS} could not be read: {error}") from error
-    return values if isinstance(values, dict) else {}
+        raise ModelLoadError(f"{path} could not be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path} is not a file of a model; expected a JSON object")
+    return values
 
 
 def load_saved(path: str | Path) -> nn.Module:
@@ -106,10 +103,9 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def saved_library(folder: Path) -> Library:
     """Return the library of a saved model, as named in its ``config.json``."""
-    from vitrail.adapters.registry import LIBRARIES, library
+    from vitrail.adapters.registry import library_of
 
-    config = read_config(folder)
-    return next((one for one in map(library, LIBRARIES) if one.restores(config)), library("vitrail"))
+    return library_of(read_config(folder))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

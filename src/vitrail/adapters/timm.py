@@ -6,7 +6,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,35 +13,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, forward_class, known_block
-from vitrail.adapters.forward_pass import open_pass
-from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.base import (
+    BlockAdapter,
+    Library,
+    ModelRequest,
+    TrunkAdapter,
+    forward_class,
+    known_block,
+    parameters_by_role,
+)
+from vitrail.adapters.forward_pass import FeaturesEntry
+from vitrail.adapters.named_block import TIMM_NAMES, MlpNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary, axial_frequencies
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedInput, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
-_VIT = BlockNames(
-    norm1="norm1",
-    qkv="attn.qkv",
-    proj="attn.proj",
-    norm2="norm2",
-    mlp="mlp",
-    heads="attn.num_heads",
-    head_dim="attn.head_dim",
-    attention="attn",
-    q_norm="attn.q_norm",
-    k_norm="attn.k_norm",
+_VIT = replace(
+    TIMM_NAMES,
     inner_norm="attn.norm",
     gate="attn.gate",
-    proj_drop="attn.proj_drop",
-    after_attend=("ls1", "drop_path1"),
-    after_feed=("ls2", "drop_path2"),
-    attention_dropout="attn.attn_drop",
     arguments=(("attn_mask", "mask"), ("is_causal", "causal")),
     dense=MlpNames(("Mlp",), act="mlp.act", norm="mlp.norm", drops=("mlp.drop1", "mlp.drop2")),
 )
-_VIT_POST_NORM = replace(_VIT, post_norm=True, after_attend=("drop_path1",), after_feed=("drop_path2",))
+_POST_NORM: dict[str, Any] = {"post_norm": True, "after_attend": ("drop_path1",), "after_feed": ("drop_path2",)}
 _EVA = replace(
     _VIT,
     after_attend=("gamma_1", "drop_path1"),
@@ -52,7 +46,6 @@ _EVA = replace(
     arguments=(("rope", "rope"), ("attn_mask", "mask"), ("is_causal", "causal")),
     dense=None,
 )
-_EVA_POST_NORM = replace(_EVA, post_norm=True, after_attend=("drop_path1",), after_feed=("drop_path2",))
 
 
 class EvaNamedBlock(NamedBlock):
@@ -75,34 +68,21 @@ BLOCK = NamedBlock(_VIT)
 
 _VIT_BLOCKS: dict[type | str, BlockAdapter] = {
     "timm.models.vision_transformer.Block": BLOCK,
-    "timm.models.vision_transformer.ResPostBlock": NamedBlock(_VIT_POST_NORM),
+    "timm.models.vision_transformer.ResPostBlock": NamedBlock(replace(_VIT, **_POST_NORM)),
 }
 _EVA_BLOCKS: dict[type | str, BlockAdapter] = {
     "timm.models.eva.EvaBlock": EvaNamedBlock(_EVA),
-    "timm.models.eva.EvaBlockPostNorm": EvaNamedBlock(_EVA_POST_NORM),
+    "timm.models.eva.EvaBlockPostNorm": EvaNamedBlock(replace(_EVA, **_POST_NORM)),
 }
 
 
-class TimmEntryPoints:
+class TimmEntryPoints(FeaturesEntry):
     """Entry points of a timm trunk; each opens a pass with the layout of its input."""
-
-    _vitrail_adapter: TrunkAdapter
-
-    def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with self._vitrail_pass(x):
-            return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
 
     def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         gridded = kwargs.get("output_fmt", args[4] if len(args) > 4 else "NCHW") == "NCHW"
         with self._vitrail_pass(x, expose=True, gridded=gridded):
             return super().forward_intermediates(x, *args, **kwargs)  # type: ignore[misc]
-
-    def _vitrail_pass(
-        self: Any, x: Tensor, expose: bool = False, gridded: bool = False
-    ) -> AbstractContextManager[None]:
-        adapter = self._vitrail_adapter
-        layout = adapter.layout(self, (x.shape[-2], x.shape[-1]))
-        return open_pass(self, layout, adapter.position(self, layout.grid), expose, gridded, inputs=x)
 
 
 class TimmVisionTransformer(TrunkAdapter):
@@ -125,26 +105,22 @@ class TimmVisionTransformer(TrunkAdapter):
         return adapter
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
-        special: list[tuple[Role, int]] = [(Role.CLASS, int(trunk.cls_token is not None))]
-        special.append((Role.DISTILLATION, int(getattr(trunk, "dist_token", None) is not None)))
-        special.append((Role.REGISTER, trunk.num_prefix_tokens - sum(count for _, count in special)))
-        embed = trunk.patch_embed
-        grid = embed.grid_size if size is None else embed.dynamic_feat_size(size)
+        classes, distillation = (int(getattr(trunk, name, None) is not None) for name in ("cls_token", "dist_token"))
+        registers = trunk.num_prefix_tokens - classes - distillation
+        grid = trunk.patch_embed.grid_size if size is None else trunk.patch_embed.dynamic_feat_size(size)
+        special = ((Role.CLASS, classes), (Role.DISTILLATION, distillation), (Role.REGISTER, registers))
         return TokenLayout.of(*special, grid=(1, *grid))
 
     def resizes(self, trunk: Any) -> bool:
         return trunk.dynamic_img_size
 
     def input_spec(self, trunk: Any) -> InputSpec:
-        given = getattr(trunk, "pretrained_cfg", None) or {}
-        size = trunk.patch_embed.img_size or given.get("input_size", (3, 224, 224))[-2:]
-        half = (0.5, 0.5, 0.5)
-        return InputSpec(tuple(size), tuple(given.get("mean", half)), tuple(given.get("std", half)))
+        declared = _declared(getattr(trunk, "pretrained_cfg", None) or {})
+        return replace(declared, size=trunk.patch_embed.img_size or declared.size)
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}
-        found = {(role, ""): getattr(trunk, name, None) for role, name in names.items()}
-        return {role: value for role, value in found.items() if value is not None}
+        return parameters_by_role(trunk, names)
 
     def num_classes(self, model: nn.Module, trunk: Any) -> int:
         return trunk.num_classes
@@ -177,9 +153,8 @@ class TimmEva(TimmVisionTransformer):
         return ROTARY[type(trunk.rope).__name__](trunk.rope, grid[1:], dropped)
 
 
-def _work_dtype(*buffers: Tensor | None) -> torch.dtype:
-    dtype = next(buffer.dtype for buffer in buffers if buffer is not None)
-    return torch.promote_types(dtype, torch.float32)
+def _work_dtype(buffer: Tensor) -> torch.dtype:
+    return torch.promote_types(buffer.dtype, torch.float32)
 
 
 def _rotary_cat(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
@@ -218,14 +193,8 @@ def _rotary_dinov3(rope: Any, grid: tuple[int, ...], dropped: bool) -> Rotary:
     frequencies = axial_frequencies(2 * torch.pi / rope.periods.to(dtype))
     if dropped or (rope.training and rope.aug_active):
         return Rotary(None, frequencies, not rope.rotate_half)
-    positions = make_coords_dinov3(
-        *grid,
-        normalize_coords=rope.normalize_coords,
-        grid_indexing=rope.grid_indexing,
-        grid_offset=rope.grid_offset,
-        device=rope.periods.device,
-        dtype=dtype,
-    )
+    options = {name: getattr(rope, name) for name in ("normalize_coords", "grid_indexing", "grid_offset")}
+    positions = make_coords_dinov3(*grid, **options, device=rope.periods.device, dtype=dtype)
     return Rotary(positions, frequencies, not rope.rotate_half)
 
 
@@ -250,6 +219,13 @@ ROTARY = {
 }
 """Readers of timm's rotary modules, by class name: (module, grid, whether patches are dropped)."""
 
+
+def _declared(config: Mapping[str, Any]) -> InputSpec:
+    """Read a ``pretrained_cfg``."""
+    half = (0.5, 0.5, 0.5)
+    return InputSpec(config.get("input_size", (3, 224, 224))[-2:], config.get("mean", half), config.get("std", half))
+
+
 _REMOTE = ("hf-hub:", "hf_hub:")
 _LOCAL = "local-dir:"
 
@@ -262,35 +238,31 @@ class Timm(Library):
     heads = {"head": "class", "head_dist": "distillation"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
+        from vitrail.adapters._timm_beit import TimmBeit
+
         return {
             "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
             "timm.models.eva.Eva": TimmEva(),
+            "timm.models.beit.Beit": TimmBeit(),
         }
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
-        try:
-            import timm
-        except ImportError as error:
-            raise self.missing(name) from error
+        timm = self.imported(name)
         if not timm.is_model(name.split(".")[0]) and not name.startswith((*_REMOTE, _LOCAL)):
             raise ModelLoadError(f"timm has no model named {name!r}; `timm.list_models('*vit*')` lists those it has")
         try:
             return timm.create_model(name, pretrained=pretrained, **options).eval()
         except Exception as error:
             hint = (
-                " Check the network, name a directory with its weights (timm:local-dir:DIRECTORY), or use random "
+                "Check the network, name a directory with its weights (timm:local-dir:DIRECTORY), or use random "
                 "weights (pretrained=False) where they do not matter."
-                if pretrained
-                else ""
             )
-            raise ModelLoadError(f"timm could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
+            raise self.failed(name, error, hint if pretrained else "") from error
 
     def declared_spec(self, model: nn.Module) -> InputSpec | None:
         declared: Any = getattr(model, "pretrained_cfg", None) or {}
-        if not declared.get("mean") or not declared.get("std") or len(declared["mean"]) != 3:
-            return None
-        height, width = declared.get("input_size", (3, 224, 224))[-2:]
-        return InputSpec((height, width), tuple(declared["mean"]), tuple(declared["std"]))
+        known = declared.get("mean") and declared.get("std") and len(declared["mean"]) == 3
+        return _declared(declared) if known else None
 
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"img_size": size}
@@ -303,14 +275,12 @@ class Timm(Library):
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
         """Build a model to train; input size and drop path are given only to models that take them."""
+        given = {"drop_path_rate": request.drop_path or None, "img_size": request.image_size}
         options = {"num_classes": len(request.outputs), **request.options}
-        if request.drop_path:
-            options["drop_path_rate"] = request.drop_path
-        if request.image_size is not None:
-            options["img_size"] = request.image_size
-        optional = {"drop_path_rate", "img_size"} & options.keys()
-        refused = optional - self._accepted(name, optional) if optional else set()
-        options = {option: value for option, value in options.items() if option not in refused}
+        options |= {option: value for option, value in given.items() if value is not None}
+        optional = given.keys() & options.keys()
+        for option in optional - self._accepted(name, optional) if optional else ():
+            del options[option]
         model = self.load(name, bool(request.pretrained), **options)
         config = {"architecture": f"timm:{name}", "options": options}
         return model, config if request.image_size is None else {**config, "image_size": request.image_size}

@@ -79,19 +79,15 @@ class Torchvision(Library):
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         """Load a model with its default weights, or with random ones."""
+        models = self.imported(name, "torchvision.models")
+        if name not in models.list_models():
+            expected = ", ".join(models.list_models(include="vit*"))
+            raise ModelLoadError(f"torchvision has no model named {name!r}; expected {expected}")
         try:
-            from torchvision.models import get_model, list_models
-        except ImportError as error:
-            raise self.missing(name) from error
-        if name not in list_models():
-            raise ModelLoadError(
-                f"torchvision has no model named {name!r}; expected {', '.join(list_models(include='vit*'))}"
-            )
-        try:
-            return get_model(name, weights="DEFAULT" if pretrained else None, **options).eval()
+            return models.get_model(name, weights="DEFAULT" if pretrained else None, **options).eval()
         except Exception as error:
-            hint = " Check the network, or use random weights (pretrained=False)." if pretrained else ""
-            raise ModelLoadError(f"torchvision could not build {name!r}: {str(error).rstrip('.')}.{hint}") from error
+            hint = "Check the network, or use random weights (pretrained=False)." if pretrained else ""
+            raise self.failed(name, error, hint) from error
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
         options = dict(request.options)

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, known_block
-from vitrail.adapters.forward_pass import open_pass
+from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, known_block, parameters_by_role
+from vitrail.adapters.forward_pass import EntryPoint
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.data.spec import MEAN, STD, InputSpec
-from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
+from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import Role, TokenLayout
 
 _VIT = BlockNames(
@@ -65,10 +65,8 @@ _BLOCKS: dict[type | str, BlockAdapter] = {
 }
 
 
-class TransformersEntryPoint:
+class TransformersEntryPoint(EntryPoint):
     """Entry point of a transformers trunk; opens a pass with the layout of its input."""
-
-    _vitrail_adapter: TransformersTrunk
 
     def forward(self: Any, pixel_values: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         config = self.config
@@ -81,12 +79,11 @@ class TransformersEntryPoint:
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
         hidden = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
         adapter = self._vitrail_adapter
-        layout = adapter.layout(self, (pixel_values.shape[-2], pixel_values.shape[-1]))
         expose = adapter.exposes or bool(hidden)
         gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
         # while exporting, transformers makes a mask that allows everything
         unmasked = kwargs.get("attention_mask") is None and not any(isinstance(value, Tensor) for value in args[2:])
-        with open_pass(self, layout, expose=expose, gridded=gridded, unmasked=unmasked, inputs=pixel_values):
+        with self._vitrail_pass(pixel_values, expose=expose, gridded=gridded, unmasked=unmasked):
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -96,8 +93,7 @@ class TransformersTrunk(TrunkAdapter):
     Attributes:
         exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
-        mean: mean of each channel, for models without a ``preprocessor_config.json``.
-        std: the same for the standard deviation.
+        mean, std: statistics of each channel, for models without a ``preprocessor_config.json``.
     """
 
     argument = "pixel_values"
@@ -117,11 +113,10 @@ class TransformersTrunk(TrunkAdapter):
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         patch = trunk.embeddings.patch_embeddings.patch_size
         height, width = self.input_spec(trunk).size if size is None else size
-        return TokenLayout.of(*self.special(trunk), grid=(1, height // patch[0], width // patch[1]))
-
-    def special(self, trunk: Any) -> tuple[tuple[Role, int], ...]:
-        """Return the special tokens in their order."""
-        return ((Role.CLASS, 1),)
+        distillation = (Role.DISTILLATION, int(hasattr(trunk.embeddings, "distillation_token")))
+        registers = (Role.REGISTER, getattr(trunk.config, "num_register_tokens", 0))
+        grid = (1, height // patch[0], width // patch[1])
+        return TokenLayout.of(Role.CLASS, distillation, registers, grid=grid)
 
     def resizes(self, trunk: Any) -> bool:
         return True
@@ -143,8 +138,7 @@ class TransformersTrunk(TrunkAdapter):
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
-        found = {(role, ""): getattr(trunk.embeddings, name, None) for role, name in names.items()}
-        return {role: value for role, value in found.items() if value is not None}
+        return parameters_by_role(trunk.embeddings, names)
 
     def num_classes(self, model: nn.Module, trunk: Any) -> int:
         return 0 if model is trunk else trunk.config.num_labels
@@ -156,24 +150,14 @@ class TransformersTrunk(TrunkAdapter):
         return (trunk.embeddings.patch_embeddings,)
 
 
-class DeiTTrunk(TransformersTrunk):
-    """DeiT: a distillation token behind the class token."""
-
-    def special(self, trunk: Any) -> tuple[tuple[Role, int], ...]:
-        return ((Role.CLASS, 1), (Role.DISTILLATION, 1))
-
-
 class Dinov2Trunk(TransformersTrunk):
-    """DINOv2: layers inside an encoder, ImageNet's statistics, maybe registers."""
+    """DINOv2: layers inside an encoder, and ImageNet's statistics."""
 
     interpolates = True
     mean, std = MEAN, STD
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.encoder.layer)
-
-    def special(self, trunk: Any) -> tuple[tuple[Role, int], ...]:
-        return ((Role.CLASS, 1), (Role.REGISTER, getattr(trunk.config, "num_register_tokens", 0)))
 
 
 class Dinov2BackboneTrunk(Dinov2Trunk):
@@ -182,19 +166,18 @@ class Dinov2BackboneTrunk(Dinov2Trunk):
     exposes = True
 
 
-def _preprocessor_config(name: str) -> dict[str, Any]:
-    """Read the ``preprocessor_config.json`` of a directory or of a cached Hub repository; empty where there is none."""
-    path: Path | str | None = Path(name) / _PREPROCESSOR if name and Path(name).is_dir() else None
-    if path is None and re.fullmatch(_REPOSITORY, name):
-        try:
-            from huggingface_hub import try_to_load_from_cache
-        except ImportError:
-            return {}
-        found = try_to_load_from_cache(name, _PREPROCESSOR)
-        path = found if isinstance(found, str) else None
+def _preprocessor_config(name: str, *, download: bool = False) -> dict[str, Any]:
+    """Read the ``preprocessor_config.json`` of a directory or of a Hub repository in the cache; empty without one."""
+    if not name:
+        return {}
     try:
-        stored = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        path = Path(name) / _PREPROCESSOR
+        if not Path(name).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, _PREPROCESSOR, local_files_only=not download))
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except Exception:  # optional: `input_spec` then takes the family's usual normalization
         return {}
     return stored if isinstance(stored, dict) else {}
 
@@ -212,7 +195,6 @@ def _stored_size(stored: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 _PREPROCESSOR = "preprocessor_config.json"
-_REPOSITORY = r"[\w.-]+(/[\w.-]+)?"
 
 
 class Transformers(Library):
@@ -226,7 +208,7 @@ class Transformers(Library):
         dinov2, registers = "dinov2.modeling_dinov2", "dinov2_with_registers.modeling_dinov2_with_registers"
         return {
             f"{_MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
-            f"{_MODELS}.deit.modeling_deit.DeiTModel": DeiTTrunk(),
+            f"{_MODELS}.deit.modeling_deit.DeiTModel": TransformersTrunk(),
             f"{_MODELS}.{dinov2}.Dinov2Model": Dinov2Trunk(),
             f"{_MODELS}.{registers}.Dinov2WithRegistersModel": Dinov2Trunk(),
             f"{_MODELS}.{dinov2}.Dinov2Backbone": Dinov2BackboneTrunk(),
@@ -235,22 +217,17 @@ class Transformers(Library):
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         """Load a model from a directory or the Hub, with its classification head where it has one."""
+        library = self.imported(name)
         try:
-            from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
-        except ImportError as error:
-            raise self.missing(name) from error
-        try:
-            config = AutoConfig.from_pretrained(name)
+            config = library.AutoConfig.from_pretrained(name)
             classifies = any("ForImageClassification" in kind for kind in config.architectures or ())
-            auto = AutoModelForImageClassification if classifies else AutoModel
+            auto = library.AutoModelForImageClassification if classifies else library.AutoModel
             model = auto.from_pretrained(name, **options) if pretrained else auto.from_config(config, **options)
         except Exception as error:
-            raise ModelLoadError(
-                f"transformers could not load {name!r}: {str(error).rstrip('.')}. Name a directory written by "
-                "save_pretrained, or a repository of the Hub that can be reached."
-            ) from error
-        if pretrained and not Path(name).is_dir():
-            _fetch_preprocessor_config(name)
+            hint = "Name a directory written by save_pretrained, or a repository of the Hub that can be reached."
+            raise self.failed(name, error, hint) from error
+        if pretrained:
+            _preprocessor_config(name, download=True)
         return model.eval()
 
     def uses_hub(self, name: str, pretrained: bool) -> bool:
@@ -281,29 +258,22 @@ class Transformers(Library):
 
     def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
         """Build a classifier to train, with trained weights unless ``request.pretrained`` is False."""
-        try:
-            from transformers import AutoConfig, AutoModelForImageClassification
-        except ImportError as error:
-            raise self.missing(name) from error
-        options = {
-            "id2label": dict(enumerate(request.outputs)),
-            "label2id": {label: number for number, label in enumerate(request.outputs)},
-            **request.options,
-        }
+        library = self.imported(name)
+        labels = dict(enumerate(request.outputs))
+        options = {"id2label": labels, "label2id": {label: one for one, label in labels.items()}, **request.options}
         if request.image_size is not None:
             options["image_size"] = request.image_size
         if "in_chans" in options:
             options["num_channels"] = options.pop("in_chans")
         try:
-            config = AutoConfig.from_pretrained(name, **options)
+            config = library.AutoConfig.from_pretrained(name, **options)
+            auto = library.AutoModelForImageClassification
             if request.pretrained is False:
-                model = AutoModelForImageClassification.from_config(config)
+                model = auto.from_config(config)
             else:
-                model = AutoModelForImageClassification.from_pretrained(
-                    name, config=config, ignore_mismatched_sizes=True
-                )
+                model = auto.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
         except Exception as error:
-            raise ModelLoadError(f"transformers could not build {name!r}: {str(error).rstrip('.')}") from error
+            raise self.failed(name, error) from error
         return model, {"architecture": "hf"}
 
     def rebuild(
@@ -322,29 +292,18 @@ class Transformers(Library):
         config: Mapping[str, Any],
         labels: Mapping[str, Any],
     ) -> None:
-        from vitrail._atomic_files import write_bytes
-        from vitrail.models.saving import LABELS, labels_text
+        from vitrail.models.saving import write_labels
 
         folder.mkdir(parents=True, exist_ok=True)
         kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
         model.save_pretrained(folder, state_dict=kept)
-        write_bytes(folder / LABELS, labels_text(labels).encode())
+        write_labels(folder, labels)
 
     def restores(self, config: Mapping[str, Any]) -> bool:
-        return "model_type" in config
+        return "model_type" in config or config.get("architecture") == self.prefix
 
     def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
         return self.load(str(folder))
-
-
-def _fetch_preprocessor_config(repository: str) -> None:
-    """Download a repository's ``preprocessor_config.json`` into the cache, where it has one."""
-    try:
-        from huggingface_hub import hf_hub_download
-
-        hf_hub_download(repository, _PREPROCESSOR)
-    except Exception:  # optional: `input_spec` then takes the family's usual normalization
-        return
 
 
 LIBRARY = Transformers()

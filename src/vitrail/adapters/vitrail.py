@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, copy_weights, known_block
-from vitrail.adapters.forward_pass import hand_over, open_pass
-from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.forward_pass import FeaturesEntry, hand_over
+from vitrail.adapters.named_block import TIMM_NAMES, NamedBlock
 from vitrail.adapters.position import Position, Rotary
 from vitrail.adapters.saved import EMBEDDED, PREFIX, load_saved, named
 from vitrail.data.spec import MEAN, STD, InputSpec
@@ -28,25 +28,7 @@ from vitrail.models.position import coordinates, resample, rotary_frequencies
 from vitrail.models.saving import write_folder
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
-_BLOCK = BlockNames(
-    norm1="norm1",
-    qkv="attn.qkv",
-    proj="attn.proj",
-    norm2="norm2",
-    mlp="mlp",
-    heads="attn.num_heads",
-    head_dim="attn.head_dim",
-    attention="attn",
-    q_norm="attn.q_norm",
-    k_norm="attn.k_norm",
-    proj_drop="attn.proj_drop",
-    after_attend=("ls1", "drop_path1"),
-    after_feed=("ls2", "drop_path2"),
-    attention_dropout="attn.attn_drop",
-    arguments=(("rope", "rope"), ("mask", "mask")),
-    among_special=True,
-    dense=MlpNames(("Mlp",), drops=("mlp.drop1", "mlp.drop2")),
-)
+_BLOCK = replace(TIMM_NAMES, arguments=(("rope", "rope"), ("mask", "mask")), among_special=True)
 
 
 class TalkingHeadsBlock(NamedBlock):
@@ -75,16 +57,8 @@ _PLAIN = NamedBlock(_BLOCK)
 _TALKING_HEADS = TalkingHeadsBlock(replace(_BLOCK, dense=None))
 
 
-class VitrailEntryPoint:
-    """Entry point of a model of ours; opens a pass with the layout of its input."""
-
-    _vitrail_adapter: VitrailTrunk
-
-    def forward_features(self: Any, x: Tensor) -> Tensor:
-        adapter = self._vitrail_adapter
-        layout = adapter.layout(self, tuple(x.shape[2:]))
-        with open_pass(self, layout, adapter.position(self, layout.grid), inputs=x):
-            return super().forward_features(x)  # type: ignore[misc]
+class VitrailEntryPoint(FeaturesEntry):
+    """Entry point of a model of ours; also hands the state of a pass on where tokens enter between blocks."""
 
     def _enter(self: Any, x: Tensor, entered: Sequence[TokenSpec], here: Sequence[TokenSpec], special: Any) -> Tensor:
         woven: Tensor = super()._enter(x, entered, here, special)  # type: ignore[misc]
@@ -121,8 +95,12 @@ class VitrailTrunk(TrunkAdapter):
         return True
 
     def input_spec(self, trunk: Any) -> InputSpec:
-        size = trunk.config.image_size
-        return InputSpec((size, size) if isinstance(size, int) else tuple(size)[-2:], MEAN, STD)
+        config = trunk.config
+        if len(config.image) == 2 and config.in_chans == 3:
+            return InputSpec(config.image, MEAN, STD)
+        modality = "video" if len(config.image) == 3 else "audio"
+        halves = (0.5,) * config.in_chans
+        return InputSpec(config.image, halves, halves, modality)
 
     def entry_points(self) -> type:
         return VitrailEntryPoint

@@ -1,9 +1,9 @@
-"""Input checks and chunking shared by all analyses."""
+"""Input checks, chunking, and pooling to the patch grid, shared by all analyses."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -28,20 +28,31 @@ def chunks(count: int, each: int, start: int = 0) -> Iterator[slice]:
         yield slice(first, min(first + step, count))
 
 
+def map_chunks(function: Callable[[Tensor], Tensor], rows: Tensor, each: int) -> Tensor:
+    """Apply a function to a few rows at a time, with ``each`` numbers per row, and join the results."""
+    return torch.cat([function(rows[part]) for part in chunks(len(rows), each)])
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Return a tensor without gradients, in float32 or float64."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))
 
 
+def check_shape(tensor: Tensor, name: str, shape: str, hint: str = "") -> None:
+    """Raise unless a tensor has the axes of ``shape``, names or sizes such as ``"B 196 D"``, none of them empty."""
+    axes = shape.split()
+    sizes = [size if axis.isdigit() else axis for size, axis in zip(map(str, tensor.shape), axes, strict=False)]
+    if tensor.ndim != len(axes) or 0 in tensor.shape or sizes != axes:
+        given = tuple(tensor.shape)
+        raise UnsupportedInput(f"{name}: shape {given} given; expected ({', '.join(axes)}), not empty{hint}")
+
+
 def as_tensor(value: Array, name: str, shape: str) -> Tensor:
-    """Return an array as a tensor; ``shape`` names its axes, such as ``"B P D"``, none of which may be empty."""
+    """Return an array as a tensor of a shape; see :func:`check_shape`."""
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         value = value.copy()
     tensor = torch.as_tensor(value).detach()
-    if tensor.ndim != len(shape.split()) or 0 in tensor.shape:
-        raise UnsupportedInput(
-            f"{name} has shape {tuple(tensor.shape)}; expected ({', '.join(shape.split())}), not empty"
-        )
+    check_shape(tensor, name, shape)
     return tensor
 
 
@@ -70,9 +81,7 @@ def as_patches(value: Array, grid: tuple[int, ...], name: str = "features") -> t
 
 def as_labels(value: Array, count: int) -> Tensor:
     """Return the labels of ``count`` images: integers from 0, of two classes or more."""
-    labels = as_integers(value, "labels", "B")
-    if len(labels) != count:
-        raise UnsupportedInput(f"got {len(labels)} labels for {count} images; expected one per image")
+    labels = as_integers(value, "labels", str(count))
     if int(labels.min()) < 0:
         raise UnsupportedInput(
             f"{int((labels < 0).sum())} of {count} labels are negative, which often means unlabeled; "
@@ -124,17 +133,14 @@ def check_finite(values: Tensor, name: str, each: str = "images") -> None:
 
     The error counts these vectors and names the rows of the first axis that have them; ``each`` names what a row is.
     """
-    bad, rows = 0, []
-    for part in chunks(len(values), values[:1].numel()):
-        wrong = ~torch.isfinite(values[part].detach()).all(-1).reshape(len(values[part]), -1)
-        bad += int(wrong.sum())
-        rows += [part.start + row for row in wrong.any(1).nonzero().flatten().tolist()]
-    if bad:
-        total = values.numel() // values.shape[-1]
+    bad = map_chunks(lambda part: ~part.detach().isfinite().all(-1), values, values[:1].numel())
+    if bad.any():
+        bad = bad.reshape(len(values), -1)
+        rows = bad.any(1).nonzero().flatten().tolist()
         shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
         raise UnsupportedInput(
-            f"{bad} of {total} vectors in {name} are not finite, in {len(rows)} of {len(values)} {each} (number "
-            f"{shown}); remove them, or record them in float32"
+            f"{int(bad.sum())} of {bad.numel()} vectors in {name} are not finite, in {len(rows)} of {len(values)} "
+            f"{each} (number {shown}); remove them, or record them in float32"
         )
 
 
@@ -153,3 +159,42 @@ def check_share(value: float, name: str) -> None:
     """Raise unless a share is above 0 and below 1."""
     if not 0 < value < 1:
         raise InvalidOption(f"{name} must be above 0 and below 1; got {value!r}")
+
+
+def patch_labels(masks: Tensor, grid: tuple[int, int], classes: int, valid: Tensor) -> Tensor:
+    """Return the most common class of each patch: masks (B, H, W) to (B, P); −1 where no pixel is valid.
+
+    Patches need not be a whole number of pixels. Ties go to the lowest class.
+    """
+    patches = grid[0] * grid[1]
+    row, column = (_cell_of(*pair, masks.device) for pair in zip(grid, masks.shape[1:], strict=True))
+    place = row[:, None] * grid[1] + column
+    labels = []
+    for part in chunks(len(masks), max(patches * classes, place.numel())):
+        image = torch.arange(len(masks[part]), device=masks.device)[:, None, None]
+        cell = (image * patches + place) * classes + masks[part]
+        counts = cell[valid[part]].bincount(minlength=len(image) * patches * classes)
+        most = counts.reshape(len(image), patches, classes).max(-1)
+        labels.append(most.indices.masked_fill(most.values == 0, -1))
+    return torch.cat(labels)
+
+
+def patch_means(maps: Tensor, grid: tuple[int, int], valid: Tensor) -> Tensor:
+    """Return the mean of the valid pixels of each patch: maps (B, H, W) to (B, P) in float64; NaN where none is valid.
+
+    Sums are matrix products, rows first and columns second, which give the same bits each time.
+    """
+    down, across = (
+        (_cell_of(cells, length, maps.device) == torch.arange(cells, device=maps.device)[:, None]).double()
+        for cells, length in zip(grid, maps.shape[1:], strict=True)
+    )
+    means = []
+    for part in chunks(len(maps), maps[0].numel()):
+        values, known = torch.where(valid[part], maps[part], 0).double(), valid[part].double()
+        means.append((down @ values @ across.T) / (down @ known @ across.T))
+    return torch.cat(means).flatten(1)
+
+
+def _cell_of(cells: int, length: int, device: torch.device) -> Tensor:
+    """Return the cell of each pixel along one axis."""
+    return torch.arange(length, device=device) * cells // length

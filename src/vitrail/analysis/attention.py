@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vitrail.analysis._inputs import at_least_float32, check_finite, chunks
+from vitrail.analysis._inputs import at_least_float32, check_finite, check_shape, chunks, map_chunks
 from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenLayout, span_names
@@ -61,11 +60,7 @@ class Rollout:
     @torch.no_grad()
     def add(self, attention: Tensor) -> None:
         """Add the attention (B, H, N, N) of the next layer."""
-        if attention.ndim != 4 or attention.shape[2] != attention.shape[3] or 0 in attention.shape:
-            raise UnsupportedInput(
-                f"attention of layer {self.layers} has shape {tuple(attention.shape)}; "
-                "expected (images, heads, tokens, tokens)"
-            )
+        check_shape(attention, f"attention of layer {self.layers}", f"B H {attention.shape[-1]} {attention.shape[-1]}")
         check_finite(attention, f"attention rows of layer {self.layers}")
         joined = HEADS[self.head](attention.detach()) * (1 - self.residual)
         joined.diagonal(dim1=1, dim2=2).add_(self.residual)
@@ -98,23 +93,18 @@ def rollout(attentions: Iterable[Tensor], *, head: Head = "mean", residual: floa
     return followed.result
 
 
-@dataclass(frozen=True, eq=False)
-class RoleMass(Result):
+class RoleMass(Result, eq=False):
     """Share of its attention that each role gives to each role.
 
     Attributes:
-        queries: roles of the query tokens.
-        keys: roles of all tokens.
-        mass: (queries, keys) mean over images, heads and the query tokens of the role; rows sum to one.
-        per_head: (H, queries, keys) the same for each head.
-        fair: (keys,) share of each role among all tokens: the mass under uniform attention.
+        queries, keys: roles of the query tokens, and of all tokens.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...]
-    mass: Tensor
-    per_head: Tensor
-    fair: Tensor
+    mass: Tensor  # (queries, keys) mean over images, heads and the query tokens of the role; rows sum to one
+    per_head: Tensor  # (H, queries, keys) the same for each head
+    fair: Tensor  # (keys,) share of each role among all tokens: the mass under uniform attention
 
 
 @torch.no_grad()
@@ -146,23 +136,14 @@ def role_mass(attention: Tensor, layout: TokenLayout, *, queries: Sequence[int] 
     return RoleMass(tuple(asking), tuple(keys), per_head.mean(0), per_head, fair)
 
 
-@dataclass(frozen=True, eq=False)
-class Overlap(Result):
-    """Similarity of the maps of tokens: (Q, Q) each, means over images and heads.
+class Overlap(Result, eq=False):
+    """Similarity of the maps of tokens: (Q, Q) each, means over images and heads."""
 
-    Attributes:
-        cosine: 1 for proportional maps, 0 for disjoint ones.
-        divergence: Jensen–Shannon in bits: 0 for equal maps, 1 for disjoint ones.
-        top_iou: intersection over union of the ``top`` patches with the most attention.
-        top: number of these patches.
-        left_out: number of maps (images × heads × tokens) that are all zero, and left out.
-    """
-
-    cosine: Tensor
-    divergence: Tensor
-    top_iou: Tensor
-    top: int
-    left_out: int
+    cosine: Tensor  # 1 for proportional maps, 0 for disjoint ones
+    divergence: Tensor  # Jensen–Shannon in bits: 0 for equal maps, 1 for disjoint ones
+    top_iou: Tensor  # intersection over union of the ``top`` patches with the most attention
+    top: int  # number of these patches
+    left_out: int  # number of maps (images × heads × tokens) that are all zero, and left out
 
 
 @torch.no_grad()
@@ -196,13 +177,10 @@ def overlap(maps: Tensor, *, top: float = 0.1) -> Overlap:
     return Overlap(cosine, divergence, shared, count, empty)
 
 
-@dataclass(frozen=True, eq=False)
-class Spread(Result):
-    """Entropy of the maps of each token: means over images and heads (Q,), and by head (H, Q).
+class Spread(Result, eq=False):
+    """Entropy of the maps of each token in bits: means over images and heads (Q,), and by head (H, Q).
 
-    Attributes:
-        entropy: entropy in bits.
-        effective: effective number of patches, 2 to the entropy: between 1 and all.
+    ``effective`` is the effective number of patches, 2 to the entropy: between 1 and all.
     """
 
     entropy: Tensor
@@ -215,13 +193,14 @@ class Spread(Result):
 @torch.no_grad()
 def entropy(maps: Tensor) -> Tensor:
     """Return the entropy in bits of each map (B, H, Q, t, h, w): (B, H, Q); NaN for maps that are all zero."""
-    flat = _flat(maps)
-    found = torch.empty(flat.shape[:3], dtype=torch.promote_types(flat.dtype, torch.float32), device=flat.device)
-    for part in chunks(len(flat), 2 * flat[0].numel()):
-        x = at_least_float32(flat[part])
+
+    def bits(part: Tensor) -> Tensor:
+        x = at_least_float32(part)
         x = x / x.sum(-1, keepdim=True)
-        found[part] = -torch.xlogy(x, x).sum(-1) / math.log(2)
-    return found.clamp(min=0)
+        return (-torch.xlogy(x, x).sum(-1) / math.log(2)).clamp(min=0)
+
+    flat = _flat(maps)
+    return map_chunks(bits, flat, 2 * flat[0].numel())
 
 
 @torch.no_grad()
@@ -229,13 +208,8 @@ def spread(maps: Tensor) -> Spread:
     """Return the spread of maps (B, H, Q, t, h, w); maps that are all zero are left out."""
     bits = entropy(maps).double().cpu()
     effective = torch.exp2(bits)
-    return Spread(
-        bits.nanmean((0, 1)),
-        effective.nanmean((0, 1)),
-        bits.nanmean(0),
-        effective.nanmean(0),
-        maps[0, 0, 0].numel(),
-    )
+    over_heads, by_head = ((bits.nanmean(axes), effective.nanmean(axes)) for axes in ((0, 1), (0,)))
+    return Spread(*over_heads, *by_head, maps[0, 0, 0].numel())
 
 
 def _sum_to_one(x: Tensor) -> Tensor:
@@ -245,10 +219,7 @@ def _sum_to_one(x: Tensor) -> Tensor:
 
 
 def _flat(maps: Tensor) -> Tensor:
-    if maps.ndim != 6 or 0 in maps.shape:
-        raise UnsupportedInput(
-            f"maps have shape {tuple(maps.shape)}; expected (images, heads, tokens, t, h, w) from token_maps"
-        )
+    check_shape(maps, "maps", "B H Q t h w", ", from token_maps")
     check_finite(maps, "maps")
     if (maps < 0).any():
         raise UnsupportedInput("attention maps must not be negative; use attention after the softmax")
@@ -256,11 +227,7 @@ def _flat(maps: Tensor) -> Tensor:
 
 
 def _check_rows(attention: Tensor, layout: TokenLayout) -> None:
-    if attention.ndim != 4 or attention.shape[3] != layout.num_tokens:
-        raise UnsupportedInput(
-            f"attention has shape {tuple(attention.shape)}; "
-            f"expected (images, heads, queries, {layout.num_tokens} tokens) for {layout}. Merged tokens have no grid"
-        )
+    check_shape(attention, "attention", f"B H Q {layout.num_tokens}", f", for {layout}. Merged tokens have no grid")
     check_finite(attention, "attention rows")
 
 
@@ -269,13 +236,9 @@ def _queries(attention: Tensor, layout: TokenLayout, queries: Sequence[int] | No
     rows = attention.shape[2]
     if queries is None and rows in (layout.num_special, layout.num_tokens):
         return list(range(rows))
-    if queries is None:
+    if queries is None or len(queries) != rows or not all(0 <= token < layout.num_tokens for token in queries):
         raise InvalidOption(
-            f"{rows} rows are neither the {layout.num_special} special tokens nor all {layout.num_tokens}; "
-            "pass the positions of their tokens as queries"
-        )
-    if len(queries) != rows or not all(0 <= token < layout.num_tokens for token in queries):
-        raise InvalidOption(
-            f"queries must be one token (0 to {layout.num_tokens - 1}) for each of {rows} rows; got {queries}"
+            f"queries must be one token (0 to {layout.num_tokens - 1}) for each of {rows} rows; they may be left out "
+            f"for rows of all special tokens or of all tokens; got {queries}"
         )
     return list(queries)

@@ -7,8 +7,8 @@ Ties go to the lower index.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 
 import torch
 from torch import Tensor
@@ -22,25 +22,19 @@ Box = tuple[float, float, float, float]
 Boxes = Tensor | Sequence[Box]
 
 
-@dataclass(frozen=True, eq=False)
-class Discovery(Result):
+class Discovery(Result, eq=False):
     """An object found in one image.
 
     Attributes:
-        method: ``lost`` or ``tokencut``.
-        grid: height and width in patches.
-        box: box in patches.
-        seed: the patch that the object is grown from.
-        mask: (h, w) bool mask of the object.
         scores: (P,) what the seed is chosen by. LOST: degrees, the lowest wins. TokenCut: the eigenvector with its
             sign such that the object is positive, the largest wins.
     """
 
-    method: str
-    grid: tuple[int, int]
-    box: tuple[int, int, int, int]
-    seed: int
-    mask: Tensor = field(metadata={"json": False})
+    method: str  # ``lost`` or ``tokencut``
+    grid: tuple[int, int]  # height and width in patches
+    box: tuple[int, int, int, int]  # box in patches
+    seed: int  # the patch that the object is grown from
+    mask: Tensor = field(metadata={"json": False})  # (h, w) bool mask of the object
     scores: Tensor = field(metadata={"json": False})
 
     def pixels(self, patch: int | tuple[int, int], size: tuple[int, int] | None = None) -> Box:
@@ -69,13 +63,11 @@ def lost(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> Di
 @torch.no_grad()
 def lost_batch(features: Tensor, grid: Grid, *, k: int = 100, bias: float = 0.0) -> list[Discovery]:
     """Run :func:`lost` on each of several images (B, P, D)."""
-    features = as_features(features, "features", "B P D")
-    shape = as_frame(grid, features.shape[1])
-    found: list[Discovery] = []
-    for part in chunks(len(features), 2 * features.shape[1] ** 2 + features[0].numel()):
-        x = at_least_float32(features[part])
-        found += _expand((x @ x.mT).add_(bias), shape, k)
-    return found
+
+    def discover(x: Tensor, shape: tuple[int, int]) -> list[Discovery]:
+        return _expand((x @ x.mT).add_(bias), shape, k)
+
+    return _discover(discover, features, grid, 2)
 
 
 def tokencut(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> Discovery:
@@ -91,13 +83,11 @@ def tokencut(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-
 @torch.no_grad()
 def tokencut_batch(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float = 1e-5) -> list[Discovery]:
     """Run :func:`tokencut` on each of several images (B, P, D)."""
-    features = as_features(features, "features", "B P D")
-    shape = as_frame(grid, features.shape[1])
     if not 0 < eps < 1:
         raise InvalidOption(f"eps, the weight between patches that do not match, must be between 0 and 1; got {eps}")
-    found: list[Discovery] = []
-    for part in chunks(len(features), 8 * features.shape[1] ** 2 + features[0].numel()):
-        x = torch.nn.functional.normalize(at_least_float32(features[part]), dim=-1)
+
+    def discover(x: Tensor, shape: tuple[int, int]) -> list[Discovery]:
+        x = torch.nn.functional.normalize(x, dim=-1)
         joined = x @ x.mT > tau
         vectors = _second_eigenvector(joined if joined.is_cuda else joined.cpu(), eps).cpu()
         size = vectors.abs()
@@ -105,8 +95,19 @@ def tokencut_batch(features: Tensor, grid: Grid, *, tau: float = 0.2, eps: float
         seeds = (size >= size.amax(1, keepdim=True) * (1 - 1e-8)).int().argmax(1)
         vectors = vectors * torch.where(vectors.gather(1, seeds[:, None]) < 0, -1.0, 1.0)
         above = vectors > vectors.mean(1, keepdim=True)
-        found += _discoveries("tokencut", above.reshape(-1, *shape), seeds, vectors)
-    return found
+        return _discoveries("tokencut", above.reshape(-1, *shape), seeds, vectors)
+
+    return _discover(discover, features, grid, 8)
+
+
+def _discover(
+    method: Callable[[Tensor, tuple[int, int]], list[Discovery]], features: Tensor, grid: Grid, matrices: int
+) -> list[Discovery]:
+    """Run a method that needs so many matrices (P, P) per image on a few images (B, P, D) at a time."""
+    features = as_features(features, "features", "B P D")
+    shape = as_frame(grid, features.shape[1])
+    parts = chunks(len(features), matrices * features.shape[1] ** 2 + features[0].numel())
+    return [found for part in parts for found in method(at_least_float32(features[part]), shape)]
 
 
 def _second_eigenvector(joined: Tensor, eps: float) -> Tensor:
@@ -169,7 +170,6 @@ def iou(box: Box | Tensor, boxes: Boxes) -> Tensor:
     return torch.where(union > 0, overlap / union.clamp(min=1e-300), 0.0)
 
 
-@dataclass(frozen=True)
 class CorLoc(Result):
     """Correct localization: the share of images whose box has an IoU of ``threshold`` or more with a true one.
 
@@ -203,24 +203,16 @@ def corloc(found: Sequence[Box | None], truth: Sequence[Boxes | None], *, thresh
     return CorLoc.of(hits, len(found) - len(pairs), threshold)
 
 
-@dataclass(frozen=True)
 class LostSweep(Result):
-    """LOST with one fixed bias, and with the best of several.
+    """LOST with one fixed bias, and with the best of several."""
 
-    Attributes:
-        fixed_setting: at ``fixed_bias``, chosen in advance. The number to trust.
-        best_of_sweep: at ``best_bias``, chosen on the images that it is measured on. An upper bound.
-        held_out: even and odd images, each with the best bias of the others.
-        by_bias: CorLoc at each of ``biases``.
-    """
-
-    fixed_setting: CorLoc
+    fixed_setting: CorLoc  # at ``fixed_bias``, chosen in advance. The number to trust
     fixed_bias: float
-    best_of_sweep: CorLoc
+    best_of_sweep: CorLoc  # at ``best_bias``, chosen on the images that it is measured on. An upper bound
     best_bias: float
-    held_out: CorLoc
+    held_out: CorLoc  # even and odd images, each with the best bias of the others
     biases: tuple[float, ...]
-    by_bias: tuple[CorLoc, ...]
+    by_bias: tuple[CorLoc, ...]  # CorLoc at each of ``biases``
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ All intervals are at 95 % and over images.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ from vitrail.analysis._inputs import (
     as_integers,
     as_labels,
     as_tensor,
+    at_least_float32,
     check_count,
     chunks,
+    patch_labels,
+    patch_means,
 )
-from vitrail.analysis._pooling import patch_labels, patch_means
 from vitrail.analysis.probes.classes import classification_scores
 from vitrail.analysis.probes.linear import PENALTIES, RIDGE_PENALTIES, LinearMap, fit_classifier, fit_regressor
 from vitrail.analysis.result import Result
@@ -38,82 +40,51 @@ MAX_PATCHES = 50_000
 """Default for the most patches that train a dense evaluation."""
 
 
-@dataclass(frozen=True)
 class Classification(Result):
-    """Linear classification of images.
-
-    Attributes:
-        accuracy: share of the test images classified correctly.
-        interval: Wilson's interval of the accuracy.
-        balanced_accuracy: mean over the classes of the test part of the accuracy within each class.
-        majority: accuracy of always predicting the most common class of the training part.
-        classes: number of classes in the training part.
-        untested: classes of the training part that are not in the test part.
-        unknown: test images of a class that is not in the training part; they count as wrong.
-        train_pictures: number of training images.
-        test_pictures: number of test images.
-        penalty: the chosen penalty.
-    """
+    """Linear classification of images, with Wilson's interval of the accuracy."""
 
     accuracy: float
     interval: Interval | None
-    balanced_accuracy: float
-    majority: float
-    classes: int
-    untested: list[int]
-    unknown: int
+    balanced_accuracy: float  # mean over the classes of the test part of the accuracy within each class
+    majority: float  # accuracy of always predicting the most common class of the training part
+    classes: int  # number of classes in the training part
+    untested: list[int]  # classes of the training part that are not in the test part
+    unknown: int  # test images of a class that is not in the training part; they count as wrong
     train_pictures: int
     test_pictures: int
     penalty: float
 
 
-@dataclass(frozen=True)
-class Segmentation(Result):
-    """Linear segmentation.
+class Dense(Result, kw_only=True):
+    """What segmentation and depth have in common; ``test_pictures`` are the test images with valid pixels."""
+
+    interval: Interval | None
+    train_patches: int
+    test_pictures: int
+    penalty: float
+
+
+class Segmentation(Dense, kw_only=True):
+    """Linear segmentation, with a bootstrap interval of the mIoU.
 
     Attributes:
         miou: mean over classes of intersection over union, from one confusion matrix of all test pixels. Classes that
             are neither in the test masks nor predicted are left out.
-        interval: bootstrap interval of the mIoU.
-        iou: by class; NaN for a class that is left out.
-        pixel_accuracy: share of the test pixels that are right.
         confusion: (C, C) pixels by true class (rows) and predicted class (columns).
-        train_patches: number of training patches.
-        test_pictures: number of test images with valid pixels.
-        penalty: the chosen penalty.
     """
 
     miou: float
-    interval: Interval | None
-    iou: list[float]
-    pixel_accuracy: float
+    iou: list[float]  # by class; NaN for a class that is left out
+    pixel_accuracy: float  # share of the test pixels that are right
     confusion: Tensor = field(compare=False, metadata={"json": False})
-    train_patches: int
-    test_pictures: int
-    penalty: float
 
 
-@dataclass(frozen=True)
-class Depth(Result):
-    """Linear depth estimation.
+class Depth(Dense, kw_only=True):
+    """Linear depth estimation, with a bootstrap interval of the RMSE."""
 
-    Attributes:
-        rmse: root mean squared error over all valid test pixels, in the unit of the depth.
-        interval: bootstrap interval of the RMSE.
-        rmse_by_picture: mean over images of each image's own RMSE, as many depth benchmarks report it.
-        constant_rmse: RMSE of always predicting the mean depth of the training patches.
-        train_patches: number of training patches.
-        test_pictures: number of test images with valid pixels.
-        penalty: the chosen penalty.
-    """
-
-    rmse: float
-    interval: Interval | None
-    rmse_by_picture: float
-    constant_rmse: float
-    train_patches: int
-    test_pictures: int
-    penalty: float
+    rmse: float  # root mean squared error over all valid test pixels, in the unit of the depth
+    rmse_by_picture: float  # mean over images of each image's own RMSE, as many depth benchmarks report it
+    constant_rmse: float  # RMSE of always predicting the mean depth of the training patches
 
 
 @torch.no_grad()
@@ -168,11 +139,8 @@ def evaluate_segmentation(
         max_patches: most training patches, drawn at random.
         seed: seed of that draw, of the held-out part for the penalty, and of the bootstrap.
     """
-    rows = as_features(features, "features", "B P D")
-    shape = as_frame(grid, rows.shape[1])
-    truth = as_integers(masks, "masks", "B H W" if masks.ndim == 3 else "B P").to(rows.device)
-    size = _pixel_size(truth, rows, shape, "masks")
-    split.check(len(rows))
+    truth = as_integers(masks, "masks", "B H W" if masks.ndim == 3 else "B P")
+    rows, truth, shape, size = _match(features, truth, grid, split, "masks")
     valid = torch.ones_like(truth, dtype=torch.bool) if ignore is None else truth != ignore
     if not bool(valid.any()):
         raise UnsupportedInput(f"all pixels of the masks are {ignore}, the value to ignore")
@@ -222,18 +190,12 @@ def evaluate_depth(
         features: (B, P, D) patch tokens.
         depth: (B, H, W) depth of each pixel, or (B, P) of each patch; values that are not finite and above 0 are
             invalid, and neither train nor count.
-        grid: (h, w), or (1, h, w).
-        split: training and test images.
         penalties: penalties that ridge regression chooses from; ``[0.0]`` is plain linear regression.
-        max_patches: most training patches, drawn at random.
-        seed: seed of that draw, of the held-out part for the penalty, and of the bootstrap.
+
+    The other arguments are those of :func:`evaluate_segmentation`.
     """
-    rows = as_features(features, "features", "B P D")
-    shape = as_frame(grid, rows.shape[1])
-    truth = as_tensor(depth, "depth", "B H W" if depth.ndim == 3 else "B P").to(rows.device)
-    truth = truth if truth.dtype == torch.float64 else truth.float()
-    size = _pixel_size(truth, rows, shape, "depth maps")
-    split.check(len(rows))
+    truth = at_least_float32(as_tensor(depth, "depth", "B H W" if depth.ndim == 3 else "B P"))
+    rows, truth, shape, size = _match(features, truth, grid, split, "depth maps")
     valid = truth.isfinite() & (truth > 0)
     goals = patch_means(truth, shape, valid) if size else truth.double().masked_fill(~valid, torch.nan)
     image, place = _training_patches(~goals.isnan(), split, max_patches, seed)
@@ -262,17 +224,24 @@ def evaluate_depth(
     )
 
 
-def _pixel_size(maps: Tensor, features: Tensor, grid: tuple[int, int], name: str) -> tuple[int, int] | None:
-    """Return (H, W) of pixel maps (B, H, W), and None for patch maps (B, P)."""
-    if len(maps) == len(features):
-        if maps.ndim == 2 and maps.shape[1] == features.shape[1]:
-            return None
-        if maps.ndim == 3 and maps.shape[1] >= grid[0] and maps.shape[2] >= grid[1]:
-            return maps.shape[1], maps.shape[2]
-    raise UnsupportedInput(
-        f"{name} of shape {tuple(maps.shape)} do not match features {tuple(features.shape)} on a grid {grid}; "
-        "expected (B, H, W) in pixels, at least as fine as the grid, or (B, P) in patches"
-    )
+def _match(
+    features: Array, maps: Tensor, grid: tuple[int, ...], split: Split, name: str
+) -> tuple[Tensor, Tensor, tuple[int, int], tuple[int, int] | None]:
+    """Check that features and maps belong together; return both, and (h, w) in patches and in pixels.
+
+    Maps of patches (B, P) have no size in pixels.
+    """
+    rows = as_features(features, "features", "B P D")
+    shape = as_frame(grid, rows.shape[1])
+    split.check(len(rows))
+    size = None if maps.ndim == 2 else (maps.shape[1], maps.shape[2])
+    fits = maps.shape == rows.shape[:2] if size is None else size[0] >= shape[0] and size[1] >= shape[1]
+    if not fits or len(maps) != len(rows):
+        raise UnsupportedInput(
+            f"{name} of shape {tuple(maps.shape)} do not match features {tuple(rows.shape)} on a grid {shape}; "
+            "expected (B, H, W) in pixels, at least as fine as the grid, or (B, P) in patches"
+        )
+    return rows, maps.to(rows.device), shape, size
 
 
 def _training_patches(usable: Tensor, split: Split, most: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,22 @@ torch.Size([2, 1, 3, 4, 3])
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.analysis._inputs import Grid, as_features, as_mask, as_patches, at_least_float32, chunks
+from vitrail.analysis._inputs import (
+    Grid,
+    as_features,
+    as_mask,
+    as_patches,
+    at_least_float32,
+    check_shape,
+    chunks,
+    map_chunks,
+)
 from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenLayout
@@ -27,43 +36,31 @@ def patch_features(x: Tensor, layout: TokenLayout) -> Tensor:
 
     All special tokens are removed: object discovery would find a register as an "object".
     """
-    if x.ndim != 4 or x.shape[2] != layout.num_tokens:
-        raise UnsupportedInput(
-            f"keys or values have shape {tuple(x.shape)}; "
-            f"expected (images, heads, {layout.num_tokens} tokens, channels) for {layout}. Unmerge merged tokens first"
-        )
+    check_shape(x, "keys or values", f"B H {layout.num_tokens} d", f", for {layout}. Unmerge merged tokens first")
     return x.detach()[:, :, layout.patches].transpose(1, 2).flatten(2)
 
 
-@dataclass(frozen=True, eq=False)
-class Pca(Result):
+class Pca(Result, eq=False):
     """Principal components of patch features, one basis for all images.
 
     Attributes:
-        mean: (D,) mean of the features.
         directions: (C, D) unit vectors, the strongest first; the largest entry of each is positive.
-        explained: (C,) share of the variance along each direction.
-        patches: number of patches that the basis is fitted to.
-        left_out: number of patches left out of the fit.
+        patches, left_out: number of patches that the basis is fitted to, and of those left out.
     """
 
-    mean: Tensor = field(metadata={"json": False})
+    mean: Tensor = field(metadata={"json": False})  # (D,) mean of the features
     directions: Tensor = field(metadata={"json": False})
-    explained: Tensor
+    explained: Tensor  # (C,) share of the variance along each direction
     patches: int
     left_out: int
 
     @torch.no_grad()
     def project(self, features: Tensor) -> Tensor:
         """Return the coordinates of features (B, P, D) along the directions: (B, P, C)."""
-        if features.shape[-1] != len(self.mean):
-            raise UnsupportedInput(
-                f"the basis was fitted to {len(self.mean)} channels; got features with {features.shape[-1]}"
-            )
-        out = features.new_empty(*features.shape[:-1], len(self.directions), dtype=self.directions.dtype)
-        for part in chunks(len(features), features[:1].numel()):
-            out[part] = (at_least_float32(features[part]) - self.mean) @ self.directions.T
-        return out
+        check_shape(features, "features", f"B P {len(self.mean)}", ", the channels that the basis was fitted to")
+        return map_chunks(
+            lambda part: (at_least_float32(part) - self.mean) @ self.directions.T, features, features[0].numel()
+        )
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ Outlier patches are compared with normal patches of the same images.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -21,9 +20,10 @@ from vitrail.analysis._inputs import (
     at_least_float32,
     check_count,
     check_finite,
-    chunks,
+    check_shape,
+    map_chunks,
+    patch_means,
 )
-from vitrail.analysis._pooling import patch_means
 from vitrail.analysis.result import Result
 from vitrail.analysis.statistics import bootstrap, ratio
 from vitrail.data.sample import UNKNOWN
@@ -40,14 +40,12 @@ def neighbor_similarity(embedding: Tensor, grid: Grid) -> Tensor:
     Use the patch embedding before positions are added. Patches at the border have three neighbors, in corners two;
     frames of a video are not neighbors. Two patches of zeros have similarity 1; a patch of zeros and another, 0.
     """
-    embedding, (time, height, width) = as_patches(embedding, grid, "patch embeddings")
+    embedding, (_, height, width) = as_patches(embedding, grid, "patch embeddings")
     if height * width < 2:
         raise UnsupportedInput(f"a grid of {grid} has no neighbors; use larger images")
-    similarity = torch.empty(
-        embedding.shape[:2], dtype=torch.promote_types(embedding.dtype, torch.float32), device=embedding.device
-    )
-    for part in chunks(len(embedding), 3 * embedding[0].numel()):
-        x = F.normalize(at_least_float32(embedding[part]), dim=-1).reshape(-1, height, width, embedding.shape[2])
+
+    def similarity(part: Tensor) -> Tensor:
+        x = F.normalize(at_least_float32(part), dim=-1).reshape(-1, height, width, part.shape[2])
         total, count = x.new_zeros(x.shape[:3]), x.new_zeros(height, width)
         for axis, size in ((1, height), (2, width)):
             first, second = x.narrow(axis, 0, size - 1), x.narrow(axis, 1, size - 1)
@@ -56,8 +54,9 @@ def neighbor_similarity(embedding: Tensor, grid: Grid) -> Tensor:
             for start in (0, 1):
                 total.narrow(axis, start, size - 1).add_(cosine)
                 count.narrow(axis - 1, start, size - 1).add_(1)
-        similarity[part] = (total / count).reshape(-1, time * height * width)
-    return similarity
+        return (total / count).reshape(len(part), -1)
+
+    return map_chunks(similarity, embedding, 3 * embedding[0].numel())
 
 
 def border_distance(grid: Grid) -> Tensor:
@@ -67,8 +66,7 @@ def border_distance(grid: Grid) -> Tensor:
     [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     time, height, width = as_grid(grid)
-    row, column = torch.arange(height), torch.arange(width)
-    row, column = torch.minimum(row, height - 1 - row), torch.minimum(column, width - 1 - column)
+    row, column = (torch.minimum(torch.arange(n), torch.arange(n).flip(0)) for n in (height, width))
     return torch.minimum(row[:, None], column[None]).flatten().repeat(time).float()
 
 
@@ -96,7 +94,6 @@ def object_share(masks: Tensor, grid: Grid) -> Tensor:
     return pool_mask(torch.where(masks == UNKNOWN, torch.nan, (masks == 1).float()), grid)
 
 
-@dataclass(frozen=True)
 class Mean(Result):
     """A mean over patches; ``low`` and ``high`` are None if fewer than two images have such patches."""
 
@@ -107,16 +104,11 @@ class Mean(Result):
     pictures: int
 
 
-@dataclass(frozen=True)
 class Contrast(Result):
     """One quantity for outlier and normal patches; None for what does not exist.
 
-    Attributes:
-        outlier: mean over outlier patches.
-        normal: mean over all others.
-        auc: probability that an outlier patch has a larger value than a normal one, ties counted half. 0.5 means that
-            the quantity does not separate them, 1 that every outlier is above every normal patch, 0 below.
-        auc_low, auc_high: ends of its interval.
+    The AUC is the probability that an outlier patch has a larger value than a normal one, ties counted half: 0.5 if
+    the quantity does not separate them, 1 if every outlier is above every normal patch, 0 if below.
     """
 
     outlier: Mean | None
@@ -126,7 +118,6 @@ class Contrast(Result):
     auc_high: float | None
 
 
-@dataclass(frozen=True)
 class Redundancy(Result):
     """Outlier and normal patches: similarity to neighbors, distance from the border, share of foreground.
 
@@ -160,14 +151,11 @@ def redundancy(
         outliers: (B, P) bool mask of the outlier patches.
         grid: grid of the patches.
         masks: (B, P) foreground share of each patch, from :func:`pool_mask`; NaN where unknown.
-        draws: number of bootstrap draws.
-        seed: seed of the draws.
+        draws, seed: number and seed of the bootstrap draws.
     """
-    shape = tuple(similarity.shape)
-    if similarity.ndim != 2 or shape[1] != prod(as_grid(grid)):
-        raise UnsupportedInput(f"similarity has shape {shape}; expected (images, {prod(grid)}) for a grid of {grid}")
-    if masks is not None and tuple(masks.shape) != shape:
-        raise UnsupportedInput(f"masks have shape {tuple(masks.shape)}; expected {shape}: see pool_mask")
+    check_shape(similarity, "similarity", f"B {prod(as_grid(grid))}", f", for a grid of {grid}")
+    if masks is not None:
+        check_shape(masks, "masks", "{} {}".format(*similarity.shape), ": see pool_mask")
     check_count(draws, "draws")
     check_finite(similarity, "similarities")
     chosen = as_mask(outliers, similarity).cpu()
@@ -180,7 +168,7 @@ def redundancy(
         chosen.numel(),
         int(chosen.sum()),
         compare(similarity),
-        compare(border_distance(grid).expand(shape)),
+        compare(border_distance(grid).expand(similarity.shape)),
         None if masks is None else compare(masks),
     )
 
@@ -192,14 +180,14 @@ def _contrast(values: Tensor, outliers: Tensor, draws: int, seed: int) -> Contra
     if outlier is None or normal is None:
         return Contrast(outlier, normal, None, None, None)
     exact = auc(values[kinds[0]], values[kinds[1]])
-    low = high = None
+    ends: tuple[float | None, float | None] = None, None
     if outlier.pictures > 1 and normal.pictures > 1:
         ordered = values[known].sort().values
         places = torch.linspace(0, len(ordered) - 1, BINS + 1, dtype=torch.float64)[1:-1].long()
         edges = torch.tensor(sorted(set(ordered[places].tolist())), dtype=torch.float64)
         counts = torch.cat([_count_by_bin(values, kind, edges) for kind in kinds], 1)
-        low, high = bootstrap(counts, _binned_auc, resamples=draws, seed=seed) or (None, None)
-    return Contrast(outlier, normal, exact, low, high)
+        ends = bootstrap(counts, _binned_auc, resamples=draws, seed=seed) or ends
+    return Contrast(outlier, normal, exact, *ends)
 
 
 def _mean(values: Tensor, kind: Tensor, draws: int, seed: int) -> Mean | None:
@@ -208,10 +196,8 @@ def _mean(values: Tensor, kind: Tensor, draws: int, seed: int) -> Mean | None:
     if not images:
         return None
     total = torch.where(kind, values, 0.0).sum(1)
-    low = high = None
-    if images > 1:
-        sums = torch.stack([total, count.double()], 1)
-        low, high = bootstrap(sums, ratio(0, 1), resamples=draws, seed=seed) or (None, None)
+    sums = torch.stack([total, count.double()], 1)
+    low, high = (bootstrap(sums, ratio(0, 1), resamples=draws, seed=seed) if images > 1 else None) or (None, None)
     return Mean(float(total.sum() / count.sum()), low, high, int(count.sum()), images)
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar, dataclass_transform
 
 import numpy as np
 from torch import Tensor
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Result:
-    """Mixin for frozen dataclasses that convert to JSON.
+    """Base of results: subclasses are frozen dataclasses that convert to JSON.
 
-    Fields with the metadata ``{"json": False}`` are left out: large maps that can be computed again.
+    Options of the dataclass are those of the class, such as ``class Map(Result, eq=False)``. Fields with the metadata
+    ``{"json": False}`` are left out of the JSON: large maps that can be computed again.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __init_subclass__(cls, *, frozen: bool = True, **options: Any) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=frozen, **options)(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values; see :func:`plain`."""
-        assert is_dataclass(self)
-        return {
-            field.name: plain(getattr(self, field.name)) for field in fields(self) if field.metadata.get("json", True)
-        }
+        return {one.name: plain(getattr(self, one.name)) for one in fields(self) if one.metadata.get("json", True)}
 
 
 def plain(value: Any) -> Any:

@@ -26,15 +26,10 @@ Statistic = Callable[[Tensor], Tensor]
 """From sums over images (R, K) to one number per row (R,)."""
 
 
-@dataclass(frozen=True)
 class Estimate(Result):
-    """A number measured with several seeds.
+    """Mean and standard deviation over seeds (None with one), and the 95 % confidence interval over images.
 
-    Attributes:
-        mean: mean over seeds.
-        sd: standard deviation over seeds; None with one seed.
-        low: lower end of the 95 % confidence interval over images; None if there are too few images.
-        high: upper end.
+    ``low`` and ``high`` are None if there are too few images.
     """
 
     mean: float
@@ -45,8 +40,7 @@ class Estimate(Result):
     @classmethod
     def of(cls, values: Sequence[float], interval: Interval | None) -> Estimate:
         """Summarize one value per seed, with an interval over images."""
-        low, high = interval if interval is not None else (None, None)
-        return cls(fmean(values), stdev(values) if len(values) > 1 else None, low, high)
+        return cls(fmean(values), stdev(values) if len(values) > 1 else None, *(interval or (None, None)))
 
 
 @dataclass(frozen=True)
@@ -153,8 +147,7 @@ def bootstrap(sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed
     Args:
         sums: (G, K) what each image adds, such as its errors and its number of tokens.
         statistic: from totals (R, K) to numbers (R,); NaN where a draw allows none.
-        resamples: number of draws.
-        seed: seed of the draws.
+        resamples, seed: number and seed of the draws.
 
     Returns:
         Both ends, or None for fewer than two images.
@@ -174,5 +167,5 @@ def bootstrap(sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed
     found = found[~found.isnan()]
     if not len(found):
         return None
-    ends = found.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64))
-    return float(ends[0]), float(ends[1])
+    low, high = found.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)).tolist()
+    return low, high

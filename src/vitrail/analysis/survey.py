@@ -6,7 +6,7 @@ Models are loaded one at a time, so a list of checkpoints needs the memory of on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,36 +19,21 @@ from vitrail.errors import InvalidOption, UnsupportedInput, VitrailError
 from vitrail.surgery.recording import Images, stream
 
 
-@dataclass(frozen=True)
 class Entry(Result):
-    """One model of a survey.
+    """One model of a survey."""
 
-    Attributes:
-        name: name of the model.
-        parameters: number of parameters.
-        depth: number of blocks.
-        norms: norms, threshold, verdict and onset; None after a failure.
-        problem: the failure; empty otherwise.
-    """
-
-    name: str
-    parameters: int
-    depth: int
-    norms: Norms | None
-    problem: str = ""
+    name: str  # name of the model
+    parameters: int  # number of parameters
+    depth: int  # number of blocks
+    norms: Norms | None  # norms, threshold, verdict and onset; None after a failure
+    problem: str = ""  # the failure; empty otherwise
 
 
-@dataclass(frozen=True)
 class Survey(Result):
-    """Several models on the same images, in the given order.
+    """Several models on the same images, in the given order."""
 
-    Attributes:
-        entries: one per model.
-        first: name of the first model from which on all have artifacts; None if the last one has none.
-    """
-
-    entries: tuple[Entry, ...]
-    first: str | None
+    entries: tuple[Entry, ...]  # one per model
+    first: str | None  # name of the first model from which on all have artifacts; None if the last one has none
 
     def table(self) -> list[dict[str, Any]]:
         """Return one flat row per model: name, parameters, verdict, confidence, threshold, share, onset, problem."""
@@ -85,29 +70,29 @@ def survey(
     """
     if not isinstance(models, Mapping) or not models:
         raise InvalidOption("models must be given by name: {'step 1000': model, 'step 2000': lambda: load(...)}")
-    wrong = [name for name, given in models.items() if not callable(given)]
-    if wrong:
-        raise InvalidOption(
-            f"expected a model or a function that loads one; got {models[wrong[0]]!r:.100} as {wrong[0]}"
-        )
-    feed = open_batches(data, with_labels=False).repeatable()
+    for name, given in models.items():
+        if not callable(given):
+            raise InvalidOption(f"expected a model or a function that loads one; got {given!r:.100} as {name}")
+    batches = open_batches(data, with_labels=False).repeatable()
     entries = []
     for done, (name, given) in enumerate(models.items()):
         if progress is not None:
             progress(name, done, len(models))
-        entries.append(_analyze(name, given, feed, batch_size))
+        entries.append(_analyze(name, given, batches, batch_size))
     if all(entry.norms is None for entry in entries):
         raise UnsupportedInput(f"all {len(entries)} models failed; {entries[0].name}: {entries[0].problem}")
-    return Survey(tuple(entries), _first(entries))
+    measured = [entry for entry in reversed(entries) if entry.norms is not None]
+    lasting = [*takewhile(lambda entry: entry.norms.verdict == "artifacts", measured)]  # type: ignore[union-attr]
+    return Survey(tuple(entries), lasting[-1].name if lasting else None)
 
 
-def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], feed: Batches, batch_size: int | None) -> Entry:
+def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], batches: Batches, batch_size: int | None) -> Entry:
     parameters = depth = 0
     try:
         model = given if isinstance(given, nn.Module) else given()
         parameters = sum(weight.numel() for weight in model.parameters())
         norms = None
-        for recording in stream(model, feed, "norms", batch_size=batch_size, device="cpu"):
+        for recording in stream(model, batches, "norms", batch_size=batch_size, device="cpu"):
             depth = len(recording.layers)
             norms = norms or NormAccumulator(depth)
             patches = recording.layout.patches
@@ -117,13 +102,3 @@ def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], feed: Batche
         return Entry(name, parameters, depth, norms.result())
     except (VitrailError, AssertionError, RuntimeError, ValueError, OSError) as error:  # timm asserts the size
         return Entry(name, parameters, depth, None, f"{type(error).__name__}: {error}")
-
-
-def _first(entries: list[Entry]) -> str | None:
-    first = None
-    for entry in reversed(entries):
-        if entry.norms is not None:
-            if entry.norms.verdict != "artifacts":
-                break
-            first = entry.name
-    return first

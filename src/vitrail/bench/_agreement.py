@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail import kernels
 from vitrail._deprecation import renamed_property
-from vitrail.bench._modes import output_tensor
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench._variants import Baseline, copy_model
 
 MAX_IMAGES = 16
@@ -26,12 +26,9 @@ class Check:
     dtype: the fast path is right if it is as close to the precise reference as the reference in the same dtype is.
 
     Attributes:
-        error: fast path against the reference, both in the benchmark's dtype.
-        equal_groups: likewise.
-        error_precise: fast path against the reference in ``precise``.
-        equal_groups_precise: likewise.
-        error_of_dtype: reference in the benchmark's dtype against the reference in ``precise``.
-        equal_groups_of_dtype: likewise.
+        error, equal_groups: fast path against the reference, both in the benchmark's dtype.
+        error_precise, equal_groups_precise: fast path against the reference in ``precise``.
+        error_of_dtype, equal_groups_of_dtype: reference in the benchmark's dtype against the one in ``precise``.
         precise: the longer dtype.
         images: number of images compared.
         gradient_error: fast path against the reference, for the gradients of all weights; None in inference.
@@ -54,11 +51,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Observed:
-    """Result of one pass: the output, the group of each patch and, in training, all gradients in one vector."""
+    """Result of one pass: the output, the group of each patch and, all gradients in one vector, empty in inference."""
 
     output: Tensor
     groups: Tensor
-    gradient: Tensor | None = None
+    gradient: Tensor
 
 
 def kernels_used(device: torch.device) -> dict[str, Any]:
@@ -89,8 +86,8 @@ def compare(base: Baseline, batch: Tensor, *, autocast: torch.dtype | None = Non
         equal_groups_of_dtype=equal_groups(reference.groups, precise.groups),
         precise=str(longer).removeprefix("torch."),
         images=len(images),
-        gradient_error=_gradient_error(fast, reference),
-        gradient_error_of_dtype=_gradient_error(reference, precise),
+        gradient_error=relative_error(fast.gradient, reference.gradient) if gradients else None,
+        gradient_error_of_dtype=relative_error(reference.gradient, precise.gradient) if gradients else None,
     )
 
 
@@ -106,10 +103,6 @@ def equal_groups(a: Tensor, b: Tensor) -> float:
     return float(torch.cat(same).double().mean())
 
 
-def _gradient_error(a: Observed, b: Observed) -> float | None:
-    return None if a.gradient is None or b.gradient is None else relative_error(a.gradient, b.gradient)
-
-
 def _observe(base: Baseline, batch: Tensor, autocast: torch.dtype | None, gradients: bool) -> Observed:
     share = next(base.module.parameters()).dtype == batch.dtype
     module = copy_model(base.module, share=share).to(batch.dtype)
@@ -117,9 +110,8 @@ def _observe(base: Baseline, batch: Tensor, autocast: torch.dtype | None, gradie
     with base.merge(module) as merging, merging.track() as trace, grad_mode:
         with torch.autocast(batch.device.type, autocast, enabled=autocast is not None):
             output = output_tensor(module(batch))
-        gradient = None
-        if gradients:
-            weights = [weight for weight in module.parameters() if weight.requires_grad]
-            found = torch.autograd.grad(output.float().square().mean(), weights, allow_unused=True)
-            gradient = torch.cat([each.flatten() for each in found if each is not None])
+        weights = [weight for weight in module.parameters() if weight.requires_grad and gradients]
+        loss = output.float().square().mean()
+        found = torch.autograd.grad(loss, weights, allow_unused=True) if weights else ()
+        gradient = torch.cat([output.new_empty(0), *(each.flatten() for each in found if each is not None)])
         return Observed(output.detach(), trace.groups, gradient)

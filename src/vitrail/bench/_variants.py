@@ -12,21 +12,25 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters import Found, find, load_model, size_options
+from vitrail.adapters import find, load_model, size_options
 from vitrail.adapters.base import BlockAdapter, repeat_heads
+from vitrail.adapters.registry import sized
 from vitrail.bench.config import BenchConfig
-from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
-from vitrail.runtime.class_swap import swap
+from vitrail.errors import UnsupportedInput, VitrailWarning
+from vitrail.runtime.install import swap
 from vitrail.surgery import Merging, merge
-from vitrail.tokens import TokenLayout
+
+INPUTS = 4
+"""Number of random batches to rotate through."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Baseline:
     """The model that all variants are copies of, and its cost; ``tokens`` leave each block when merged."""
 
     module: nn.Module
-    size: tuple[int, ...]
+    shape: tuple[int, ...]
     merging: dict[str, Any]
     tokens: tuple[int, ...]
     tokens_before: int
@@ -62,16 +66,14 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
     if module is None:
         torch.manual_seed(0)
         module = load_model(config.model, pretrained=config.pretrained, **size_options(config.model, config.size))
-    found = find(module)
-    size = config.size or found.adapter.input_spec(found.trunk).size
-    layout = layout_for(found, size, config.model)
+    spec, layout = sized(find(module), config.size, config.model)
     module = module.to(config.torch_device, config.weight_dtype).eval()
     r = list(config.r) if isinstance(config.r, tuple) else config.r
     options = {"r": r, "schedule": config.schedule, "proportional": config.proportional}
     with merge(module, **options) as merging:  # type: ignore[arg-type]
-        tokens = tuple(merging.tokens_per_layer(size))
-        before, after = merging.flops(size, merged=False), merging.flops(size)
-    return Baseline(module, size, options, tokens, layout.num_tokens, before, after)
+        tokens = tuple(merging.tokens_per_layer(config.size))
+        before, after = merging.flops(config.size, merged=False), merging.flops(config.size)
+    return Baseline(module, spec.shape, options, tokens, layout.num_tokens, before, after)
 
 
 def copy_model(module: nn.Module, share: bool) -> nn.Module:
@@ -80,33 +82,21 @@ def copy_model(module: nn.Module, share: bool) -> nn.Module:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
-def random_batches(config: BenchConfig, size: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Draw different batches of standard normal inputs, like normalized images."""
-    shape = (config.batch, 3, *size)
-    needed = math.prod(shape) * config.weight_dtype.itemsize * config.inputs
+def random_batches(config: BenchConfig, shape: tuple[int, ...]) -> list[Tensor]:
+    """Draw different batches of standard normal inputs (C, ...), like normalized images."""
+    device, shape = config.torch_device, (config.batch, *shape)
+    needed = math.prod(shape) * config.weight_dtype.itemsize * INPUTS
     memory = _memory(device)
     if memory is not None and needed > memory:  # allocating this much can kill the process
-        raise UnsupportedInput(
-            f"batch {config.batch} does not fit into the memory of this device: {config.inputs} batches take "
-            f"{needed / 1e9:.3g} GB of {memory / 1e9:.3g}. Choose a smaller batch"
-        )
+        raise does_not_fit(config.batch, f"{INPUTS} batches take {needed / 1e9:.3g} GB of {memory / 1e9:.3g}.")
     generator = torch.Generator(device).manual_seed(0)
-    draws = (torch.randn(shape, generator=generator, device=device) for _ in range(config.inputs))
+    draws = (torch.randn(shape, generator=generator, device=device) for _ in range(INPUTS))
     return [draw.to(config.weight_dtype) for draw in draws]
 
 
-def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
-    """Run one image through the model: libraries check the input size only when called."""
-    try:
-        with torch.inference_mode(), torch.autocast(batch.device.type, config.autocast_dtype, enabled=config.autocast):
-            base.module(batch[:1])
-    except (AssertionError, ValueError) as error:
-        height, width = base.size
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UnsupportedInput(
-            f"{config.model} does not accept images of 3 × {height} × {width} ({reason})"
-            f"{'' if config.size is None else '. Leave the size out'}"
-        ) from error
+def does_not_fit(batch: int, why: str) -> UnsupportedInput:
+    """Return the error for a batch that is too large for the memory."""
+    return UnsupportedInput(f"batch {batch} does not fit into the memory of this device: {why} Choose a smaller batch")
 
 
 def _memory(device: torch.device) -> int | None:
@@ -118,60 +108,54 @@ def _memory(device: torch.device) -> int | None:
         return None
 
 
-def layout_for(found: Found, size: tuple[int, ...], name: str) -> TokenLayout:
-    """Return a model's layout for an input size; raise if the size is not a whole number of patches."""
+def try_input_size(base: Baseline, config: BenchConfig, batch: Tensor) -> None:
+    """Run one input through the model: libraries check the input size only when called."""
     try:
-        layout = found.adapter.layout(found.trunk, size)
-    except ValueError:
-        layout = None
-    if layout is None or size[0] % layout.grid[1] or size[1] % layout.grid[2]:
-        raise InvalidOption(
-            f"size {size[0]}x{size[1]} is not a whole number of patches of {name}; choose a multiple of its patch size "
-            "(often 16 or 14) in each direction, or leave the size out"
-        )
-    return layout
+        with torch.inference_mode(), torch.autocast(batch.device.type, config.autocast_dtype, enabled=config.autocast):
+            base.module(batch[:1])
+    except (AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        advice = "" if config.size is None else ". Leave the size out"
+        shape = " × ".join(map(str, base.shape))
+        raise UnsupportedInput(f"{config.model} does not accept inputs of {shape} ({reason}){advice}") from error
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Settings of a sliced block: tokens that leave it, special tokens in front, and the block's adapter."""
-
-    length: int
-    special: int
-    parts: BlockAdapter
+def _no_bias() -> None:
+    """Return no position bias."""
 
 
 class SlicedBlock:
-    """Mixin in front of a library's block: attend, cut, feed."""
+    """Mixin in front of a library's block: attend, cut, feed.
 
-    _vitrail_slice: Slice
+    ``_vitrail_slice`` is the number of tokens that leave it, that of special tokens in front, the block's adapter, and
+    a function that returns the position bias between all tokens.
+    """
+
+    _vitrail_slice: tuple[int, int, BlockAdapter, Callable[[], Tensor | None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        mine = self._vitrail_slice
-        if args:
-            x, args = args[0], args[1:]
-        else:
-            x = kwargs.pop(mine.parts.input_name)
+        length, special, parts, position_bias = self._vitrail_slice
+        x, args = (args[0], args[1:]) if args else (kwargs.pop(parts.input_name), ())
         block: Any = self
-        parts, length, call = mine.parts, mine.length, mine.parts.read_call(args, kwargs)
+        rope = parts.read_call(args, kwargs).rope
         h = parts.attend_norm(block, x)
         q, k, v = parts.qkv(block, h)
-        if call.rope is not None:
-            table = call.rope[..., : q.shape[2] - mine.special, :]
+        if rope is not None:
+            table = rope[..., : q.shape[2] - special, :]
             q, k = parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
-        attended = _attend(parts, block, q, *repeat_heads(q, k, v))
+        k, v = repeat_heads(q, k, v)
+        scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+        bias = position_bias()
+        bias = None if bias is None else bias[..., : q.shape[2], : q.shape[2]]
+        if parts.fused:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+        else:
+            scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
+            attended = F.dropout(parts.weigh(block, scores, bias), dropout) @ v
         branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
         # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
         x = x[:, :length] + branch[:, :length]
         return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
-
-
-def _attend(parts: BlockAdapter, block: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
-    if parts.fused:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-    scores = (q * (scale or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
-    return F.dropout(parts.weigh(block, scores), dropout) @ v
 
 
 def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
@@ -180,9 +164,9 @@ def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:
     Special tokens come first and stay.
     """
     found = find(model)
-    if len(lengths) != len(found.blocks):
-        raise InvalidOption(f"expected one length for each of {len(found.blocks)} blocks; got {len(lengths)}")
-    special = found.adapter.layout(found.trunk).num_special
-    for block, parts, length in zip(found.blocks, found.block_adapters, lengths, strict=True):
-        block._vitrail_slice = Slice(length, special, parts)  # type: ignore[assignment]
+    layout = found.adapter.layout(found.trunk)
+    position = found.adapter.position(found.trunk, layout.grid)
+    for layer, (block, parts, length) in enumerate(zip(found.blocks, found.block_adapters, lengths, strict=True)):
+        bias = partial(position.bias, layer, None) if parts.biased and position is not None else _no_bias
+        block._vitrail_slice = (length, layout.num_special, parts, bias)  # type: ignore[assignment]
         swap(block, SlicedBlock)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from vitrail._checks import as_tuple
 from vitrail._deprecation import renamed_arguments, renamed_property
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench._agreement import compare, kernels_used, relative_error
-from vitrail.bench._modes import Runner, fresh_compiler, output_tensor, prepare, prepare_inference
-from vitrail.bench._variants import Baseline, build, copy_model, random_batches, try_input_size
+from vitrail.bench._modes import Runner, fresh_compiler, prepare
+from vitrail.bench._variants import INPUTS, Baseline, build, copy_model, does_not_fit, random_batches, try_input_size
 from vitrail.bench.config import (
     ATTENTION,
     COMPILE_MODES,
     MODES,
+    VARIANTS,
     BenchConfig,
     check_choices,
     check_graphs,
@@ -39,40 +43,11 @@ Modes = str | Sequence[str]
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 """In the message when the CPU runs out of memory: torch has no error class for it."""
 
-
-@dataclass
-class Entry:
-    """A variant in a mode, after its first step."""
-
-    variant: str
-    mode: str
-    runner: Runner
-    ready_s: float
-    peak: int | None
-    difference: float | None = None
-
-    def row(self, config: BenchConfig, spread: Spread, flops: int) -> Row:
-        passes = 3 if config.train else 1
-        return Row(
-            variant=self.variant,
-            mode=self.mode,
-            ms=spread.median * 1e3,
-            images_per_s=config.batch / spread.median,
-            peak_mb=None if self.peak is None else self.peak / 1e6,
-            ready_s=self.ready_s,
-            ms_low=spread.low * 1e3,
-            ms_high=spread.high * 1e3,
-            ms_least=spread.least * 1e3,
-            samples=spread.samples,
-            loops=spread.loops,
-            tflops=2 * flops * config.batch * passes / spread.median / 1e12,
-            difference=self.difference,
-        )
+MAX_REASON = 300
+"""Characters of an error message that are kept."""
 
 
-def run(
-    config: BenchConfig, *, model: nn.Module | None = None, clock: Clock | None = None, tell: Tell | None = None
-) -> BenchResult:
+def run(config: BenchConfig, *, model: nn.Module | None = None, tell: Tell | None = None) -> BenchResult:
     """Measure a model unmerged, sliced and merged.
 
     >>> result = run(BenchConfig("timm:vit_base_patch16_224", r=16, batch=256, dtype="bf16"))   # doctest: +SKIP
@@ -82,7 +57,6 @@ def run(
         config: what to measure.
         model: a model to use instead of loading the configured one; it is moved to the device and dtype, and
             otherwise unchanged.
-        clock: a clock to use instead of the device's.
         tell: called with a short text when a stage begins.
     """
     tell = tell or (lambda text: None)
@@ -91,31 +65,33 @@ def run(
     if device.type == "cpu" and config.dtype == "fp16":
         notes = ["fp16 on a CPU is emulated and slow, so its times mean little. Use fp32 or bf16"]
         warnings.warn(notes[0], VitrailWarning, stacklevel=2)
-    clock = clock or Clock(device)
-    with _settings(config), _explain_out_of_memory(config):
+    clock = Clock(device)
+    with _settings(config):
         began = clock.now()
         tell(f"building {config.model}")
         base = build(config, model)
-        batches = random_batches(config, base.size, device)
+        batches = random_batches(config, base.shape)
         try_input_size(base, config, batches[0])  # also loads the device's libraries, so no row pays for that
         startup = _start_compiler(config, clock, tell)
         check = None
         if config.check:
             tell("comparing with the reference")
             check = compare(base, batches[0], autocast=config.autocast_dtype, gradients=config.train)
-        deadline = None if config.limit is None else began + config.limit
-        entries, failed = _prepare_all(config, base, batches, clock, deadline, tell)
-        tell(f"measuring {len(entries)} rows for {config.seconds:g} s")
-        steps = {(entry.variant, entry.mode): entry.runner.step for entry in entries}
-        spreads = measure(steps, clock, config.seconds, inputs=config.inputs)
+        deadline = math.inf if config.limit is None else began + config.limit
+        runners, failed = _prepare_all(config, base, batches, clock, deadline, tell)
+        tell(f"measuring {len(runners)} rows for {config.seconds:g} s")
+        steps = {key: runner.step for key, runner in runners.items()}
+        spreads = measure(steps, clock, config.seconds, inputs=INPUTS)
         machine, kernels = describe_machine(device), kernels_used(device)
-    flops = {variant: base.flops_before if variant == "unmerged" else base.flops_after for variant in config.variants}
-    rows = [entry.row(config, spreads[entry.variant, entry.mode], flops[entry.variant]) for entry in entries]
+    rows = []
+    for variant, mode in sorted(runners, key=lambda key: (VARIANTS.index(key[0]), config.modes.index(key[1]))):
+        flops = base.flops_before if variant == "unmerged" else base.flops_after
+        rows.append(make_row(config, variant, mode, runners[variant, mode], spreads[variant, mode], flops))
     return BenchResult(
         config=config,
-        rows=tuple(sorted(rows, key=lambda row: (config.variants.index(row.variant), config.modes.index(row.mode)))),
+        rows=tuple(rows),
         failed=tuple(failed),
-        size=base.size,
+        size=base.shape[1:],
         tokens_before=base.tokens_before,
         tokens_per_layer=base.tokens,
         flops_before=base.flops_before,
@@ -128,20 +104,40 @@ def run(
     )
 
 
+def make_row(config: BenchConfig, variant: str, mode: str, runner: Runner, spread: Spread, flops: int) -> Row:
+    """Return the row of a variant in a mode, whose steps took these times."""
+    passes = 3 if config.train else 1
+    return Row(
+        variant=variant,
+        mode=mode,
+        ms=spread.median * 1e3,
+        images_per_s=config.batch / spread.median,
+        peak_mb=None if runner.peak is None else runner.peak / 1e6,
+        ready_s=runner.ready_s,
+        ms_low=spread.low * 1e3,
+        ms_high=spread.high * 1e3,
+        ms_least=spread.least * 1e3,
+        samples=spread.samples,
+        loops=spread.loops,
+        tflops=2 * flops * config.batch * passes / spread.median / 1e12,
+        difference=runner.difference,
+    )
+
+
 def _prepare_all(
-    config: BenchConfig, base: Baseline, batches: list[Tensor], clock: Clock, deadline: float | None, tell: Tell
-) -> tuple[list[Entry], list[Failure]]:
+    config: BenchConfig, base: Baseline, batches: list[Tensor], clock: Clock, deadline: float, tell: Tell
+) -> tuple[dict[tuple[str, str], Runner], list[Failure]]:
     """Prepare every variant mode by mode, so that a mode that runs out of time is missing from all variants."""
-    entries: list[Entry] = []
+    runners: dict[tuple[str, str], Runner] = {}
     failed: list[Failure] = []
     eager: dict[str, Tensor] = {}
-    for mode, variant in ((mode, variant) for mode in config.modes for variant in config.variants):
-        if mode != config.modes[0] and deadline is not None and clock.now() > deadline:
+    for mode, variant in product(config.modes, VARIANTS):
+        if mode != config.modes[0] and clock.now() > deadline:
             failed.append(Failure(variant, mode, f"no time left: the limit is {config.limit:g} s"))
             continue
         tell(f"preparing {variant}, {mode}")
         try:
-            entry, output = _prepare_one(config, base, variant, mode, batches, clock)
+            runner, output = _prepare_one(config, base, variant, mode, batches, clock)
         except Exception as error:
             # without eager rows of these two there is nothing to compare
             if _is_out_of_memory(error) or (mode == "eager" and variant != "sliced"):
@@ -149,32 +145,32 @@ def _prepare_all(
             failed.append(Failure(variant, mode, _reason(error)))
             tell(f"{variant}, {mode} failed: {_reason(error)}")
             continue
-        entries.append(entry)
-        if output is not None and mode == "eager":
+        runners[variant, mode] = runner
+        if mode == "eager" and output is not None:
             eager[variant] = output
         elif output is not None and variant in eager:
-            entry.difference = relative_error(output, eager[variant])
-    return entries, failed
+            runner.difference = relative_error(output, eager[variant])
+    return runners, failed
 
 
 def _prepare_one(
     config: BenchConfig, base: Baseline, variant: str, mode: str, batches: list[Tensor], clock: Clock
-) -> tuple[Entry, Tensor | None]:
+) -> tuple[Runner, Tensor | None]:
+    """Prepare a variant in a mode, and run its first steps; return its output, too."""
     module = base.variant(variant, own_weights=config.train)
     start = clock.now()
-    runner = prepare(config, mode, module, batches)
+    runner = prepare(mode, module, batches, config.compile_mode, config.autocast_dtype, config.train)
     runner.step(0)
-    ready = clock.now() - start
-    peak = _peak(runner, batches[0])
+    runner.ready_s = clock.now() - start
+    if batches[0].is_cuda:
+        runner.peak = _peak(runner, batches[0])
     # not the batch of the first step: a captured graph must read the one it is given
     output = runner.step(len(batches) - 1)
-    return Entry(variant, mode, runner, ready, peak), None if output is None else output_tensor(output).detach().clone()
+    return runner, None if output is None else output_tensor(output).detach().clone()
 
 
-def _peak(runner: Runner, batch: Tensor) -> int | None:
+def _peak(runner: Runner, batch: Tensor) -> int:
     """Return the peak memory of a step in bytes, as if the model and one batch were alone on the device."""
-    if not batch.is_cuda:
-        return None
     runner.step(0)  # the first step may have allocated what stays: workspaces, optimizer state
     torch.cuda.synchronize(batch.device)
     before = torch.cuda.memory_allocated(batch.device)
@@ -182,8 +178,7 @@ def _peak(runner: Runner, batch: Tensor) -> int | None:
     runner.step(0)
     torch.cuda.synchronize(batch.device)
     used = torch.cuda.max_memory_allocated(batch.device) - before
-    if runner.graph is not None:
-        used = runner.graph.peak_bytes + batch.nbytes
+    used = used if runner.graph is None else runner.graph.peak_bytes
     return used + runner.static_bytes() + batch.nbytes
 
 
@@ -202,7 +197,7 @@ def _start_compiler(config: BenchConfig, clock: Clock, tell: Tell) -> float | No
 
 @contextmanager
 def _settings(config: BenchConfig) -> Iterator[None]:
-    """Set threads, attention backend and compiler limits during a measurement."""
+    """Set threads, attention backend and compiler limits during a measurement; explain errors of missing memory."""
     with ExitStack() as stack:
         if config.threads is not None:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -217,20 +212,12 @@ def _settings(config: BenchConfig) -> Iterator[None]:
         if uses_compiler(config.modes):
             stack.enter_context(fresh_compiler(config.cold))
         stack.callback(gc.collect)
-        yield
-
-
-@contextmanager
-def _explain_out_of_memory(config: BenchConfig) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise UnsupportedInput(
-            f"batch {config.batch} does not fit into the memory of this device: {str(error).splitlines()[0]} Choose "
-            "a smaller batch"
-        ) from error
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise does_not_fit(config.batch, str(error).splitlines()[0]) from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -239,8 +226,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _reason(error: BaseException) -> str:
     """Return why a mode failed, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_REASON]
 
 
 @dataclass(frozen=True)
@@ -288,7 +274,6 @@ def time_models(
     modes: Modes | Mapping[Key, Modes] = ("eager",),
     seconds: float = 10.0,
     compile_mode: str = "default",
-    clock: Clock | None = None,
 ) -> dict[Key, ModelTimes]:
     """Time inference of models, merged or not, in their own dtype and on their own device.
 
@@ -304,12 +289,10 @@ def time_models(
         modes: which of :data:`MODES` to time, for all models or by name; ``blocks`` needs a supported model.
         seconds: time budget for measuring, shared by all models, after warm-up and compilation.
         compile_mode: mode of ``torch.compile``.
-        clock: a clock to use instead of the device's.
     """
     batches = list(images) if isinstance(images, Sequence) else [images]
-    _check_batches(batches)
+    _check(models, batches)
     device = batches[0].device
-    _check_models(models, device)
     given = modes if isinstance(modes, Mapping) else dict.fromkeys(models, modes)
     if given.keys() != models.keys():
         raise InvalidOption(
@@ -324,54 +307,46 @@ def time_models(
     check_choices("compile_mode", (compile_mode,), COMPILE_MODES)
     check_time("seconds", seconds)
     steps: dict[tuple[Key, str], Step] = {}
-    failed: dict[tuple[Key, str], str] = {}
+    failed: dict[Key, dict[str, str]] = {name: {} for name in models}
     with torch.cuda.device_of(batches[0]), fresh_compiler() if uses_compiler(every) else nullcontext():
         for name, mode in ((name, mode) for name, own in wanted.items() for mode in own):
             try:
-                step = prepare_inference(mode, copy_model(models[name], share=True).eval(), batches, compile_mode).step
+                step = prepare(mode, copy_model(models[name], share=True).eval(), batches, compile_mode).step
                 step(0)  # compiles and captures
                 steps[name, mode] = step
             except Exception as error:
-                failed[name, mode] = _reason(error)
-        spreads = measure(steps, clock or Clock(device), seconds, inputs=len(batches))
-    times = {
-        key: Timed(spread.median, len(batches[0]) / spread.median, spread.relative, spread.samples)
-        for key, spread in spreads.items()
-    }
-    return {
-        name: ModelTimes(
-            {mode: times[name, mode] for mode in own if (name, mode) in times},
-            {mode: failed[name, mode] for mode in own if (name, mode) in failed},
-        )
-        for name, own in wanted.items()
-    }
+                failed[name][mode] = _reason(error)
+        spreads = measure(steps, Clock(device), seconds, inputs=len(batches))
+    times: dict[Key, dict[str, Timed]] = {name: {} for name in models}
+    for (name, mode), spread in spreads.items():
+        images_per_s = len(batches[0]) / spread.median
+        times[name][mode] = Timed(spread.median, images_per_s, spread.relative, spread.samples)
+    return {name: ModelTimes(times[name], failed[name]) for name in models}
 
 
-def _check_models(models: Mapping[Key, nn.Module], device: torch.device) -> None:
+def _check(models: Mapping[Key, nn.Module], batches: Sequence[Tensor]) -> None:
+    """Raise unless these are models by name, and batches of one kind."""
     if not isinstance(models, Mapping) or not models:
         got = "none" if isinstance(models, Mapping) else type(models).__name__
         raise InvalidOption(f'models must be at least one model by name, such as {{"merged": model}}; got {got}')
-    for name, model in models.items():
-        if not isinstance(model, nn.Module):
-            raise InvalidOption(f"model {name!r} is a {type(model).__name__}; expected a torch.nn.Module")
-        others = {str(value.device) for value in (*model.parameters(), *model.buffers()) if value.device != device}
-        if others:
-            raise UnsupportedInput(
-                f"model {name!r} is on {', '.join(sorted(others))}, the images are on {device}; move one to the other"
-            )
-
-
-def _check_batches(batches: Sequence[Tensor]) -> None:
-    is_batch = [isinstance(batch, Tensor) and batch.dim() >= 4 and len(batch) > 0 for batch in batches]
-    if all(is_batch) and len({(batch.shape, batch.dtype, batch.device) for batch in batches}) == 1:
-        return
-    got = [
+    kinds = {
         f"{tuple(batch.shape)} in {batch.dtype} on {batch.device}"
         if isinstance(batch, Tensor)
         else type(batch).__name__
         for batch in batches
-    ]
-    raise UnsupportedInput(
-        "images must be a batch, such as (8, 3, 224, 224), or a sequence of batches of one shape, dtype and device; "
-        f"got {', '.join(got) or 'nothing'}. Pass one image as image[None]"
-    )
+    }
+    is_batch = all(isinstance(batch, Tensor) and batch.dim() >= 4 and len(batch) > 0 for batch in batches)
+    if not is_batch or len(kinds) != 1:
+        raise UnsupportedInput(
+            "images must be a batch, such as (8, 3, 224, 224), or a sequence of batches of one shape, dtype and "
+            f"device; got {', '.join(sorted(kinds)) or 'nothing'}. Pass one image as image[None]"
+        )
+    for name, model in models.items():
+        if not isinstance(model, nn.Module):
+            raise InvalidOption(f"model {name!r} is a {type(model).__name__}; expected a torch.nn.Module")
+
+
+def _describe(batch: Tensor) -> str:
+    if not isinstance(batch, Tensor):
+        return type(batch).__name__
+    return f"{tuple(batch.shape)} in {batch.dtype} on {batch.device}"

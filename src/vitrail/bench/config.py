@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vitrail._checks import is_int, is_number
+from vitrail._checks import as_tuple, is_int, is_number
 from vitrail._deprecation import renamed_arguments, renamed_property
 from vitrail.errors import InvalidOption
 
@@ -39,7 +39,7 @@ class BenchConfig:
     """One benchmark: a model, how much it merges, and how it runs.
 
     Attributes:
-        model: ``timm:NAME`` or ``hf:REPO-OR-FOLDER``.
+        model: a model's name, such as ``timm:NAME``.
         r: tokens to merge per layer, or one number for each layer.
         batch: images per batch.
         dtype: ``fp32``, ``bf16`` or ``fp16``, for weights and computation.
@@ -48,7 +48,6 @@ class BenchConfig:
         train: measure a training step (forward, backward, AdamW) instead of inference.
         autocast: keep the weights in float32 and compute in ``dtype`` through ``torch.autocast``.
         modes: which of :data:`MODES` to measure.
-        variants: which of :data:`VARIANTS` to measure; speed-up and efficiency need all of them.
         schedule: how merges spread over depth, as for ``vitrail.merge``.
         proportional: weight merged tokens by size in attention, as for ``vitrail.merge``.
         attention: which of :data:`ATTENTION` PyTorch's own attention uses, in all variants.
@@ -58,7 +57,6 @@ class BenchConfig:
         seconds: time budget for measuring, shared by all rows, after warm-up and compilation.
         limit: seconds after which no further mode is prepared and measuring begins; None for no limit.
         threads: CPU threads; None leaves the setting unchanged.
-        inputs: number of random batches to rotate through.
         check: compare the merged model's output with the reference functions.
     """
 
@@ -71,7 +69,6 @@ class BenchConfig:
     train: bool = False
     autocast: bool = False
     modes: tuple[str, ...] = ("eager",)
-    variants: tuple[str, ...] = VARIANTS
     schedule: str | float = "constant"
     proportional: bool = True
     attention: str = "auto"
@@ -81,26 +78,23 @@ class BenchConfig:
     seconds: float = 10.0
     limit: float | None = None
     threads: int | None = None
-    inputs: int = 4
     check: bool = True
 
     forms = renamed_property("forms", "modes")
 
     def __post_init__(self) -> None:
-        check_choices("variants", self.variants, VARIANTS)
         check_choices("modes", self.modes, MODES)
         check_choices("dtype", (self.dtype,), tuple(DTYPES))
         check_choices("attention", (self.attention,), tuple(ATTENTION))
         check_choices("compile_mode", (self.compile_mode,), COMPILE_MODES)
         check_choices("device", (self.device,), (None, "cpu", "cuda"))
-        _check_integers("batch", (self.batch,), least=1)
-        _check_integers("inputs", (self.inputs,), least=1)
-        _check_integers("threads", () if self.threads is None else (self.threads,), least=1)
-        _check_integers("size (height, width)", (1, 1) if self.size is None else self.size, least=1, length=2)
-        _check_integers("r", self.r if isinstance(self.r, tuple) and self.r else (self.r,), least=0)
+        _check_integers("batch", self.batch, 1)
+        _check_integers("threads", 1 if self.threads is None else self.threads, 1)
+        _check_integers("r", self.r, 0)
+        if self.size is not None:
+            _check_integers("size (height, width)", self.size, 1, length=2)
         check_time("seconds", self.seconds)
-        if self.limit is not None:
-            check_time("limit", self.limit)
+        check_time("limit", 1.0 if self.limit is None else self.limit)
         if self.train and any(uses_graph(mode) for mode in self.modes):
             raise InvalidOption(
                 "train=True does not work with CUDA graphs: gradients and optimizer state would have to be part of "
@@ -127,11 +121,6 @@ class BenchConfig:
         cores = os.cpu_count()
         if self.threads is not None and cores is not None and self.threads > cores:
             raise InvalidOption(f"threads is {self.threads}, but this machine has {cores} cores; use {cores} or fewer")
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of matrix products."""
-        return DTYPES[self.dtype]
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -174,8 +163,9 @@ def check_choices(name: str, given: Collection[object], known: Sequence[str | No
         raise InvalidOption(f"{name} must be one of {choices}; got {got}")
 
 
-def _check_integers(name: str, values: Sequence[object], *, least: int, length: int | None = None) -> None:
-    valid = all(is_int(value, least) for value in values)
-    if not valid or length not in (None, len(values)):
+def _check_integers(name: str, given: object, least: int, *, length: int | None = None) -> None:
+    """Raise unless a value is an integer, or a tuple of some, of at least ``least``."""
+    values = as_tuple(given, int) or (given,)
+    if not all(is_int(value, least) for value in values) or length not in (None, len(values)):
         kind = "an integer" if len(values) == 1 and length is None else "integers"
         raise InvalidOption(f"{name} must be {kind} of at least {least}; got {', '.join(map(repr, values))}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from vitrail._deprecation import renamed_property
@@ -26,18 +26,15 @@ class Row:
     """One variant in one mode.
 
     Attributes:
-        variant: unmerged, sliced or merged.
-        mode: how it runs.
+        variant, mode: what runs, and how.
         ms: median time of one step on the whole batch, in milliseconds.
         images_per_s: throughput at that time.
         peak_mb: peak memory of a step with the model alone on the device: weights, one batch, and what the step
             allocates; 10⁶ bytes. None on the CPU.
         ready_s: time from the unchanged model to the end of the first step, including compilation.
-        ms_low: first quartile of the samples.
-        ms_high: third quartile.
+        ms_low, ms_high: quartiles of the samples.
         ms_least: the minimum; on a shared machine the best estimate of its real speed.
-        samples: number of samples.
-        loops: steps in each sample.
+        samples, loops: number of samples, and of steps in each.
         tflops: 10¹² floating-point operations per second (two per multiply-add, three passes in training).
         difference: ‖output − eager output‖ / ‖eager output‖ of the same variant; None for eager and in training.
     """
@@ -82,11 +79,9 @@ class BenchResult:
     Attributes:
         rows: each variant in each mode.
         failed: modes that failed, or that ran out of time.
-        size: height and width of the input.
-        tokens_before: tokens per layer without merging.
-        tokens_per_layer: tokens that leave each block, merged.
-        flops_before: multiply-adds per image without merging.
-        flops_after: multiply-adds per image with merging.
+        size: sides of the input.
+        tokens_before, tokens_per_layer: tokens that leave each block without merging, and with it.
+        flops_before, flops_after: multiply-adds per image without merging, and with it.
         check: agreement of the merged model with the reference; None without the check.
         kernels: which kernels merged models use, and why.
         startup_s: time to start the compiler, once per process and not part of ``ready_s``; None if unused.
@@ -113,34 +108,25 @@ class BenchResult:
         rows = [row for row in self.rows if row.variant == variant and mode in (None, row.mode)]
         return min(rows, key=lambda row: row.ms, default=None)
 
+    def ratio(self, variant: str, mode: str | None = None) -> float | None:
+        """Return the time of a variant over that of the merged model, in one mode or each in its best one."""
+        other, merged = self.best(variant, mode), self.best("merged", mode)
+        return None if other is None or merged is None else other.ms / merged.ms
+
     @property
     def speedup(self) -> float | None:
         """Time of the unmerged model over time of the merged one, each in its best mode."""
-        return self._ratio("unmerged")
+        return self.ratio("unmerged")
 
     @property
     def efficiency(self) -> float | None:
         """Time of the sliced model over time of the merged one, each in its best mode; at 1, merging is free."""
-        return self._ratio("sliced")
-
-    @property
-    def eager_speedup(self) -> float | None:
-        """The speed-up in eager mode."""
-        return self._ratio("unmerged", "eager")
-
-    @property
-    def eager_efficiency(self) -> float | None:
-        """The efficiency in eager mode."""
-        return self._ratio("sliced", "eager")
+        return self.ratio("sliced")
 
     @property
     def flops_ratio(self) -> float:
         """Multiply-adds without merging over those with it: the ideal speed-up, if time followed them."""
         return self.flops_before / self.flops_after
-
-    def _ratio(self, variant: str, mode: str | None = None) -> float | None:
-        other, merged = self.best(variant, mode), self.best("merged", mode)
-        return None if other is None or merged is None else other.ms / merged.ms
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; numbers that are not finite become None.
@@ -148,21 +134,16 @@ class BenchResult:
         Rows and failures also have the key ``form``, the configuration ``forms`` and the check ``pictures``: names
         from before 0.3 for ``mode``, ``modes`` and ``images``.
         """
-        check = None if self.check is None else {**asdict(self.check), "pictures": self.check.images}
-        figures = (
-            "speedup", "efficiency", "eager_speedup", "eager_efficiency", "flops_ratio", "flops_before", "flops_after",
-            "tokens_before", "tokens_per_layer", "size",
-        )  # fmt: skip
-        data = {
+        data = {field.name: getattr(self, field.name) for field in fields(self)} | {
             "rows": [{**asdict(row), "form": row.mode} for row in self.rows],
-            **{name: getattr(self, name) for name in figures},
-            "check": check,
-            "kernels": self.kernels,
-            "startup_s": self.startup_s,
             "failed": [{**asdict(failure), "form": failure.mode} for failure in self.failed],
-            "notes": self.notes,
+            "check": None if self.check is None else {**asdict(self.check), "pictures": self.check.images},
             "config": {**asdict(self.config), "forms": self.config.modes},
-            "machine": self.machine,
+            "speedup": self.speedup,
+            "efficiency": self.efficiency,
+            "eager_speedup": self.ratio("unmerged", "eager"),
+            "eager_efficiency": self.ratio("sliced", "eager"),
+            "flops_ratio": self.flops_ratio,
         }
         values: dict[str, Any] = plain(data)
         return values
@@ -170,14 +151,14 @@ class BenchResult:
 
 def title(result: BenchResult) -> str:
     """Return what was measured, in one line."""
-    config, (height, width) = result.config, result.size
+    config, size = result.config, " × ".join(map(str, result.size))
     r = config.r if isinstance(config.r, int) else " ".join(map(str, config.r))
     sizes = "" if config.proportional else ", sizes ignored"
     task = "training step (forward, backward, AdamW)" if config.train else "inference"
     weights = "pretrained" if config.pretrained else "random"
     dtype = f"{config.dtype} through autocast" if config.autocast else config.dtype
     return (
-        f"{config.model}, {height} × {width}, batch {config.batch}, r = {r}{sizes}, {dtype}, {task}, "
+        f"{config.model}, {size}, batch {config.batch}, r = {r}{sizes}, {dtype}, {task}, "
         f"{weights} weights: {result.tokens_before} → {result.tokens_per_layer[-1]} tokens, "
         f"{result.flops_before / 1e9:.3g} → {result.flops_after / 1e9:.3g} GFLOPs"
     )
@@ -206,35 +187,33 @@ def summary(result: BenchResult) -> list[str]:
 
 def _ratios(result: BenchResult) -> list[str]:
     merged, unmerged, sliced = (result.best(variant) for variant in ("merged", "unmerged", "sliced"))
-    eager_speedup, eager_efficiency = (
-        "" if value is None else f" Eager only: {value:.2f}."
-        for value in (result.eager_speedup, result.eager_efficiency)
-    )
+    eager = {variant: result.ratio(variant, "eager") for variant in ("unmerged", "sliced")}
+    only = {variant: "" if value is None else f" Eager only: {value:.2f}." for variant, value in eager.items()}
     lines = []
     if merged is not None and unmerged is not None:
         lines.append(
             f"Speed-up {result.speedup:.2f}: merged ({merged.mode}, {merged.ms:.4g} ms) against unmerged "
             f"({unmerged.mode}, {unmerged.ms:.4g} ms), each in its best mode. Ideal by multiply-adds: "
-            f"{result.flops_ratio:.2f}.{eager_speedup}"
+            f"{result.flops_ratio:.2f}.{only['unmerged']}"
         )
     if merged is not None and sliced is not None:
         lines.append(
             f"Efficiency {result.efficiency:.2f}: the same model with tokens cut off for free ({sliced.mode}, "
             f"{sliced.ms:.4g} ms) over merged. At 1, merging is free; below, matching, sizes and unmerging cost time; "
-            f"above, the merged model's kernels are faster than the library's.{eager_efficiency}"
+            f"above, the merged model's kernels are faster than the library's.{only['sliced']}"
         )
     return lines
 
 
 def _agreement(check: Check) -> str:
-    text = (
+    gradients = ""
+    if check.gradient_error is not None:
+        gradients = (
+            f" Gradients differ by {check.gradient_error:.1e} (rounding alone: {check.gradient_error_of_dtype:.1e})."
+        )
+    return (
         f"Against the reference on {check.images} images: outputs differ by {check.error:.1e}, and "
         f"{check.equal_groups:.1%} of the patches have exactly the same group. For scale, distance from the reference "
         f"in {check.precise}: {check.error_of_dtype:.1e} for the reference ({check.equal_groups_of_dtype:.1%} equal "
-        f"groups), {check.error_precise:.1e} for the merged model ({check.equal_groups_precise:.1%})."
-    )
-    if check.gradient_error is None or check.gradient_error_of_dtype is None:
-        return text
-    return (
-        f"{text} Gradients differ by {check.gradient_error:.1e} (rounding alone: {check.gradient_error_of_dtype:.1e})."
+        f"groups), {check.error_precise:.1e} for the merged model ({check.equal_groups_precise:.1%}).{gradients}"
     )

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -55,10 +56,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Spread:
-    """Summary of samples, each in seconds per step.
-
-    ``low`` and ``high`` are the quartiles, ``least`` the minimum; each of the ``samples`` has ``loops`` steps.
-    """
+    """Median, quartiles and minimum of ``samples``, in seconds per step; each sample has ``loops`` steps."""
 
     median: float
     low: float
@@ -78,9 +76,7 @@ class Spread:
         return (self.high - self.low) / 2 / self.median
 
 
-def measure(
-    steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: int = 1, seed: int = 0
-) -> dict[Key, Spread]:
+def measure(steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: int = 1) -> dict[Key, Spread]:
     """Time several steps interleaved: one sample of each per round, in a new random order each round.
 
     Thermal drift and other load on the machine then affect all steps alike.
@@ -88,14 +84,14 @@ def measure(
     """
     loops = {key: _warm_up(step, clock, inputs) for key, step in steps.items()}
     samples: dict[Key, list[float]] = {key: [] for key in steps}
-    order, generator = list(steps), random.Random(seed)
+    order, generator = list(steps), random.Random(0)
     end = clock.now() + seconds
     for done in range(MAX_ROUNDS):
         if done >= MIN_ROUNDS and clock.now() >= end:
             break
         generator.shuffle(order)
         for key in order:
-            samples[key].append(clock.time(_repeat(steps[key], loops[key], done, inputs)) / loops[key])
+            samples[key].append(clock.time(partial(_repeat, steps[key], loops[key], done, inputs)) / loops[key])
     return {key: Spread.of(values, loops[key]) for key, values in samples.items()}
 
 
@@ -103,15 +99,12 @@ def _warm_up(step: Step, clock: Clock, inputs: int) -> int:
     """Run a step until its speed settles, and return how often to repeat it in a sample."""
     taken: list[float] = []
     while len(taken) < WARM_STEPS or (sum(taken) < WARM_S and len(taken) < MAX_LOOPS):
-        taken.append(clock.time(_repeat(step, 1, len(taken), inputs)))
+        taken.append(clock.time(partial(_repeat, step, 1, len(taken), inputs)))
     # steps queued back to back may take less: the median of single steps is an upper bound
     typical = statistics.median(taken[-5:])
     return max(1, min(MAX_LOOPS, round(SAMPLE_S / typical))) if typical > 0 else MAX_LOOPS
 
 
-def _repeat(step: Step, loops: int, first: int, inputs: int) -> Callable[[], None]:
-    def work() -> None:
-        for index in range(first, first + loops):
-            step(index % inputs)
-
-    return work
+def _repeat(step: Step, loops: int, first: int, inputs: int) -> None:
+    for index in range(first, first + loops):
+        step(index % inputs)

@@ -4,121 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from vitrail.bench import MODES, VARIANTS, BenchConfig, BenchResult
+from vitrail.bench.result import LEGEND, summary, title
+from vitrail.bench.sweep import plot, require_matplotlib, sweep
 from vitrail.cli._shared import console, options
+from vitrail.cli._shared.model import load
+from vitrail.cli._shared.output import check_writable, write_atomically, write_text
+from vitrail.cli._shared.ranks import command
 from vitrail.errors import VitrailError
 
-if TYPE_CHECKING:
-    from vitrail.bench import BenchConfig, BenchResult, Row
-
 COLUMNS = ("variant", "mode", "ms", "images/s", "TFLOP/s", "peak MB", "ready s", "diff")
-EPILOG = (
-    "Examples:\n\n"
-    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile\n\n"
-    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph\n\n"
-    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json\n\n"
-    "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png"
+EXAMPLES = (
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile",
+    "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph",
+    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json",
+    "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png",
 )
+SWEEP = "; comma-separated values for a sweep."
+PASSED = (
+    "dtype", "device", "train", "autocast", "pretrained", "proportional", "attention", "compile_mode", "cold", "check",
+    "seconds", "limit", "threads",
+)  # fmt: skip
+"""Options that `BenchConfig` takes as they are."""
 
 
-def bench(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="timm:NAME, or hf:REPO-OR-FOLDER.")],
-    r: Annotated[
-        str,
-        typer.Option("-r", "--r", metavar="N", help="Tokens to merge per layer; comma-separated values for a sweep."),
-    ],
-    batch: Annotated[
-        str, typer.Option("-b", "--batch", metavar="N", help="Images per batch; comma-separated values for a sweep.")
-    ] = "64",
-    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16, for weights and computation.")] = "fp32",
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|cuda", help="Device; CUDA if available by default.", show_default=False),
-    ] = None,
-    size: Annotated[str | None, typer.Option(metavar="N or HxW", help="Input size in pixels.")] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Also measure with torch.compile.")] = False,
-    blocks: Annotated[bool, typer.Option("--blocks", help="Also measure with each block compiled separately.")] = False,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Also measure each mode as a CUDA graph, for small batches.")
-    ] = False,
-    train: Annotated[bool, typer.Option("--train", help="A training step: forward, backward, AdamW.")] = False,
-    autocast: Annotated[
-        bool, typer.Option("--autocast", help="Keep weights in float32 and compute in --dtype.")
-    ] = False,
-    pretrained: Annotated[
-        bool,
-        typer.Option(
-            "--pretrained/--random-weights",
-            help="Speed does not depend on the weights, so they are random by default.",
-        ),
-    ] = False,
-    schedule: options.Schedule = "constant",
-    proportional: options.Proportional = True,
-    attention: Annotated[
-        str, typer.Option(metavar="A", help="PyTorch's attention: auto, flash, cudnn, efficient or math.")
-    ] = "auto",
-    compile_mode: Annotated[
-        str, typer.Option(metavar="M", help="Mode of torch.compile: default, or max-autotune-no-cudagraphs.")
-    ] = "default",
-    cold: Annotated[bool, typer.Option("--cold", help="Compile from empty caches, as on a new machine.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Compare the merged model with the reference.")
-    ] = True,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Time budget for measuring, shared by all rows.")] = 10.0,
-    limit: Annotated[float | None, typer.Option(metavar="S", help="Prepare no further mode after this time.")] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON here.")] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Plot a sweep: png, svg or pdf.")
-    ] = None,
-) -> None:
-    """Measure how fast merging makes a model, and how much of the possible speed-up that is.
-
-    Three variants are timed interleaved: the model as its library runs it; merged; and sliced, the lower bound, with as
-    many tokens as merged and the others cut off for free. Prints a table and a summary, and ends with one line of JSON.
-    """
-    pixels = options.parse_size(size)
-    counts = {"r": parse_counts("--r", r, 0), "batch": parse_counts("--batch", batch, 1)}
-    swept = [name for name, values in counts.items() if len(values) > 1]
-    if len(swept) > 1:
-        raise typer.BadParameter("Sweep either --r or --batch; give a single number for the other.")
-    if plot_file is not None and not swept:
-        raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
-    with console.user_errors(), console.notes():
-        from vitrail.bench import MODES, BenchConfig
-
-        wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
-        config = BenchConfig(
-            model,
-            r=counts["r"][0],
-            batch=counts["batch"][0],
-            modes=tuple(mode for mode in MODES if all(wanted[part] for part in mode.split("-"))),
-            dtype=dtype,
-            device=device,
-            size=pixels,
-            train=train,
-            autocast=autocast,
-            pretrained=pretrained,
-            schedule=options.number_or_word(schedule),
-            proportional=proportional,
-            attention=attention,
-            compile_mode=compile_mode,
-            cold=cold,
-            check=check,
-            seconds=seconds,
-            limit=limit,
-            threads=threads,
-        )
-        name = swept[0] if swept else "r"
-        _run(config, name, counts[name], json_file, plot_file)
-
-
-def parse_counts(name: str, text: str, least: int) -> list[int]:
+def _parse_counts(text: str, name: str, least: int) -> list[int]:
     """Parse ``16``, or ``0,4,8,16`` for a sweep."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
@@ -133,38 +50,94 @@ def parse_counts(name: str, text: str, least: int) -> list[int]:
     return values
 
 
+parse_r, parse_batch = partial(_parse_counts, name="--r", least=0), partial(_parse_counts, name="--batch", least=1)
+
+
+def bench(
+    ctx: typer.Context,
+    model: options.Model,
+    r: Annotated[Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help="Tokens to merge per layer" + SWEEP)],
+    batch: Annotated[
+        Any, typer.Option("-b", "--batch", metavar="N", parser=parse_batch, help="Images per batch" + SWEEP)
+    ] = "64",
+    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16, for weights and computation.")] = "fp32",
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Device; CUDA if available.")] = None,
+    size: options.Size = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Also measure with torch.compile.")] = False,
+    blocks: Annotated[bool, typer.Option("--blocks", help="Also measure with each block compiled separately.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="Also measure each mode as a CUDA graph.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="A training step: forward, backward, AdamW.")] = False,
+    autocast: Annotated[bool, typer.Option("--autocast", help="Weights in float32, computation in --dtype.")] = False,
+    pretrained: Annotated[
+        bool, typer.Option("--pretrained/--random-weights", help="Random by default: speed does not depend on weights.")
+    ] = False,
+    schedule: options.Schedule = "constant",
+    proportional: options.Proportional = True,
+    attention: Annotated[
+        str, typer.Option(metavar="A", help="PyTorch's attention: auto, flash, cudnn, efficient or math.")
+    ] = "auto",
+    compile_mode: Annotated[
+        str, typer.Option(metavar="M", help="Mode of torch.compile: default, or max-autotune-no-cudagraphs.")
+    ] = "default",
+    cold: Annotated[bool, typer.Option("--cold", help="Compile from empty caches, as on a new machine.")] = False,
+    check: Annotated[bool, typer.Option(help="Compare the merged model with the reference.")] = True,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Time budget for measuring, shared by all rows.")] = 10.0,
+    limit: Annotated[float | None, typer.Option(metavar="S", help="Prepare no further mode after this time.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the JSON here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Plot: png, svg or pdf.")] = None,
+) -> None:
+    """Time three variants interleaved: the model as its library runs it; merged; and sliced, the lower bound.
+
+    The sliced model has as many tokens as the merged one and the others cut off for free. Prints a table and a summary,
+    and ends with one line of JSON.
+    """
+    counts = {"r": r, "batch": batch}
+    swept = [name for name, values in counts.items() if len(values) > 1]
+    if len(swept) > 1:
+        raise typer.BadParameter("Sweep either --r or --batch; give a single number for the other.")
+    if plot_file is not None and not swept:
+        raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
+    wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
+    with command():
+        config = BenchConfig(
+            model,
+            r=r[0],
+            batch=batch[0],
+            modes=tuple(mode for mode in MODES if all(wanted[part] for part in mode.split("-"))),
+            size=size,
+            schedule=schedule,
+            **{name: ctx.params[name] for name in PASSED},
+        )
+        name = swept[0] if swept else "r"
+        _run(config, name, counts[name], json_file, plot_file)
+
+
 def table(result: BenchResult) -> Table:
-    """Return the table of one benchmark."""
+    """Return the table of one benchmark; the best row of each variant is bold."""
     made = console.table(*COLUMNS, left=2)
     made.columns[0].no_wrap = made.columns[1].no_wrap = True
-    best = {variant: result.best(variant) for variant in result.config.variants}
     for row in result.rows:
-        made.add_row(*cells(row), style="bold" if row is best[row.variant] else "")
+        made.add_row(
+            row.variant,
+            row.mode,
+            f"{row.ms:.4g} ±{row.spread:.0%}",
+            f"{row.images_per_s:.4g}" if row.images_per_s < 1000 else f"{row.images_per_s:.0f}",
+            f"{row.tflops:.3g}",
+            "–" if row.peak_mb is None else f"{row.peak_mb:.0f}",
+            f"{row.ready_s:.2f}",
+            "–" if row.difference is None else f"{row.difference:.1e}",
+            style="bold" if row is result.best(row.variant) else "",
+        )
     return made
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table as text."""
-    return (
-        row.variant,
-        row.mode,
-        f"{row.ms:.4g} ±{row.spread:.0%}",
-        f"{row.images_per_s:.4g}" if row.images_per_s < 1000 else f"{row.images_per_s:.0f}",
-        f"{row.tflops:.3g}",
-        "–" if row.peak_mb is None else f"{row.peak_mb:.0f}",
-        f"{row.ready_s:.2f}",
-        "–" if row.difference is None else f"{row.difference:.1e}",
-    )
 
 
 def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
     """Return the summary table of a sweep: one line per value, every variant in its best mode."""
-    variants = results[0].config.variants
-    made = console.table(
-        name, "tokens", "GFLOPs", *(f"{variant} ms" for variant in variants), "speed-up", "efficiency", left=0
-    )
+    times = [f"{variant} ms" for variant in VARIANTS]
+    made = console.table(name, "tokens", "GFLOPs", *times, "speed-up", "efficiency", left=0)
     for result in results:
-        rows = [result.best(variant) for variant in variants]
+        rows = [result.best(variant) for variant in VARIANTS]
         made.add_row(
             str(getattr(result.config, name)),
             str(result.tokens_per_layer[-1]),
@@ -176,10 +149,6 @@ def sweep_table(results: Sequence[BenchResult], name: str) -> Table:
 
 
 def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path | None, plot_file: Path | None) -> None:
-    from vitrail.bench.sweep import plot, require_matplotlib, sweep
-    from vitrail.cli._shared.model import load
-    from vitrail.cli._shared.output import check_writable, write_atomically, write_text
-
     config.check_here()
     for path, option in ((json_file, "--json"), (plot_file, "--plot")):
         if path is not None:
@@ -190,11 +159,15 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
     results: list[BenchResult] = []
     failure: VitrailError | KeyboardInterrupt | None = None
     with console.err.status(f"Loading {config.model}") as status:
-        loaded = load(config.model, random=not config.pretrained, size=config.size, device="cpu", shown=False)
+        loaded = load(config.model, "bench", random=not config.pretrained, size=config.size, device="cpu")
         try:
             for result in sweep(config, name, values, model=loaded.model, tell=status.update):
                 status.stop()  # it would share a line with the results
-                _print(result, legend=not results)
+                console.say(title(result), style="bold")
+                console.out.print(table(result))
+                if not results:
+                    console.say(LEGEND, style="dim")
+                console.say("\n".join([*summary(result), ""]))
                 results.append(result)
                 status.start()
         except (VitrailError, KeyboardInterrupt) as error:  # keep the results so far
@@ -219,15 +192,3 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
         typer.echo(line)  # even if a file could not be written: measuring took minutes
     if failure is not None:
         raise failure
-
-
-def _print(result: BenchResult, legend: bool) -> None:
-    from vitrail.bench.result import LEGEND, summary, title
-
-    console.say(title(result), style="bold")
-    console.out.print(table(result))
-    if legend:
-        console.say(LEGEND, style="dim")
-    for sentence in summary(result):
-        console.say(sentence)
-    console.say("")

@@ -5,27 +5,24 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
+from vitrail import training
 from vitrail.cli._shared import console, options
-from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
-
-if TYPE_CHECKING:
-    from vitrail.training import Evaluation
+from vitrail.cli._shared.output import check_writable, write_text
+from vitrail.cli._shared.ranks import command
+from vitrail.training import Evaluation
 
 MAX_CONFUSION = 30
 """Largest number of classes for which a confusion matrix is printed; the JSON has all."""
 
-EVALUATE_EPILOG = (
-    "Examples:\n\n"
-    "vitrail evaluate runs/student val.parquet\n\n"
-    "vitrail evaluate runs/student/last photos/ --merge r=8 --json result.json\n\n"
-    "vitrail evaluate runs/pets breeds.parquet --tasks breed\n\n"
-    "On several devices: torchrun --nproc-per-node 4 -m vitrail evaluate runs/student val.parquet"
+EXAMPLES = (
+    "vitrail evaluate runs/student val.parquet",
+    "vitrail evaluate runs/student/last photos/ --merge r=8 --json result.json",
+    "vitrail evaluate runs/pets breeds.parquet --tasks breed",
+    "On several devices: torchrun --nproc-per-node 4 -m vitrail evaluate runs/student val.parquet",
 )
 
 
@@ -39,12 +36,9 @@ def evaluate(
         str | None,
         typer.Option("--labels", "--tasks", metavar="COLUMNS", help="Label columns; by default those of the training."),
     ] = None,
-    size: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Input size in pixels; by default the model's.", show_default=False),
-    ] = None,
+    size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Input size; by default the model's.")] = None,
     batch: options.Batch = 256,
-    device: options.DeviceOf = None,
+    device: options.Device = None,
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="float32, or bfloat16 autocast.")] = "fp32",
     max_unreadable: Annotated[
         float, typer.Option("--max-unreadable", metavar="X", help="Fraction of images that may be unreadable.")
@@ -52,15 +46,12 @@ def evaluate(
     confusion: Annotated[bool, typer.Option("--confusion", help="Print the confusion matrix.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
-    """Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput."""
-    with first_rank_prints(), console.user_errors(), console.notes():
-        from vitrail import training
-        from vitrail.cli._shared.output import check_writable, write_text
-
+    """Print the figures of all heads, of the model merged or not; with --json, write more of them."""
+    with command():
         if json_file is not None:
             check_writable(json_file, "--json")
         columns = tuple(part.strip() for part in (labels or "").split(",") if part.strip())
-        with console.bars() as progress, first_rank_reports():
+        with console.bars() as progress:
             found = training.evaluate(
                 checkpoint,
                 data,
@@ -81,11 +72,10 @@ def evaluate(
 
 
 def _print(found: Evaluation) -> None:
-    merged = "not merged" if found.merge is None else f"merged: {_merge_text(found.merge)}"
+    settings = ", ".join(f"{name}={value}" for name, value in (found.merge or {}).items() if name != "protect")
+    merged = "not merged" if found.merge is None else f"merged: {settings}"
     console.say(f"{found.count} images, {merged}", style="bold")
-    table = Table(box=box.SIMPLE)
-    for title in ("head", "accuracy", "top 5", "calibration error"):
-        table.add_column(title, justify="left" if title == "head" else "right")
+    table = console.table("head", "accuracy", "top 5", "calibration error")
     for name, share in found.accuracy.items():
         shares = (share, found.top5.get(name), found.calibration.get(name))
         table.add_row(name, *("–" if value is None else f"{100 * value:.2f} %" for value in shares))
@@ -109,18 +99,7 @@ def _print_confusion(found: Evaluation) -> None:
         if len(classes) > MAX_CONFUSION:
             console.note(f"{name}: {len(classes)} classes are too many to print; --json writes the confusion matrix")
             continue
-        table = Table(box=box.SIMPLE, title=f"{name}: true class in rows, prediction in columns")
-        table.add_column("")
-        for one in classes:
-            table.add_column(one, justify="right")
+        table = console.table("", *classes, title=f"{name}: true class in rows, prediction in columns")
         for one, row in zip(classes, counts.tolist(), strict=True):
             table.add_row(one, *map(str, row))
         console.out.print(table)
-
-
-def _merge_text(merge: dict[str, Any]) -> str:
-    """Return the merge settings that differ from their defaults."""
-    defaults = {"proportional": True, "order": "paper", "unmerge": True, "method": "tome"}
-    return ", ".join(
-        f"{name}={value}" for name, value in merge.items() if name != "protect" and defaults.get(name) != value
-    )

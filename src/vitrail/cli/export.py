@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
+import vitrail
+from vitrail.bench.config import DTYPES
 from vitrail.cli._shared import console, options
+from vitrail.cli._shared.model import load
+from vitrail.cli._shared.output import check_writable
+from vitrail.cli._shared.prediction import cost_of
+from vitrail.cli._shared.ranks import command
+from vitrail.cli._shared.summary import Cost
+from vitrail.export import ExportResult
+from vitrail.export import export as export_model
+from vitrail.export.formats import find_format
 
-if TYPE_CHECKING:
-    from vitrail.export import ExportResult
-
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-EPILOG = (
-    "Examples:\n\n"
-    "vitrail export timm:vit_base_patch16_224 --r 16 -o vit.onnx\n\n"
-    "vitrail export timm:vit_small_patch14_reg4_dinov2 --keep 0.25 --size 518 --opset 18 -o dinov2.onnx\n\n"
-    "vitrail export hf:facebook/deit-small-patch16-224 --gflops 2.5 --batch 8 -o deit.pt2\n\n"
-    "vitrail export timm:vit_tiny_patch16_224 --r 8 --random-weights --dtype fp16 -o tiny.onnx"
+EXAMPLES = (
+    "vitrail export timm:vit_base_patch16_224 --r 16 -o vit.onnx",
+    "vitrail export timm:vit_small_patch14_reg4_dinov2 --keep 0.25 --size 518 --opset 18 -o dinov2.onnx",
+    "vitrail export hf:facebook/deit-small-patch16-224 --gflops 2.5 --batch 8 -o deit.pt2",
+    "vitrail export timm:vit_tiny_patch16_224 --r 8 --random-weights --dtype fp16 -o tiny.onnx",
 )
 
 
+BATCHES = "A fixed batch size, or any with dynamic."
+
+
+def parse_batch(text: str) -> int | str:
+    """Parse a batch size, or ``dynamic``."""
+    if text == "dynamic":
+        return text
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f"--batch {text!r} is not a batch size. Expected 1 or more, or dynamic.")
+    return int(text)
+
+
 def export(
+    ctx: typer.Context,
     model: options.Model,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Output file: .onnx or .pt2.")],
     r: options.R = None,
@@ -32,68 +51,48 @@ def export(
         str | None,
         typer.Option(metavar="onnx|pt2", help="ONNX, or a torch.export program; from the file name by default."),
     ] = None,
-    schedule: options.Schedule = "constant",
-    order: options.OrderOf = options.Order.paper,
+    schedule: options.Schedule = None,
+    order: options.Order = "paper",
     proportional: options.Proportional = True,
     method: options.Method = "tome",
     size: options.Size = None,
-    batch: Annotated[
-        str, typer.Option(metavar="N|dynamic", help="A fixed batch size, or any with dynamic.")
-    ] = "dynamic",
+    batch: Annotated[Any, typer.Option(metavar="N|dynamic", parser=parse_batch, help=BATCHES)] = "dynamic",
     dtype: Annotated[
-        str | None, typer.Option(metavar="D", help="fp32, fp16 or bf16 (pt2 only); the model's own by default.")
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="bf16 for pt2 only; the model's own by default.")
     ] = None,
     opset: Annotated[int | None, typer.Option(metavar="N", help="ONNX opset, 18 to 22; 20 by default.")] = None,
     random_weights: options.RandomWeights = False,
 ) -> None:
-    """Export a merged model to a file that runs without Vitrail, and verify it.
+    """Load the written file (ONNX in ONNX Runtime), and compare it with the model on random images.
 
-    The file is loaded (ONNX in ONNX Runtime), compared with the model on random images, and checked for the number of
-    tokens in every block. If anything fails, no file is left.
+    The number of tokens in every block must be the merged model's, too. If anything fails, no file is left.
     """
-    settings = options.merge_options(r, keep, gflops, schedule, order, proportional, method)
-    if dtype is not None and dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype {dtype!r} is unknown. Expected one of {', '.join(DTYPES)}.")
-    if batch != "dynamic" and not (batch.isascii() and batch.isdigit() and int(batch) > 0):
-        raise typer.BadParameter(f"--batch {batch!r} is not a batch size. Expected 1 or more, or dynamic.")
-    batch_size: Any = batch if batch == "dynamic" else int(batch)
-    pixels = options.parse_size(size)
-    with console.user_errors(), console.notes():
-        import torch
-
-        import vitrail
-        from vitrail.cli._shared.model import load
-        from vitrail.cli._shared.output import check_writable
-        from vitrail.export import export as export_model
-        from vitrail.export.formats import find_format
-
-        torch_dtype = None if dtype is None else getattr(torch, DTYPES[dtype])
+    settings = options.merge_options(ctx.params)
+    torch_dtype = None if dtype is None else DTYPES[dtype]
+    with command():
         find_format(out, format).check(torch_dtype or torch.float32, opset)  # before the model is loaded
         check_writable(out, "-o")
         with console.err.status(f"Loading {model}"):
-            loaded = load(model, random=random_weights, size=pixels, device="cpu", shown=False)
+            loaded = load(model, "export", random=random_weights, size=size, device="cpu")
         if random_weights:
             console.note(f"{model} has random weights: use the file for trying things out only.")
-        height_width = loaded.preprocessing.size
+        example = torch.zeros(1, *loaded.spec.shape)
         with vitrail.merge(loaded.model, **settings) as merging, console.err.status(f"Exporting {model}"):
-            flops = merging.flops(height_width), merging.flops(height_width, merged=False)
-            tokens = merging.tokens_per_layer(height_width)
+            cost = cost_of(loaded, merging)
             result = export_model(
-                loaded.model, out, format, example=torch.zeros(1, 3, *height_width), batch=batch_size,
-                dtype=torch_dtype, opset=opset,
-            )  # fmt: skip
-        _report(model, result, result.tokens or tokens, loaded.layout.num_tokens, flops)
+                loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset
+            )
+        _report(model, result, cost)
 
 
-def _report(name: str, result: ExportResult, tokens: list[int], tokens_before: int, flops: tuple[int, int]) -> None:
+def _report(name: str, result: ExportResult, cost: Cost) -> None:
     kind = f"ONNX, opset {result.opset}" if result.opset is not None else "torch.export program"
     console.say(f"{name} as {kind}, {str(result.dtype).removeprefix('torch.')}, {result.bytes / 1e6:.1f} MB")
-    console.say(f"  input    images {_shape(result.input)}")
-    for output, shape in result.outputs.items():
-        console.say(f"  output   {output} {_shape(shape)}")
-    counts = " ".join(map(str, tokens))
-    console.say(f"  tokens   {counts} leave the blocks of the exported model (unmerged: {tokens_before})")
-    console.say(f"  GFLOPs   {flops[0] / 1e9:.3g} per image (unmerged: {flops[1] / 1e9:.3g})")
+    for what, shape in (("input    images", result.input), *((f"output   {n}", s) for n, s in result.outputs.items())):
+        console.say(f"  {what} {' × '.join(map(str, shape))}")
+    counts = " ".join(map(str, result.tokens or cost.tokens_after))
+    console.say(f"  tokens   {counts} leave the blocks of the exported model (unmerged: {cost.tokens_before[-1]})")
+    console.say(f"  GFLOPs   {cost.flops_after / 1e9:.3g} per image (unmerged: {cost.flops_before / 1e9:.3g})")
     for check in result.comparisons:
         draws = f", drawn {check.draws} times" if check.draws > 1 else ""
         console.say(
@@ -101,7 +100,3 @@ def _report(name: str, result: ExportResult, tokens: list[int], tokens_before: i
             f"(allowed: {result.tolerance:g}){draws}"
         )
     console.say(f"Written: {', '.join(str(file) for file in result.files)}", style="bold")
-
-
-def _shape(shape: tuple[int | str, ...]) -> str:
-    return " × ".join(map(str, shape))

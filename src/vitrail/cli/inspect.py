@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from vitrail import report as reports
 from vitrail._distributed import World, distributed
 from vitrail.cli._shared import console, options
-from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
+from vitrail.cli._shared.model import Loaded, load
+from vitrail.cli._shared.output import OutputError, check_writable
+from vitrail.cli._shared.prediction import predict
+from vitrail.cli._shared.ranks import command
+from vitrail.data import Dataset, InputSpec, open_dataset
 from vitrail.errors import UnsupportedInput
-
-if TYPE_CHECKING:
-    from vitrail.data import Dataset
-    from vitrail.report import Report
+from vitrail.report import Report
+from vitrail.report.page.formatting import number, percent
+from vitrail.report.page.render import check_jinja
 
 NAMED = 5
 """Skipped images that are printed by name; the report lists more."""
@@ -29,85 +33,47 @@ NAMED = 5
 TIMEOUT = timedelta(hours=12)
 """How long ranks wait for each other: rank 0 computes probes when the others are done."""
 
-INSPECT_EPILOG = (
-    "Examples:\n\n"
-    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --size 518 -o report.html\n\n"
-    "vitrail inspect hf:facebook/dinov2-base pets.parquet --labels breed --limit 1000\n\n"
-    "vitrail inspect timm:vit_tiny_patch16_224 --random-weights --no-probes\n\n"
-    "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect timm:vit_large_patch14_dinov2 photos/ --limit 0"
+EXAMPLES = (
+    "vitrail inspect timm:vit_small_patch14_dinov2 photos/ --size 518 -o report.html",
+    "vitrail inspect hf:facebook/dinov2-base pets.parquet --labels breed --limit 1000",
+    "vitrail inspect timm:vit_tiny_patch16_224 --random-weights --no-probes",
+    "On several devices: torchrun --nproc-per-node 4 -m vitrail inspect hf:facebook/dinov2-large photos/ --limit 0",
 )
 
-Images = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="IMAGES",
-        help="Image files, directories, parquet files, shards, hf:OWNER/NAME. Default: sample images.",
-        show_default=False,
-    ),
-]
-Limit = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Maximum number of images, spread over the data; 0 for all.")
-]
+SOURCES = "Image files, directories, parquet files, shards, hf:OWNER/NAME. Default: sample images."
+Images = Annotated[list[Path] | None, typer.Argument(metavar="IMAGES", help=SOURCES, show_default=False)]
 Labels = Annotated[str | None, typer.Option(metavar="COLUMN", help="Column of a parquet file with the classes.")]
-Probes = Annotated[bool, typer.Option("--probes/--no-probes", help="Fit probes, which takes the longest.")]
-Cure = Annotated[bool, typer.Option("--cure/--no-cure", help="If there are artifacts, try test-time registers.")]
+Probes = Annotated[bool, typer.Option(help="Fit probes, which takes the longest.")]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Seed of splits, draws and random weights.")]
-Out = Annotated[
-    Path,
-    typer.Option("-o", "--out", metavar="FILE", help="Page to write, with its values as .json beside it; or .json."),
-]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Options of an inspection; the same for both models of a comparison."""
-
-    images: Sequence[Path]
-    limit: int = 200
-    batch: int = 16
-    size: tuple[int, ...] | None = None
-    labels: str | None = None
-    probes: bool = True
-    random: bool = False
-    device: str | None = None
-    seed: int = 0
-    cure: bool = False
-
-    def open(self) -> Dataset:
-        """Open the images, and check before a model is loaded that one of them can be read."""
-        from vitrail.data import InputSpec, open_dataset
-
-        dataset = open_dataset(self.images or None, limit=self.limit or None, labels=self.labels or (), size=self.size)
-        next(dataset.batches(InputSpec((1, 1)), 1))
-        return dataset
+PAGE = "Page to write, with its values as .json beside it; or .json."
+Out = Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help=PAGE)]
 
 
 def inspect(
+    ctx: typer.Context,
     model: options.Model,
     images: Images = None,
     out: Out = Path("report.html"),
-    limit: Limit = 200,
+    limit: options.Limit = 200,
     batch: options.Batch = 16,
     size: options.Size = None,
     labels: Labels = None,
     probes: Probes = True,
-    cure: Cure = True,
+    cure: Annotated[bool, typer.Option(help="If there are artifacts, try test-time registers.")] = True,
     random_weights: options.RandomWeights = False,
-    device: options.DeviceOf = None,
+    device: options.Device = None,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the values as JSON instead of the table.")] = False,
 ) -> None:
-    """Find artifact tokens in a model: whether there are any, where, from which layer on, and what they encode.
+    """Write a self-contained HTML page, and the same values as JSON beside it.
 
-    Writes a self-contained HTML page, and the same values as JSON beside it. Existing files are overwritten, and only
-    by complete ones. Unreadable images are skipped and named; the exit code is then 1.
+    Existing files are overwritten, and only by complete ones. Unreadable images are skipped and named; the exit code is
+    then 1.
     """
-    pixels = options.parse_size(size)
-    settings = Settings(images or [], limit, batch, pixels, labels, probes, random_weights, device, seed, cure)
-    with console.user_errors(), console.notes(), interruptible(out), processes(device) as world:
-        world.run(lambda: check_output(out, settings.images))
-        collection = world.run(settings.open)
-        report = run_inspect(model, collection, settings, world)
+    with session(out, device) as world:
+        world.run(lambda: check_output(out, images or []))
+        dataset = world.run(lambda: open_images(ctx.params))
+        report = inspect_model(model, dataset, ctx.params, world)
         if report is None:
             return
         report.save(out)
@@ -120,52 +86,58 @@ def inspect(
         raise typer.Exit(1)
 
 
-def run_inspect(name: str, collection: Dataset, settings: Settings, world: World) -> Report | None:
-    """Load a model and inspect it; return the report on rank 0, None on the others."""
-    import torch
-    from PIL import Image
+def open_images(given: Mapping[str, Any]) -> Dataset:
+    """Open the images of a command's options, and check before a model is loaded that one of them can be read."""
+    source, limit, labels = given["images"] or None, given["limit"] or None, given["labels"] or ()
+    dataset = open_dataset(source, limit=limit, labels=labels, size=given["size"])
+    next(dataset.batches(dataset.statistics() or InputSpec((1, 1)), 1))
+    return dataset
 
-    from vitrail.cli._shared.model import load
-    from vitrail.cli._shared.prediction import predict
-    from vitrail.report import inspect as inspect_model
 
-    def load_checked() -> Any:
-        loaded = load(name, random=settings.random, size=settings.size, device=settings.device, seed=settings.seed)
-        if settings.size is not None:
-            predict(loaded, Image.new("RGB", list(settings.size[::-1])))  # not every model takes another size
+def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: World) -> Report | None:
+    """Load a model and inspect it by a command's options; return the report on rank 0, None on the others."""
+
+    def load_checked() -> Loaded:
+        where = {"size": given["size"], "device": given["device"], "seed": given["seed"]}
+        loaded = load(name, "inspect", random=given["random_weights"], **where)
+        if loaded.size is not None:  # not every model takes another size
+            predict(loaded, torch.zeros(1, *loaded.spec.shape))
         return loaded
 
     with console.err.status(f"Loading {name}"):
         loaded = world.run(load_checked)
-    if settings.random:
+    if given["random_weights"]:
         console.note(f"{name} has random weights here: the results say nothing about trained ones.")
+    chosen = {"batch_size": given["batch"], "probes": given["probes"], "cure": given.get("cure", False)}
 
     def work() -> Report | None:
         try:
             with console.bars() as progress:
-                return inspect_model(
-                    loaded.model,
-                    collection,
-                    batch_size=settings.batch,
-                    probes=settings.probes,
-                    cure=settings.cure,
-                    seed=settings.seed,
-                    progress=progress,
-                    name=name,
+                return reports.inspect(
+                    loaded.model, dataset, **chosen, seed=given["seed"], progress=progress, name=name
                 )
         except torch.OutOfMemoryError as error:
             raise UnsupportedInput(
-                f"Not enough memory for batches of {settings.batch} images. Use a smaller --batch or --size."
+                f"Not enough memory for batches of {given['batch']} images. Use a smaller --batch or --size."
             ) from error
 
     return world.run(work)
 
 
+@contextmanager
+def session(out: Path, device: str | None) -> Iterator[World]:
+    """Join the ranks that torchrun started, if any, of which rank 0 prints; exit with a message on Ctrl-C."""
+    where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
+    try:
+        with command(console.out, console.err), distributed(where, TIMEOUT, tensors=False) as world:
+            yield world
+    except KeyboardInterrupt as stop:  # files are written completely or not at all
+        console.error(f"Interrupted: no report was written. An existing {out} is unchanged.")
+        raise typer.Exit(130) from stop
+
+
 def check_output(out: Path, inputs: Sequence[Path]) -> None:
     """Raise before any work is done if the page and its JSON cannot be written, or would overwrite an input."""
-    from vitrail.cli._shared.output import OutputError, check_writable
-    from vitrail.report.page.render import check_jinja
-
     if out.suffix.lower() not in (".html", ".htm", ".json"):
         raise OutputError(
             f"-o {out}: expected the name of a page, like {out.stem or 'report'}.html, or of a .json file."
@@ -185,8 +157,6 @@ def written(out: Path) -> str:
 
 def show(name: str, report: Report) -> None:
     """Print the verdict, the numbers behind it, and skipped images."""
-    from vitrail.report.page.formatting import number, percent
-
     norms, problems, cure, onset = report.norms, report.problems, report.cure, report.norms["onset"]
     cured = "–"
     if "effect" in cure:
@@ -215,25 +185,3 @@ def show(name: str, report: Report) -> None:
         console.error(f"Skipped {entry['reason']}")
     if problems["num_skipped"] > NAMED:
         console.error(f"… and {problems['num_skipped'] - NAMED} more that could not be read.")
-
-
-@contextmanager
-def interruptible(out: Path) -> Iterator[None]:
-    """Exit with a message on Ctrl-C; files are written completely or not at all."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        console.error(f"Interrupted: no report was written. An existing {out} is unchanged.")
-        raise typer.Exit(130) from stop
-
-
-@contextmanager
-def processes(device: str | None) -> Iterator[World]:
-    """Join the ranks that torchrun started, if any; only rank 0 prints."""
-    where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
-    with (
-        first_rank_prints(console.out, console.err),
-        first_rank_reports(),
-        distributed(where, TIMEOUT, tensors=False) as world,
-    ):
-        yield world

@@ -1,143 +1,129 @@
-"""The work of ``vitrail merge``: every image through the model, without and with merging."""
+"""``vitrail merge``: every sample through a model, without and with merging."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from PIL import Image
+import typer
 
 import vitrail
-from vitrail.cli._shared import console
+from vitrail.cli._shared import console, options
+from vitrail.cli._shared.media import check_any, find_readable, skip
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import Names, make_directory, write_image
-from vitrail.cli._shared.prediction import cost_of, paint, predict
-from vitrail.cli._shared.summary import Result, Skipped, Summary, markdown, table, write_summary
-from vitrail.data import Dataset, check_image, open_dataset
-from vitrail.drawing import contact_sheet
+from vitrail.cli._shared.prediction import compare_merged, cost_of, predict
+from vitrail.cli._shared.ranks import command
+from vitrail.cli._shared.summary import Result, Summary, markdown_table, write_summary
+from vitrail.data import open_dataset
 from vitrail.errors import ImageError
 
-SIDE = 1600
-"""Longest side of an image in the side-by-side view; the stained glass keeps the image's resolution."""
+COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
+LEGEND = (
+    "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
+    "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
+    "most likely class stays the same. Ms: latency of a single pass each, so a rough figure."
+)
+EXAMPLES = (
+    "vitrail merge timm:vit_base_patch16_224 photos/ -r 16 -o glass",
+    "vitrail merge timm:vit_small_patch14_dinov2 cat.jpg --keep 0.25 --size 518",
+    "vitrail merge hf:facebook/deit-small-patch16-224 cat.jpg --gflops 2.5 --schedule decreasing",
+    "vitrail merge timm:vit_tiny_patch16_224 cat.jpg -r 16 --random-weights",
+)
 
-NAMED = 5
-"""Most images that a note names one by one."""
 
+def merge(
+    ctx: typer.Context,
+    model: options.Model,
+    images: Annotated[
+        list[Path],
+        typer.Argument(metavar="IMAGES", help="Image files, folders, parquet files, shards, or hf:OWNER/NAME."),
+    ],
+    r: options.R = None,
+    keep: options.Keep = None,
+    gflops: options.Gflops = None,
+    out: options.Folder = Path("glass"),
+    schedule: options.Schedule = None,
+    order: options.Order = "paper",
+    proportional: options.Proportional = True,
+    method: options.Method = "tome",
+    size: options.Size = None,
+    random_weights: options.RandomWeights = False,
+    device: options.Device = None,
+    limit: options.Limit = 0,
+) -> None:
+    """Write for each image the stained glass (one pane per remaining token) and a side-by-side view.
 
-def run_merge(
-    model: str,
-    images: Sequence[Path],
-    options: dict[str, Any],
-    out: Path,
-    *,
-    size: tuple[int, ...] | None = None,
-    random: bool = False,
-    device: str | None = None,
-    limit: int | None = None,
-) -> Summary:
-    """Merge a model, run it on images from any source, and write and print the results.
-
-    An image that cannot be read is reported, and skipped if there are others.
+    Also writes a summary with tokens per layer, FLOPs, and how close the merged model's output is to the unmerged
+    one's.
     """
-    dataset = open_dataset(images, labels=None, limit=limit)
-    good, skipped = check_images(dataset)  # before loading the model, which may take long
-    with console.err.status(f"Loading {model}"):
-        loaded = load(model, random=random, size=size, device=device)
-    with vitrail.merge(loaded.model, **options) as merging:  # wrong options are found before anything is written
-        cost, config = cost_of(loaded, merging), merging.config
-    folder = make_directory(out)
-    if random:
-        console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
-
-    paths = file_names(dataset)
-    names = Names(folder, ("glass", "side-by-side"), paths)
-    results: list[Result] = []
-    with console.progress() as bar:
-        task = bar.add_task("Merging", total=len(good))
-        for index in good:
-            try:
-                image = dataset.read(index).image
-            except ImageError as error:
-                skipped.append(_skip(dataset, index, error))
-            else:
+    settings = options.merge_options(ctx.params)
+    with command():
+        dataset = open_dataset(images, labels=None, limit=limit or None)
+        good, skipped = find_readable(dataset)  # before loading the model, which may take long
+        with console.err.status(f"Loading {model}"):
+            loaded = load(model, "merge", random=random_weights, size=size, device=device)
+        with vitrail.merge(loaded.model, **settings) as merging:  # wrong options are found before anything is written
+            cost, config = cost_of(loaded, merging), merging.config
+        folder = make_directory(out)
+        if random_weights:
+            console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
+        names = Names(folder, dataset)
+        results: list[Result] = []
+        with console.progress() as bar:
+            for index in bar.track(good, description="Merging"):
+                try:
+                    sample = dataset.read(index).image
+                except ImageError as error:
+                    skipped.append(skip(dataset, index, error))
+                    continue
+                batch = loaded.medium.batch(sample, loaded.spec)
                 if not results:
-                    predict(loaded, image)  # the first pass is slower, and would count as the one without merging
-                before = predict(loaded, image)
-                with vitrail.merge(loaded.model, **options) as merging:
-                    glass, result = paint(loaded, merging, image, dataset.name(index), before)
-                files = names.for_image(paths[index])
-                write_image(files["glass"], glass)
-                write_image(files["side-by-side"], contact_sheet([_reduced(image), _reduced(glass)]))
-                result.files.update({ending: file.name for ending, file in files.items()})
+                    predict(loaded, batch)  # the first pass is slower, and would count as the one without merging
+                before = predict(loaded, batch)
+                with vitrail.merge(loaded.model, **settings) as merging:
+                    drawings, result = compare_merged(loaded, merging, sample, dataset.name(index), before)
+                for ending, file in names.of(index, drawings).items():
+                    write_image(file, drawings[ending])
+                    result.files[ending] = file.name
                 results.append(result)
-            bar.advance(task)
-    if not results:
-        raise ImageError(f"none of the {len(dataset)} images could be read")
-    input_size = loaded.preprocessing.size
-    summary = Summary(model, loaded.weights, loaded.device.type, input_size, config, cost, results, skipped)
-    write_summary(folder, asdict(summary), markdown([summary], f"{model}, merged"))
-    _print(summary, folder)
-    return summary
+        check_any(results, dataset)
+        input_size, kind = loaded.spec.size, loaded.device.type
+        summary = Summary(model, loaded.weights, kind, input_size, config, cost, results, skipped)
+        _conclude(summary, folder)
+    if skipped:
+        raise typer.Exit(1)
 
 
-def check_images(dataset: Dataset) -> tuple[list[int], list[Skipped]]:
-    """Return the indices of readable images, and those that are not, by file headers; report animations.
+def _conclude(summary: Summary, folder: Path) -> None:
+    """Write the summary, and print its table."""
+    cost, tokens = summary.cost, " ".join(map(str, summary.cost.tokens_after))
+    rows = [
+        (
+            result.picture,
+            str(result.panes),
+            f"{cost.tokens_before[-1]} → {cost.tokens_after[-1]}",
+            f"{cost.flops_before / 1e9:.3g} → {cost.flops_after / 1e9:.3g}",
+            "–" if result.cosine is None else f"{result.cosine:.4f}",
+            result.top1,
+            f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
+        )
+        for result in summary.pictures
+    ]
+    size, config = " × ".join(map(str, summary.input_size)), summary.merging
+    model = f"{summary.model} ({summary.weights} weights, {summary.device})"
+    settings = ", ".join(f"{name}={value}" for name, value in config.items())
+    details = f"- {model}, input {size}, merged with {settings}: {tokens} tokens after each block, instead of "
+    lines = [f"# {summary.model}, merged", "", *markdown_table(COLUMNS, rows), "", LEGEND, ""]
+    lines += [f"{details}{cost.tokens_before[-1]}.", *(f"- Skipped: {one['reason']}" for one in summary.skipped)]
+    write_summary(folder, asdict(summary), "\n".join(lines))
 
-    Of a source without files, such as a parquet file, images are read until one can be.
-    """
-    good: list[int] = []
-    skipped: list[Skipped] = []
-    animated: list[str] = []
-    paths = dataset.paths
-    for index in range(len(dataset)):
-        try:
-            frames = 1
-            if paths is None or len(dataset) == 1:
-                dataset.read(index)  # to the last pixel
-            if paths is not None:
-                frames = check_image(paths[index])
-        except ImageError as error:
-            if len(dataset) == 1:
-                raise
-            skipped.append(_skip(dataset, index, error))
-            continue
-        if paths is None:
-            good += range(index, len(dataset))
-            break
-        good.append(index)
-        if frames > 1:
-            animated.append(f"{dataset.name(index)} ({frames} frames)")
-    if not good:
-        raise ImageError(f"none of the {len(dataset)} images could be read")
-    if animated:
-        more = f" and {len(animated) - NAMED} more" if len(animated) > NAMED else ""
-        console.note(f"Only the first frame is used of {', '.join(animated[:NAMED])}{more}.")
-    return good, skipped
-
-
-def file_names(dataset: Dataset) -> Sequence[Path]:
-    """Return a path to name each image's results after: its file, or its name without special characters."""
-    return dataset.paths or [Path(re.sub(r"[^\w./-]+", "-", name)) for name in dataset.names]
-
-
-def _skip(dataset: Dataset, index: int, error: ImageError) -> Skipped:
-    console.error(f"Skipped {error}")
-    return Skipped(str(dataset.paths[index]) if dataset.paths else dataset.name(index), str(error))
-
-
-def _reduced(image: Image.Image) -> Image.Image:
-    copy = image.copy()
-    copy.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
-    return copy
-
-
-def _print(summary: Summary, folder: Path) -> None:
-    console.out.print(table([summary], f"{summary.model} ({summary.weights} weights, {summary.device})"))
-    tokens = " ".join(str(count) for count in summary.cost.tokens_after)
-    console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
+    table = console.table(*COLUMNS, title=model)
+    for row in rows:
+        table.add_row(*row)
+    console.out.print(table)
+    console.say(f"Tokens after each block: {tokens} (unmerged: {cost.tokens_before[-1]})")
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
         console.error(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")

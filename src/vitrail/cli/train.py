@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress, TaskID
 
+from vitrail import training
+from vitrail.adapters.saved import read_config, read_labels
 from vitrail.cli._shared import console
-from vitrail.cli._shared.ranks import first_rank_prints, first_rank_reports
+from vitrail.cli._shared.ranks import command
 from vitrail.errors import InvalidOption
+from vitrail.models.saving import ARCHITECTURE
+from vitrail.training import Event, Run
 from vitrail.training.config import OPTIONS, default_text, read_value, read_yaml
 from vitrail.training.config.options import Option
+from vitrail.training.interrupt import Interrupted, OutOfTime
 
-if TYPE_CHECKING:
-    from vitrail.training import Event, Run
-
-TRAIN_EPILOG = (
-    "Examples:\n\n"
-    "vitrail train --data photos/ --preset tiny -o runs/first\n\n"
-    "vitrail train --data train.parquet --validation val.parquet --model timm:resnet18 -o runs/teacher\n\n"
-    "vitrail train --data train.parquet --tokens cls,distillation,register=4 --teacher runs/teacher -o runs/student\n\n"
-    "vitrail train --data pets.parquet --tasks breed,species --merge r=8,over_epochs=10\n\n"
-    "vitrail train -o runs/first --resume\n\n"
-    "On several devices: torchrun --nproc-per-node 4 -m vitrail train --data photos/"
+EXAMPLES = (
+    "vitrail train --data photos/ --preset tiny -o runs/first",
+    "vitrail train --data train.parquet --validation val.parquet --model timm:resnet18 -o runs/teacher",
+    "vitrail train --data train.parquet --tokens cls,distillation,register=4 --teacher runs/teacher -o runs/student",
+    "vitrail train --data pets.parquet --tasks breed,species --merge r=8,over_epochs=10",
+    "vitrail train -o runs/first --resume",
+    "On several devices: torchrun --nproc-per-node 4 -m vitrail train --data photos/",
 )
 
 
@@ -50,15 +50,22 @@ def train(
     ] = None,
     **options: Any,
 ) -> None:
-    """Train a model: labels, tasks, distillation, registers, merging, in one recipe.
+    """Write a run directory with the resolved config, a log, checkpoints, and the last and the best model.
 
-    Options take precedence over the --config file; the preset decides everything else. Writes a run directory with the
-    resolved config, a log, checkpoints, and the last and the best model. --resume continues an interrupted run.
+    Options take precedence over the --config file; the preset decides everything else. --resume continues an
+    interrupted run.
     """
-    with first_rank_prints(), console.user_errors(), console.notes():
+    with command():
         given = {name: value for name, value in options.items() if value is not None}
         given = {**({} if config is None else read_yaml(config)), **given, **_read_pairs(set_ or [])}
-        _print_next_steps(_train(given, resume, overwrite, seconds))
+        limits: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "seconds": seconds}
+        try:
+            with _progress() as on_event:
+                run = training.train(None, on_event=on_event, **limits, **given)
+        except Interrupted as stop:
+            console.error(str(stop))
+            raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
+        _print_next_steps(run)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -79,18 +86,6 @@ _OWN = list(inspect.signature(train, eval_str=True).parameters.values())[:-1]
 train.__signature__ = inspect.Signature([*_OWN, *map(_parameter, OPTIONS.values())])  # type: ignore[attr-defined]
 
 
-def _train(given: dict[str, Any], resume: bool, overwrite: bool, seconds: float | None) -> Run:
-    from vitrail import training
-    from vitrail.training.interrupt import Interrupted, OutOfTime
-
-    try:
-        with _progress() as on_event, first_rank_reports():
-            return training.train(None, resume=resume, overwrite=overwrite, seconds=seconds, on_event=on_event, **given)
-    except Interrupted as stop:
-        console.error(str(stop))
-        raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
-
-
 def _read_pairs(pairs: list[str]) -> dict[str, Any]:
     """Return the options of ``--set NAME=VALUE``."""
     values = {}
@@ -103,10 +98,9 @@ def _read_pairs(pairs: list[str]) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress() -> Iterator[Any]:
+def _progress() -> Iterator[Callable[[Event], None]]:
     """Yield a callback that shows the events of a run: progress bars, and a line for each evaluation."""
-    with console.progress() as progress:
-        tasks: dict[str, TaskID] = {}
+    with console.bars() as update:
 
         def show(event: Event) -> None:
             step = f"step {event.done} of {event.total}"
@@ -117,8 +111,12 @@ def _progress() -> Iterator[Any]:
             elif event.kind == "evaluation":
                 scores = (f"{name} {100 * share:.2f} %" for name, share in event.values["accuracy"].items())
                 console.say(f"{step}  {'  '.join(scores)}")
-            elif event.kind in ("reading", "evaluating", "train"):
-                _update_bar(progress, tasks, event)
+            elif event.kind in ("reading", "evaluating"):
+                update(f"{event.kind} {event.text}".strip(), event.done, event.total)
+            elif event.kind == "train":
+                loss = event.values.get("loss")
+                detail = "" if loss is None else f", epoch {event.values['epoch'] + 1}, loss {loss:.3f}"
+                update("training", event.done, event.total, detail)
             elif event.kind == "epoch" and not console.err.is_terminal:
                 rate = event.values["images_per_s"]
                 console.say(f"{step}  loss {event.values['loss']:.4f}  {rate:,.0f} images/s")
@@ -126,39 +124,21 @@ def _progress() -> Iterator[Any]:
         yield show
 
 
-def _update_bar(progress: Progress, tasks: dict[str, TaskID], event: Event) -> None:
-    title = {"reading": f"Reading {event.text}", "evaluating": "Evaluating", "train": "Training"}[event.kind]
-    if event.kind == "train" and "loss" in event.values:
-        title = f"Training, epoch {event.values['epoch'] + 1}, loss {event.values['loss']:.3f}"
-    key = f"{event.kind} {event.text}"
-    if key not in tasks:
-        tasks[key] = progress.add_task(title, total=event.total)
-    finished = event.kind != "train" and event.done == event.total
-    progress.update(tasks[key], description=title, completed=event.done, total=event.total, visible=not finished)
-
-
 def _print_next_steps(run: Run) -> None:
     """Print what the run wrote, and the commands to run next."""
-    from vitrail.adapters.saved import read_config, read_labels
-    from vitrail.models.saving import ARCHITECTURE, CONFIG
-
-    last = run.folder / "last"
+    last, name = run.folder / "last", shlex.quote(str(run.folder / "last"))
     console.say(f"Run directory: {run.folder}", style="bold")
-    console.say(
-        "  last/ is the model after the last step" + (", best/ the one with the best score" if run.best else "")
-    )
+    best = ", best/ the one with the best score" if run.best else ""
+    console.say(f"  last/ is the model after the last step{best}")
     if run.best:
         console.say(f"  best score {100 * run.best['score']:.2f} % after step {run.best['step']}")
-    name = shlex.quote(str(last))
-    console.say("Next:")
-    if ARCHITECTURE not in (last / CONFIG).read_text(encoding="utf-8"):
-        console.say(f"  vitrail evaluate {name} DATA             # accuracy of each head")
-        return
-    console.say(f"  vitrail evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging")
+    steps = [f"evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging"]
     config = read_config(last)
-    if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
-        console.say(f"  vitrail train --model {name} --data LABELED  # fine-tune it")
-    elif read_labels(last).get("classes"):
-        console.say(f"  vitrail demo --model {name}              # predictions and attention at several merge rates")
-    console.say(f"  vitrail inspect vitrail:{name} IMAGES  # artifact tokens, attention, features")
-    console.say(f"  vitrail export vitrail:{name} -r 8 -o model.onnx")
+    if config.get("architecture") == ARCHITECTURE:  # a model of ours
+        if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
+            steps.append(f"train --model {name} --data LABELED  # fine-tune it")
+        elif read_labels(last).get("classes"):
+            steps.append(f"demo --model {name}              # predictions and attention at several merge rates")
+        steps.append(f"inspect vitrail:{name} IMAGES  # artifact tokens, attention, features")
+        steps.append(f"export vitrail:{name} -r 8 -o model.onnx")
+    console.say("\n".join(["Next:", *(f"  vitrail {step}" for step in steps)]))

@@ -1,7 +1,7 @@
 """Batches of whatever a user passes as images: any dataset, a tensor, or batches of their own.
 
-Every sample has an index, the same in every process and in every pass, so that results of several processes can be put
-in order and single samples can be read again. Imported by ``import vitrail``, and so without Pillow.
+Every sample has an index, the same on every rank and in every pass, so that results of several ranks can be put in
+order and single samples can be read again. Imported by ``import vitrail``, and so without Pillow.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
+from vitrail._checks import check_int
 from vitrail.data.sample import Batch
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -28,13 +30,12 @@ class Batches:
     """Samples to run a model on, in batches.
 
     Attributes:
-        data: a dataset, a tensor of preprocessed images, or an iterable of batches of such.
-        kind: which of these, as reports name it.
+        data, kind: a dataset, a tensor of preprocessed images, or an iterable of batches of such; and which of these,
+            as reports name it.
         labels: labels of a tensor's images.
         limit: most samples to yield.
         only: indices of the samples to yield, in rising order; None for all.
-        with_labels: whether the second part of the user's batches holds labels.
-        frames: whether tensors are videos (B, C, T, H, W).
+        with_labels, frames: as for :func:`open_batches`.
         skipped: samples that could not be read in the last pass, each with the reason.
     """
 
@@ -55,10 +56,9 @@ class Batches:
         return self.limit if total is None else min(total, self.limit or total)
 
     @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes, if the data has them."""
-        names: tuple[str, ...] | None = self.data.class_names if self.kind == "collection" else None
-        return names
+    def class_names(self) -> Any:
+        """Names of the classes, a tuple, if the data has them."""
+        return self.data.class_names if self.kind == "collection" else None
 
     @property
     def runs_once(self) -> bool:
@@ -76,45 +76,26 @@ class Batches:
     def batches(
         self, spec: InputSpec, batch_size: int | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Batch]:
-        """Yield the batches of one of several processes.
+        """Yield the batches of one rank: datasets preprocessed by a specification, tensors as they are.
 
-        Batches of the user's are iterated by every process, which takes every ``world_size``-th of them.
-
-        Args:
-            spec: input specification that datasets are preprocessed by; tensors stay as they are.
-            batch_size: samples in a batch, unless the data comes in batches; by default 8, or a tensor as a whole.
-            rank: rank of this process.
-            world_size: number of processes.
+        Batches of the user's are iterated by every rank, which takes every ``world_size``-th of them. The others have
+        ``batch_size`` samples; by default 8, or a tensor as a whole.
         """
-        if batch_size is not None and (
-            isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1
-        ):
-            raise InvalidOption(f"batch_size={batch_size!r}: expected 1 or more")
+        if batch_size is not None:
+            check_int("batch_size", batch_size)
         if self.only == ():
             return
         if self.kind == "collection":
-            yield from self._of_dataset(spec, batch_size or BATCH_SIZE, rank, world_size)
+            indices = (range(len(self.data)) if self.only is None else self.only)[: self.limit]
+            if rank < len(indices):
+                self.skipped = []
+                given = {"indices": indices, "rank": rank, "world_size": world_size}
+                size = batch_size or BATCH_SIZE
+                yield from self.data.batches(spec, size, on_skip=lambda *one: self.skipped.append(one), **given)
         elif self.kind == "tensor":
             yield from self._of_tensor(batch_size or len(self.data), rank, world_size)
         else:
             yield from self._of_batches(rank, world_size)
-
-    def _of_dataset(self, spec: InputSpec, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
-        indices = (range(len(self.data)) if self.only is None else self.only)[: self.limit]
-        if rank >= len(indices):
-            return
-        skipped: list[tuple[str, str]] = []
-        try:
-            yield from self.data.batches(
-                spec,
-                batch_size,
-                indices=indices,
-                rank=rank,
-                world_size=world_size,
-                on_skip=lambda name, reason: skipped.append((name, reason)),
-            )
-        finally:
-            self.skipped = skipped
 
     def _of_tensor(self, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
         every = torch.arange(self.total or 0) if self.only is None else torch.tensor(self.only, dtype=torch.long)
@@ -150,15 +131,17 @@ def open_batches(
     """Open whatever a user passes as images.
 
     Args:
-        data: anything that :func:`~vitrail.data.open_dataset` opens; preprocessed images (B, C, H, W); or batches of
-            such, each a tensor or a tuple that begins with one.
+        data: anything that :func:`~vitrail.data.open_dataset` opens; a numpy image (H, W, 3), several of these in bytes
+            or from 0 to 1; preprocessed images (B, C, H, W), a tensor or a floating point array; or batches of such,
+            each alone or first in a tuple.
         limit: most samples to take.
-        labels: label column of a dataset; for a tensor, one whole number for each image.
+        labels: label column of a dataset; for tensors and arrays, one whole number for each image.
         with_labels: whether to read labels; those of batches are the second part of a tuple.
         frames: whether tensors are videos (B, C, T, H, W).
     """
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise InvalidOption(f"limit={limit!r}: expected 1 or more samples")
+    if limit is not None:
+        check_int("limit", limit)
+    data = _from_numpy(data)
     if isinstance(data, Tensor):
         if data.dim() != 4 + frames or not len(data):
             raise UnsupportedInput(f"expected {_shape(frames)}, one or more; got a tensor of {tuple(data.shape)}")
@@ -168,15 +151,17 @@ def open_batches(
     if isinstance(data, Dataset):
         return Batches(data, "collection", limit=limit)
     if _is_source(data):
-        columns = (() if labels is None else labels) if with_labels else None
-        dataset = open_dataset(data, limit=limit, labels=columns)
-        return Batches(dataset, "collection", limit=limit)
+        columns: Any = (() if labels is None else labels) if with_labels else None
+        if labels is not None and _is_image(data[0]) and not isinstance(labels, str):
+            numbers: Any = _as_labels(labels, len(data))
+            columns, data = (), [*zip(data, numbers.tolist(), strict=True)]
+        return Batches(open_dataset(data, limit=limit, labels=columns), "collection", limit=limit)
     if isinstance(data, Iterable):
         if labels is not None:
             raise InvalidOption("labels of batches come with them, as (images, labels); leave labels out")
         return Batches(data, "batches", limit=limit, with_labels=with_labels, frames=frames)
     raise UnsupportedInput(
-        "expected images: files, a folder, a dataset, a tensor (B, C, H, W), or batches of such tensors; got "
+        "expected images: files, a folder, a dataset, a tensor (B, C, H, W), batches of such, or arrays (H, W, 3); got "
         f"{type(data).__name__}"
     )
 
@@ -184,7 +169,7 @@ def open_batches(
 def batch_parts(batch: Any, with_labels: bool = True, frames: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return images and labels of a batch, which is a tensor, or a tuple of both."""
     parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    images = parts[0] if parts else None
+    images = _from_numpy(parts[0]) if parts else None
     if not isinstance(images, Tensor) or images.dim() != 4 + frames:
         what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise UnsupportedInput(f"a batch is {_shape(frames)}, or (images, labels); got {what}")
@@ -193,16 +178,29 @@ def batch_parts(batch: Any, with_labels: bool = True, frames: bool = False) -> t
 
 def _is_source(data: Any) -> bool:
     """Return whether data is what :func:`open_dataset` opens, and not batches."""
-    from PIL import Image
-
     from vitrail.data.sources import Source, are_paths
 
-    if are_paths(data) or isinstance(data, Source):
+    if are_paths(data) or isinstance(data, Source | np.ndarray):
         return True
     if isinstance(data, list | tuple):
-        return bool(data) and all(isinstance(one, Image.Image) for one in data)
+        return bool(data) and all(map(_is_image, data))
     map_style = isinstance(data, TorchDataset) and not isinstance(data, IterableDataset)
     return map_style or (hasattr(data, "features") and hasattr(data, "cast_column"))
+
+
+def _is_image(value: Any) -> bool:
+    from PIL import Image
+
+    return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
+
+
+def _from_numpy(data: Any) -> Any:
+    """Return a floating point array (B, C, ...) as a float32 tensor, and images ([B,] H, W[, C]) as a list."""
+    if not isinstance(data, np.ndarray):
+        return data
+    if data.ndim < 4 or (data.ndim == 4 and data.shape[-1] in (1, 3) and data.shape[1] not in (1, 3)):
+        return [data] if data.ndim < 4 else list(data)
+    return torch.tensor(data, dtype=torch.float32) if np.issubdtype(data.dtype, np.floating) else data
 
 
 def _shape(frames: bool) -> str:

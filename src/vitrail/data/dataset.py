@@ -10,10 +10,8 @@ for batch in dataset.batches(spec, 32): ...  # preprocessed for a model
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail._checks import as_tuple, check_int, check_rank, check_share
+from vitrail._deprecation import renamed_property
 from vitrail.data.decode import center_square
 from vitrail.data.loading.order import generator
 from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Sample, TensorSpec
@@ -129,35 +129,37 @@ class Dataset:
         return self._source.statistics(self._rows)
 
     def read(self, index: int) -> Sample:
-        """Read one sample.
-
-        Raises:
-            ImageError: it cannot be read, or its mask or boxes cannot.
-        """
+        """Read one sample; raise ``ImageError`` if it, its mask or its boxes cannot be read."""
         sample = self._source.read(self._rows[index])
         numbers = zip(self.classes, self.labels[index].tolist(), strict=True)
         labels = {column: number for column, number in numbers if number >= 0}
         return sample._replace(label=labels.get(next(iter(self.classes), "")), labels=labels)
 
     def tensor(self, index: int, size: int) -> Tensor:
-        """Read one sample as a tensor: an array as it is; of an image the largest centered square, resized.
-
-        Returns (3, size, size) in uint8 for images.
-
-        Raises:
-            ImageError: it cannot be read.
-        """
+        """Read a sample as a tensor: an array as it is, the largest centered square of an image as (3, size, size)."""
         return self.fetch(index, size)()
 
     def fetch(self, index: int, size: int) -> Decode:
         """Read the bytes of one sample and return a function that decodes them, which any thread may call."""
         row = self._rows[index]
-        if self._cache is None:
-            return partial(_as_tensor, self._source.fetch(row, annotations=False), size)
-        found = self._cache.setdefault(size, {})
-        if row in found:
-            return partial(_cached, found[row])
-        return partial(_store, found, row, partial(_as_tensor, self._source.fetch(row, annotations=False), size))
+        found = {} if self._cache is None else self._cache.setdefault(size, {})
+        known = found.get(row)
+        if isinstance(known, str):
+            raise ImageError(known)
+        if known is not None:
+            return lambda: known
+        read = self._source.fetch(row, annotations=False)
+
+        def decode() -> Tensor:
+            try:
+                image = read().image
+                found[row] = made = image if isinstance(image, Tensor) else center_square(image, size)
+            except ImageError as error:
+                found[row] = str(error)
+                raise
+            return made
+
+        return decode
 
     def spec_at(self, size: int) -> TensorSpec:
         """Return shape and dtype of what :meth:`tensor` reads at a size."""
@@ -175,23 +177,14 @@ class Dataset:
     ) -> Iterator[Batch]:
         """Yield samples as batches preprocessed for a model, with masks and boxes resized alike.
 
-        Samples that cannot be read are skipped, and listed in :attr:`skipped`.
-
-        Args:
-            spec: the model's input specification.
-            batch_size: samples in a batch; the last one may have fewer.
-            indices: samples to read, in this order; all by default.
-            rank: rank of this process, which takes every ``world_size``-th of them.
-            world_size: number of processes.
-            on_skip: called with the name of each skipped sample and the reason.
+        Samples that cannot be read are skipped, listed in :attr:`skipped`, and passed to ``on_skip`` with the reason.
+        Of ``indices`` (by default all), a rank reads every ``world_size``-th, in this order.
 
         Raises:
-            ImageError: none could be read, and there is no other process that could have read some.
+            ImageError: none could be read, and there is no other rank that could have read some.
         """
-        if batch_size < 1:
-            raise InvalidOption(f"batch_size={batch_size}: expected 1 or more")
-        if not 0 <= rank < world_size:
-            raise InvalidOption(f"rank={rank}, world_size={world_size}: expected a rank from 0 to world_size - 1")
+        check_int("batch_size", batch_size)
+        check_rank(rank, world_size)
         spec = spec if self._size is None else replace(spec, size=self._size)
         indices = (range(len(self)) if indices is None else indices)[rank::world_size]
         ready: list[Batch] = []
@@ -247,10 +240,7 @@ class Dataset:
             return self
         return self._with(cache={})
 
-    def kept(self) -> Dataset:
-        """Deprecated: use :meth:`cached`."""
-        warnings.warn("Dataset.kept() is deprecated; use Dataset.cached()", DeprecationWarning, stacklevel=2)
-        return self.cached()
+    kept = renamed_property("kept", "cached")
 
     def bare(self) -> Dataset:
         """Return the same samples without labels and cache: what a worker process needs."""
@@ -267,22 +257,20 @@ class Dataset:
 
         Classes are those of the first label column. The same seed holds out the same samples.
         """
+        check_share("share", share, zero=False, one=False)
         count = round(share * len(self))
-        if not 0 < share < 1 or not 0 < count < len(self):
+        if not 0 < count < len(self):
             raise InvalidOption(
-                f"a share of {share} of {len(self)} samples cannot be held out; expected a number above 0 and below 1 "
-                "that leaves at least one sample on either side"
+                f"a share of {share} of {len(self)} samples cannot be held out; expected one that leaves at least one "
+                "sample on either side"
             )
         held = self._stratified(count, seed)
-        rest = torch.ones(len(self), dtype=torch.bool)
-        rest[held] = False
-        return self.select(rest.nonzero()[:, 0].tolist()), self.select(held.tolist())
+        return self.select(sorted({*range(len(self))} - {*held})), self.select(held)
 
     def take(self, share: float, seed: int) -> Dataset:
         """Return a share of the samples, stratified by class; the same seed takes the same ones."""
-        if not 0 < share <= 1:
-            raise InvalidOption(f"a share of {share} of the samples: expected a number above 0, up to 1")
-        return self if share == 1 else self.select(self._stratified(max(round(share * len(self)), 1), seed).tolist())
+        check_share("share", share, zero=False)
+        return self if share == 1 else self.select(self._stratified(max(round(share * len(self)), 1), seed))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return class counts and a digest of all labels in order; for arrays, of a few samples' values as well.
@@ -296,14 +284,14 @@ class Dataset:
             found["values"] = _digest(self.tensor(index, 1) for index in indices.tolist())
         return found
 
-    def _stratified(self, count: int, seed: int) -> Tensor:
+    def _stratified(self, count: int, seed: int) -> list[int]:
         """Choose indices at equal distances from a list of all samples, sorted by class and shuffled within."""
         total = len(self)
         order = torch.randperm(total, generator=generator("cpu", seed, total))
         if self.labels.shape[1]:
             order = order[self.labels[order, 0].argsort(stable=True)]
         places = (torch.arange(count) * 2 + 1) * total // (2 * count)
-        return order[places].sort().values
+        return sorted(order[places].tolist())
 
     def _with(self, **changes: Any) -> Dataset:
         kept = {"num_unlabeled": self.num_unlabeled, "size": self._size, "cache": self._cache}
@@ -314,11 +302,7 @@ class Dataset:
         """Return a label column of the dataset, or of its source while it has none; None for the default one."""
         if not self.classes:
             found = self._source.labels(column)
-            return (
-                found
-                if len(self) == len(self._source)
-                else found._replace(numbers=[found.numbers[row] for row in self._rows])
-            )
+            return found._replace(numbers=[found.numbers[row] for row in self._rows])
         if column is None and len(self.classes) == 1:
             (column,) = self.classes
         if column not in self.classes:
@@ -367,17 +351,15 @@ def open_dataset(
         >>> open_dataset().names
         ('astronaut.jpg', 'chelsea.jpg', 'coffee.jpg')
     """
-    columns = None if labels is None else (labels,) if isinstance(labels, str) else tuple(labels)
-    if isinstance(source, Dataset):
-        dataset = source
-    else:
-        dataset = Dataset(open_source(list(samples().values()) if source is None else source, columns or ()))
+    if limit is not None:
+        check_int("limit", limit)
+    columns = None if labels is None else as_tuple(labels)
+    source = list(samples().values()) if source is None else source
+    dataset = source if isinstance(source, Dataset) else Dataset(open_source(source, columns or ()))
     if columns is None:
         dataset = dataset._with(labels=dataset.labels[:, :0], classes={})
     else:
         dataset = _labeled(dataset, columns, dict(classes or {}), labeled)
-    if limit is not None and limit < 1:
-        raise InvalidOption(f"limit={limit}: expected 1 or more samples")
     if limit is not None and limit < len(dataset):
         dataset = dataset.select(number * len(dataset) // limit for number in range(limit))
     return dataset._with(size=size) if size is not None else dataset
@@ -444,28 +426,22 @@ def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tu
     if known is None:
         return names or tuple(str(number) for number in range(top)), numbers
     known = tuple(known)
-    if not names:
-        if known != tuple(map(str, range(len(known)))):
-            raise InvalidOption(
-                f"{column}: the classes here are numbers without names, and the known classes have names "
-                f"({_shortened(known)}); expected class folders, or a column of names"
-            )
-        if top > len(known):
-            raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
+    if not names and known != tuple(map(str, range(len(known)))):
+        raise InvalidOption(
+            f"{column}: the classes here are numbers without names, and the known classes have names "
+            f"({_shortened(known)}); expected class folders, or a column of names"
+        )
+    if not names and top > len(known):
+        raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
+    if not names or names == known:
         return known, numbers
-    return known, numbers if names == known else _renumbered(column, numbers, names, known)
-
-
-def _renumbered(column: str, numbers: Tensor, names: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Number classes as their names are numbered in ``known``."""
-    used = numbers[numbers >= 0].unique().tolist()
     places = {name: number for number, name in enumerate(known)}
-    unknown = [names[number] for number in used if names[number] not in places]
+    unknown = [names[number] for number in numbers[numbers >= 0].unique().tolist() if names[number] not in places]
     if unknown or len(places) < len(known):
         shown = _shortened(unknown) or "a name that occurs twice"
         raise InvalidOption(f"{column}: {shown} is not one of the {len(known)} known classes ({_shortened(known)})")
     table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])
-    return table[numbers]  # the last entry is for -1
+    return known, table[numbers]  # the last entry is for -1
 
 
 def _shortened(names: Sequence[str]) -> str:
@@ -475,14 +451,9 @@ def _shortened(names: Sequence[str]) -> str:
 def _collate(parts: Sequence[Batch]) -> Batch:
     """Join batches that all have labels, masks and boxes, or none of them."""
     images, indices, names, labels, masks, boxes = zip(*parts, strict=True)
-    return Batch(
-        torch.cat(images),
-        tuple(chain(*indices)),
-        tuple(chain(*names)),
-        None if labels[0] is None else torch.cat(labels),
-        None if masks[0] is None else torch.cat(masks),
-        None if boxes[0] is None else [*chain(*boxes)],
-    )
+    joined = [None if one[0] is None else torch.cat(one) for one in (labels, masks)]
+    objects = None if boxes[0] is None else [*chain(*boxes)]
+    return Batch(torch.cat(images), tuple(chain(*indices)), tuple(chain(*names)), joined[0], joined[1], objects)
 
 
 def _image(sample: Sample) -> Image.Image:
@@ -495,26 +466,6 @@ def _image(sample: Sample) -> Image.Image:
             "(3, H, W) in uint8. Pass other arrays as a normalized tensor (B, C, H, W)"
         )
     return as_image(sample.image, sample.name)
-
-
-def _as_tensor(decode: Callable[[], Sample], size: int) -> Tensor:
-    image = decode().image
-    return image if isinstance(image, Tensor) else center_square(image, size)
-
-
-def _cached(found: Tensor | str) -> Tensor:
-    if isinstance(found, str):
-        raise ImageError(found)
-    return found
-
-
-def _store(found: dict[int, Tensor | str], row: int, decode: Decode) -> Tensor:
-    try:
-        value = found[row] = decode()
-    except ImageError as error:
-        found[row] = str(error)
-        raise
-    return value
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:

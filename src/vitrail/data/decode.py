@@ -32,7 +32,6 @@ EXTENSIONS = frozenset(
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 _EXPECTED = "expected an image file such as JPEG, PNG, WebP, TIFF, GIF or BMP"
 
-
 _CMS: Any = ImageCms  # Pillow's types for it differ between its versions
 
 _NEGLIGIBLE = 2
@@ -54,26 +53,20 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         >>> read_image(samples()["chelsea"]).size
         (451, 300)
     """
-    path = Path(path)
-    return _decode(path, path)
+    return decode_image(Path(path), path)
 
 
-def decode_image(data: bytes, name: str) -> Image.Image:
-    """Decode an image in memory, as :func:`read_image` reads a file; ``name`` is used in errors.
-
-    Raises:
-        ImageError: as :func:`read_image` would.
-    """
-    return _decode(data, name)
+def decode_image(source: Path | bytes, name: str | os.PathLike[str]) -> Image.Image:
+    """Decode an image file or its bytes, as :func:`read_image` does; ``name`` is used in errors."""
+    with _opened(source, name) as image:
+        image.load()
+        return as_rgb(to_srgb(_to_8_bits(_upright(image))))
 
 
 def decode_values(data: bytes, name: str) -> np.ndarray:
     """Decode the stored values (H, W) of an image in memory, such as a mask.
 
     Palette images give their indices, color images the largest channel; nothing is rotated or scaled.
-
-    Raises:
-        ImageError: as :func:`read_image` would.
     """
     with _opened(data, name) as image:
         image.load()
@@ -84,20 +77,14 @@ def decode_values(data: bytes, name: str) -> np.ndarray:
 
 
 def check_image(path: str | os.PathLike[str]) -> int:
-    """Check an image file, mostly by its header, and return its number of frames or pages.
+    """Check an image file, mostly by its header, and return its number of frames or pages; raise as `read_image` does.
 
-    Much faster than decoding, and finds most of what :func:`read_image` refuses; some damage shows only when every
-    pixel is decoded.
-
-    Raises:
-        ImageError: as :func:`read_image` would.
+    Much faster than decoding; some damage shows only when every pixel is decoded.
     """
     path = Path(path)
     with _opened(path, path) as image:
-        # Further images in a photograph (MPO: a preview, a depth map) do not count.
-        several = image.format != "MPO"
-        try:
-            frames = int(getattr(image, "n_frames", 1)) if several else 1
+        try:  # further images in a photograph (MPO: a preview, a depth map) do not count
+            frames = int(getattr(image, "n_frames", 1)) if image.format != "MPO" else 1
         except Exception:  # a later frame is damaged; the first may be good
             frames = 1
     try:
@@ -112,10 +99,7 @@ def find_images(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     """Find image files: each file as given, and the images in each folder and its subfolders, sorted.
 
     In folders only files with a known extension count, and hidden files and folders are skipped. A file that is
-    reached twice is listed once.
-
-    Raises:
-        ImageError: a path does not exist, a folder cannot be listed, or there are no images.
+    reached twice is listed once. No images at all are an ``ImageError``.
     """
     given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     found: dict[Path, Path] = {}
@@ -186,10 +170,8 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 def to_srgb(image: Image.Image) -> Image.Image:
     """Convert an image to sRGB by its embedded ICC profile, if it has a usable one, keeping transparency."""
     data = image.info.pop("icc_profile", None)
-    if not data:
-        return image
     try:
-        return _convert(image, data)
+        return _convert(image, data) if data else image
     except Exception:  # an odd profile; the pixels are still good
         return image
 
@@ -238,14 +220,8 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _decode(source: Path | bytes, name: Path | str) -> Image.Image:
-    with _opened(source, name) as image:
-        image.load()
-        return as_rgb(to_srgb(_to_8_bits(_upright(image))))
-
-
 @contextmanager
-def _opened(source: Path | bytes, name: Path | str) -> Iterator[Image.Image]:
+def _opened(source: Path | bytes, name: str | os.PathLike[str]) -> Iterator[Image.Image]:
     """Open an image file or its bytes, and check its size; every error inside becomes an ImageError."""
     if isinstance(source, Path):
         _check_file(source)
@@ -254,7 +230,11 @@ def _opened(source: Path | bytes, name: Path | str) -> Iterator[Image.Image]:
     with warnings.catch_warnings():  # Pillow warns about odd metadata
         warnings.simplefilter("ignore")
         with _open(name, source if isinstance(source, Path) else io.BytesIO(source)) as image:
-            _check_size(name, image.size)
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
+            if width * height == 0:
+                raise ImageError(f"{name}: the image has no pixels ({width} × {height}); export it again")
             try:
                 yield image
             except ImageError as error:
@@ -276,7 +256,7 @@ def _check_file(path: Path) -> None:
         raise ImageError(f"{path}: the file is empty; {_EXPECTED}. Fetch or export it again")
 
 
-def _open(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
+def _open(name: str | os.PathLike[str], file: Path | IO[bytes]) -> Image.Image:
     """Read the header of an image."""
     Image.init()
     try:
@@ -293,14 +273,6 @@ def _open(name: Path | str, file: Path | IO[bytes]) -> Image.Image:
         raise ImageError(
             f"{name}: could not be opened as an image ({_reason(error)}); {_EXPECTED}. Fetch or export it again"
         ) from error
-
-
-def _check_size(name: Path | str, size: tuple[int, int]) -> None:
-    width, height = size
-    if width * height > MAX_PIXELS:
-        raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
-    if width * height == 0:
-        raise ImageError(f"{name}: the image has no pixels ({width} × {height}); export it again")
 
 
 def _images_under(folder: Path) -> Iterator[Path]:
@@ -321,7 +293,7 @@ def _missing(path: Path) -> ImageError:
     return ImageError(f"{path}: there is no such file; {_EXPECTED}. Check the path")
 
 
-def _too_large(name: Path | str, size: str) -> ImageError:
+def _too_large(name: str | os.PathLike[str], size: str) -> ImageError:
     return ImageError(
         f"{name}: the image is too large ({size}); expected at most {MAX_PIXELS / 1e6:.0f} megapixels. Scale it down"
     )

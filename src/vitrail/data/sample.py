@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +43,8 @@ class Sample(NamedTuple):
 
     @property
     def picture(self) -> Image.Image:
-        """Former name of ``image``."""
+        """Deprecated name of ``image``."""
+        warnings.warn("Sample.picture is deprecated; use Sample.image", DeprecationWarning, stacklevel=2)
         return self.image
 
 
@@ -84,7 +86,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Height and width, or time, height and width."""
+        """All axes but the channels."""
         return self.shape[1:]
 
     @property

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail._checks import check
+from vitrail.errors import UnsupportedInput
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -43,17 +44,14 @@ class InputSpec:
 
     def __post_init__(self) -> None:
         axes = {"video": 3, "array": 0}.get(self.modality, 2)
-        if len(self.size) != axes or any(isinstance(n, bool) or int(n) != n or n < 1 for n in self.size):
-            raise InvalidOption(
-                f"size={self.size!r}: expected {axes} whole numbers above 0, like (224, 224) for images"
-            )
+        sized = len(self.size) == axes and all(not isinstance(n, bool) and int(n) == n >= 1 for n in self.size)
+        check("size", self.size, sized, f"{axes} whole numbers above 0, like (224, 224) for images")
         channels = 3 if self.modality == "image" else max(len(self.mean), 1)
-        if len(self.mean) != channels or not all(math.isfinite(value) for value in self.mean):
-            raise InvalidOption(f"mean={self.mean!r}: expected one finite number for each of {channels} channels")
-        if len(self.std) != channels or not all(math.isfinite(value) and value > 0 for value in self.std):
-            raise InvalidOption(f"std={self.std!r}: expected one number above zero for each of {channels} channels")
-        if not self.scale > 0:
-            raise InvalidOption(f"scale={self.scale!r}: expected a number above zero, like 255 for bytes")
+        finite = len(self.mean) == channels and all(math.isfinite(value) for value in self.mean)
+        check("mean", self.mean, finite, f"one finite number for each of {channels} channels")
+        positive = len(self.std) == channels and all(math.isfinite(value) and value > 0 for value in self.std)
+        check("std", self.std, positive, f"one number above zero for each of {channels} channels")
+        check("scale", self.scale, self.scale > 0, "a number above zero, like 255 for bytes")
         for name, kind in (("size", int), ("mean", float), ("std", float)):  # lists and numpy numbers are accepted
             object.__setattr__(self, name, tuple(kind(value) for value in getattr(self, name)))
 
@@ -90,10 +88,6 @@ class InputSpec:
     __call__ = normalize
 
 
-Preprocessing = InputSpec
-"""Former name of :class:`InputSpec`."""
-
-
 def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:
     """Convert images to one batch for a model, (B, 3, H, W) in float32.
 
@@ -115,10 +109,8 @@ def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:
     if len(images) == 0:
         raise UnsupportedInput("no images were given; pass a list of one or more PIL images")
     height, width = spec.size
-    arrays = [
-        np.asarray(as_rgb(image).resize((width, height), Image.Resampling.BICUBIC), dtype=np.float32)
-        for image in images
-    ]
+    size = (width, height)
+    arrays = [np.asarray(as_rgb(one).resize(size, Image.Resampling.BICUBIC), dtype=np.float32) for one in images]
     batch = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous() / 255
     return (batch - torch.tensor(spec.mean).view(3, 1, 1)) / torch.tensor(spec.std).view(3, 1, 1)
 

@@ -28,10 +28,8 @@ def stained_glass(image: Image.Image, groups: Any, *, lead: float | None = None)
 
     Args:
         image: any PIL image.
-        groups: (h, w) integers over the patch grid, which is stretched over the whole image; cells with the same number
-            belong together.
-        lead: width of the leads in pixels, 0 for none, at most that of a cell. By default it grows with the image and
-            stays thin beside the cells.
+        groups: (h, w) integers over the patch grid, stretched over the whole image; equal numbers belong together.
+        lead: width of the leads in pixels, at most that of a cell; by default it grows with the image.
 
     Example:
         >>> import numpy as np

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
+from vitrail._checks import check_int
 from vitrail.data.decode import as_rgb
 from vitrail.errors import InvalidOption
 
@@ -20,23 +21,17 @@ def contact_sheet(
     columns: int | None = None,
     title: str | None = None,
 ) -> Image.Image:
-    """Arrange images on a dark sheet, in rows of ``columns`` (all in one row by default).
+    """Arrange images on a dark sheet, in rows of ``columns`` (all in one row by default), with a title above.
 
-    Each image keeps its resolution; margins and captions grow with the images.
-
-    Args:
-        images: one or more images.
-        captions: one below each image, or none at all.
-        columns: images in a row.
-        title: one line above all of them.
+    Each image keeps its resolution; margins and captions, one below each image or none, grow with the images.
     """
     if not images or (captions and len(captions) != len(images)):
         raise InvalidOption(
             f"{len(images)} images and {len(captions)} captions: expected one image or more, and one caption for "
             "each or none"
         )
-    if columns is not None and columns < 1:
-        raise InvalidOption(f"columns={columns}: expected 1 or more, or None for all images in one row")
+    if columns is not None:
+        check_int("columns", columns)
     images = [as_rgb(image) for image in images]
     columns = min(columns or len(images), len(images))
     wide, high = max(image.width for image in images), max(image.height for image in images)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+import vitrail
 from vitrail._atomic_files import rename_all
-from vitrail._checks import is_int
-from vitrail.adapters import find
-from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel, VitrailError
-from vitrail.export._trace import PlainModel, first_line, surface_interrupts, trace
+from vitrail._checks import is_int, is_number
+from vitrail.adapters import input_spec
+from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
+from vitrail.export._trace import PlainModel, explained, trace
 from vitrail.export._verify import DRAWS, TOLERANCES, Comparison, compare, count_tokens
 from vitrail.export.formats import INPUT, find_format
+from vitrail.runtime.checks import refuse_meta
 from vitrail.surgery import Merging
 
 Batch = int | Literal["dynamic"]
@@ -105,25 +106,33 @@ def export(
     if batch != "dynamic" and not is_int(batch, 1):
         raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
     model = _prepare(model, dtype)
-    dtype = _dtype(model, example)
+    dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     kind.check(dtype, opset)
     tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
-    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not tolerance > 0:
+    if not is_number(tolerance) or tolerance <= 0:
         raise InvalidOption(f"tolerance must be a relative error above 0; got {tolerance!r}")
     try:
         merging = Merging.of(model)
     except NotApplied:
         merging = None
-    _check_protect(merging, batch)
-    images = _example(model, merging, example, dtype, 2 if batch == "dynamic" else batch)
+    _check_protect({} if merging is None else merging.config, batch)
+    images = _example(model, example, dtype, 2 if batch == "dynamic" else batch)
     image_shape, free = tuple(images.shape[1:]), "batch" if batch == "dynamic" else batch
 
     plain = PlainModel(model)
-    expected, outputs = _run_and_count(plain, merging, images)
-    merges = expected is not None and len(set(expected)) > 1
-    with _staging(path) as directory, surface_interrupts():
+    expected: list[int] | None = None  # tokens that enter the first block and leave each one
+    with nullcontext() if merging is None else merging.track() as tracked:
+        outputs = _run(plain, images)
+    if tracked is not None:
+        steps = (-merges for merges in tracked.latest.state.per_layer)
+        expected = list(accumulate(steps, initial=tracked.layout.num_tokens))
+    draws = DRAWS if expected is not None and len(set(expected)) > 1 else 1
+    with _staging(path) as directory:
         program = trace(plain, torch.zeros_like(images), batch == "dynamic")
-        metadata = _metadata(merging, (free, *image_shape), expected)
+        metadata: dict[str, Any] = {"vitrail": vitrail.__version__, "input": INPUT, "shape": (free, *image_shape)}
+        if merging is not None and expected is not None:
+            spec = merging.found.adapter.input_spec(merging.found.trunk)
+            metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
         staged = directory / path.name
         kind.write(program, tuple(outputs), metadata, staged, opset)
         file = kind.load(staged, tuple(outputs))
@@ -138,7 +147,7 @@ def export(
                 f"{expected[1:]}. Nothing was written"
             )
         comparisons = tuple(
-            compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, DRAWS if merges else 1)
+            compare(partial(_run, plain), file, (size, *image_shape), dtype, tolerance, draws)
             for size in ((1, 3) if batch == "dynamic" else (batch,))
         )
         reached = file.opset
@@ -170,28 +179,18 @@ def _prepare(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         raise ExportError(
             f"{len(training)} modules are in training mode ({training[0]}, for example); call model.eval() first"
         )
-    if dtype is not None and dtype not in TOLERANCES:
-        raise InvalidOption(f"dtype must be one of {', '.join(map(str, TOLERANCES))}; got {dtype!r}")
+    refuse_meta(model)
     values = [*model.parameters(), *model.buffers()]
-    if any(value.is_meta for value in values):
-        raise UnsupportedModel("the model has values on the meta device; load its weights before exporting it")
+    own = next((value.dtype for value in values if value.is_floating_point()), torch.float32)
+    if (dtype or own) not in TOLERANCES:
+        known = ", ".join(map(str, TOLERANCES))
+        raise InvalidOption(f"dtype is {dtype or own}; expected one of {known}, such as dtype=torch.float32")
     elsewhere = any(value.device.type != "cpu" for value in values)
     other = dtype is not None and any(value.is_floating_point() and value.dtype != dtype for value in values)
     return copy.deepcopy(model).to("cpu", dtype) if elsewhere or other else model
 
 
-def _dtype(model: nn.Module, example: Tensor | None) -> torch.dtype:
-    dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), None)
-    if dtype is None:
-        dtype = example.dtype if isinstance(example, Tensor) and example.is_floating_point() else torch.float32
-    if dtype not in TOLERANCES:
-        known = ", ".join(map(str, TOLERANCES))
-        raise ExportError(f"the model's weights are {dtype}; expected one of {known}. Pass dtype=torch.float32")
-    return dtype
-
-
-def _check_protect(merging: Merging | None, batch: Batch) -> None:
-    config = {} if merging is None else merging.config
+def _check_protect(config: dict[str, Any], batch: Batch) -> None:
     protect = config.get("protect")
     if protect is None:
         return
@@ -207,56 +206,24 @@ def _check_protect(merging: Merging | None, batch: Batch) -> None:
         )
 
 
-def _example(
-    model: nn.Module, merging: Merging | None, example: Tensor | None, dtype: torch.dtype, count: int
-) -> Tensor:
-    """Return an input with ``count`` images: those of the example, repeated, or random ones of the model's size."""
+def _example(model: nn.Module, example: Tensor | None, dtype: torch.dtype, count: int) -> Tensor:
+    """Return a batch of ``count`` inputs: those of the example, repeated, or random ones of the model's own size."""
     if example is None:
         try:
-            found = find(model) if merging is None else merging.found
+            shape = input_spec(model).shape
         except UnsupportedModel as error:
             raise ExportError(f"the input size of {type(model).__name__} is unknown; pass example=") from error
-        height, width = found.adapter.input_spec(found.trunk).size
-        return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        return torch.randn(count, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     if not isinstance(example, Tensor) or not example.is_floating_point() or example.dim() < 2 or not len(example):
         got = f"{example.dtype} of shape {tuple(example.shape)}" if isinstance(example, Tensor) else type(example)
         raise InvalidOption(f"example must be a floating-point batch (B, 3, H, W); got {got}")
     return example.detach().to("cpu", dtype)[torch.arange(count) % len(example)]
 
 
-def _run_and_count(
-    plain: PlainModel, merging: Merging | None, images: Tensor
-) -> tuple[list[int] | None, dict[str, Tensor]]:
-    """Run the model; return the tokens that enter the first block and leave each one, and the outputs."""
-    if merging is None:
-        return None, _run(plain, images)
-    with merging.track() as tracked:
-        outputs = _run(plain, images)
-    steps = (-merges for merges in tracked.latest.state.per_layer)
-    return list(accumulate(steps, initial=tracked.layout.num_tokens)), outputs
-
-
 def _run(plain: PlainModel, images: Tensor) -> dict[str, Tensor]:
-    try:
+    shape = tuple(images.shape)
+    with explained(f"the model itself fails for an input of shape {shape}", "; choose an input size that it accepts"):
         return plain.outputs(images)
-    except VitrailError:
-        raise
-    except Exception as error:
-        raise ExportError(
-            f"the model itself fails for an input of shape {tuple(images.shape)} ({first_line(error)}); choose an "
-            "input size that it accepts"
-        ) from error
-
-
-def _metadata(merging: Merging | None, shape: Shape, expected: list[int] | None) -> dict[str, object]:
-    """Return what the file stores: the merging options, and how to normalize images."""
-    from vitrail import __version__
-
-    metadata: dict[str, object] = {"vitrail": __version__, "input": INPUT, "shape": shape}
-    if merging is not None and expected is not None:
-        spec = merging.found.adapter.input_spec(merging.found.trunk)
-        metadata |= {"mean": spec.mean, "std": spec.std, "merging": merging.config, "tokens": expected[1:]}
-    return metadata
 
 
 @contextmanager
@@ -264,14 +231,10 @@ def _staging(path: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``, removed on exit; raise ``ExportError`` if nothing can be written."""
     if path.is_dir():
         raise ExportError(f"{path} is a directory; expected a file name")
-    directory: str | None = None
     try:
-        directory = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        yield Path(directory)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent) as directory:
+            yield Path(directory)
     except OSError as error:
         raise ExportError(
             f"{path} could not be written ({error.strerror or error}); choose a writable directory with enough space"
         ) from error
-    finally:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)

@@ -31,12 +31,11 @@ class PlainModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._tasks: tuple[Target, ...] = ()
-        names = class_names(model)
-        if len(names) > 1:
+        self.tasks: tuple[Target, ...] = ()
+        if len(names := class_names(model)) > 1:
             from vitrail.training.objective.targets import assign_targets
 
-            self._tasks = assign_targets(model, names)
+            self.tasks = assign_targets(model, names)
         self.eval()  # the model already is
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
@@ -46,8 +45,8 @@ class PlainModel(nn.Module):
     def outputs(self, images: Tensor) -> dict[str, Tensor]:
         """Return the outputs by name; if one head serves several tasks, one output for each task."""
         result = self.model(images)
-        if isinstance(result, Tensor) and self._tasks:
-            return {task.name: task.read(result) for task in self._tasks}
+        if isinstance(result, Tensor) and self.tasks:
+            return {task.name: task.read(result) for task in self.tasks}
         return named_tensors(result)
 
 
@@ -78,15 +77,9 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def trace(model: PlainModel, images: Tensor, dynamic: bool) -> torch.export.ExportedProgram:
     """Trace a model into a program for inputs like ``images``: for any batch size, if ``dynamic``."""
     shapes = {"images": {0: torch.export.Dim("batch")} if dynamic else None}
-    try:
-        with torch.no_grad(), quiet():
-            program = torch.export.export(model, (images,), dynamic_shapes=shapes, strict=False)
-    except VitrailError:
-        raise
-    except Exception as error:
-        name = type(model.model).__name__
-        hint = "; try a fixed batch size with batch=N" if dynamic else ""
-        raise ExportError(f"torch.export cannot trace this {name} ({first_line(error)}){hint}") from error
+    hint = "; try a fixed batch size with batch=N" if dynamic else ""
+    with explained(f"torch.export cannot trace this {type(model.model).__name__}", hint), torch.no_grad(), quiet():
+        program = torch.export.export(model, (images,), dynamic_shapes=shapes, strict=False)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
@@ -111,21 +104,12 @@ def quiet(*loggers: str) -> Iterator[None]:
 
 
 @contextmanager
-def surface_interrupts() -> Iterator[None]:
-    """Raise a ``KeyboardInterrupt`` that a library replaced by an error of its own while cleaning up."""
+def explained(what: str, hint: str = "") -> Iterator[None]:
+    """Raise ``ExportError`` for any error inside another library, with the error's first line."""
     try:
         yield
-    except ExportError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, KeyboardInterrupt):
-                raise KeyboardInterrupt from error
-            cause = cause.__cause__ or cause.__context__
+    except (OSError, VitrailError):
         raise
-
-
-def first_line(error: BaseException) -> str:
-    """Return class and first line of an error raised inside a library."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:MAX_MESSAGE]
+        raise ExportError(f"{what} ({text}){hint}") from error

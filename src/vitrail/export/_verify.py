@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ExportError
-from vitrail.export._trace import first_line
-from vitrail.export.formats import ExportedFile
+from vitrail.export._trace import explained
+from vitrail.export.formats import OnnxFile, Pt2File
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Largest allowed error by dtype, relative to the largest value of an output."""
@@ -40,7 +40,7 @@ class Comparison:
 
 
 def compare(
-    run: Run, file: ExportedFile, shape: Sequence[int], dtype: torch.dtype, tolerance: float, draws: int
+    run: Run, file: OnnxFile | Pt2File, shape: Sequence[int], dtype: torch.dtype, tolerance: float, draws: int
 ) -> Comparison:
     """Compare a file with the model on random batches of ``shape``; raise if none of ``draws`` agrees.
 
@@ -53,13 +53,8 @@ def compare(
     for draw in range(1, draws + 1):
         images = torch.randn(tuple(shape), generator=generator).to(dtype)
         wanted = run(images)
-        try:
+        with explained(f"the exported model fails for batch size {shape[0]}", "; try a fixed batch size with batch=N"):
             got = file.run(images)
-        except Exception as error:
-            raise ExportError(
-                f"the exported model fails for batch size {shape[0]} ({first_line(error)}); try a fixed batch size "
-                "with batch=N"
-            ) from error
         found.append(_difference(wanted, got, draw))
         if found[-1].max_rel <= tolerance:
             return found[-1]
@@ -71,9 +66,9 @@ def compare(
 
 
 def _difference(wanted: dict[str, Tensor], got: dict[str, Tensor], draw: int) -> Comparison:
-    batch, max_abs, max_rel = 0, 0.0, 0.0
     if list(wanted) != list(got):
         raise ExportError(f"the exported model returns {', '.join(got)}; expected {', '.join(wanted)}")
+    batch, max_abs, max_rel = 0, 0.0, 0.0
     for name, want in wanted.items():
         have = got[name]
         if have.shape != want.shape or have.dtype != want.dtype:
@@ -83,36 +78,25 @@ def _difference(wanted: dict[str, Tensor], got: dict[str, Tensor], draw: int) ->
             )
         batch = want.shape[0] if want.dim() else 1
         want, have = want.double().reshape(batch, -1), have.double().reshape(batch, -1)
-        if not want.numel():
-            continue
-        difference = (want - have).abs().amax(1)
-        scale = want.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
-        max_abs = max(max_abs, _largest(difference))
-        max_rel = max(max_rel, _largest(difference / scale))
+        if want.numel():
+            difference = (want - have).abs().amax(1).nan_to_num(torch.inf)
+            scale = want.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+            max_abs = max(max_abs, float(difference.max()))
+            max_rel = max(max_rel, float((difference / scale).nan_to_num(torch.inf).max()))
     return Comparison(batch, max_abs, max_rel, draw)
 
 
-def _largest(values: Tensor) -> float:
-    """Return the largest value, with NaN as infinity."""
-    return float(values.nan_to_num(torch.inf).max())
-
-
-def count_tokens(file: ExportedFile, feeds: Sequence[Sequence[str]]) -> list[int]:
+def count_tokens(file: OnnxFile | Pt2File, feeds: Sequence[Sequence[str]]) -> list[int]:
     """Return the number of tokens that leave each block of a file: the length of what its MLP modules compute."""
     lengths: list[set[int | None]] = [set() for _ in feeds]
     for scopes, shape in file.values():
-        if len(shape) != 3:
-            continue
-        for block, names in enumerate(feeds):
-            if any(scope == name or scope.startswith(f"{name}.") for scope in scopes for name in names):
-                lengths[block].add(shape[1])
-    counts = []
+        for found, names in zip(lengths, feeds, strict=True):
+            if len(shape) == 3 and any(f"{scope}.".startswith(f"{name}.") for scope in scopes for name in names):
+                found.add(shape[1])
     for block, found in enumerate(lengths):
-        length = next(iter(found), None)
-        if len(found) != 1 or length is None:
+        if len(found) != 1 or None in found:
             raise ExportError(
                 f"cannot read from the exported model how many tokens leave block {block} (found: "
                 f"{', '.join(map(str, found)) or 'nothing'}), so its merging cannot be verified. Nothing was written"
             )
-        counts.append(length)
-    return counts
+    return [length for found in lengths for length in found if length is not None]

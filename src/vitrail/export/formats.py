@@ -5,18 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
 from vitrail.errors import ExportError, InvalidOption
-from vitrail.export._trace import first_line, quiet
+from vitrail.export._trace import explained, quiet
 
 INPUT = "images"
 """Name of the input of every exported model."""
@@ -26,24 +26,6 @@ METADATA = "vitrail.json"
 
 Value = tuple[tuple[str, ...], tuple[int | None, ...]]
 """A value inside a file: the modules that computed it, and its shape."""
-
-Outputs = tuple[str, ...]
-"""Names of a model's outputs, in order."""
-
-Metadata = dict[str, object]
-"""Plain data to store in a file."""
-
-
-class ExportedFile(Protocol):
-    """A loaded file."""
-
-    opset: int | None
-
-    def run(self, images: Tensor) -> dict[str, Tensor]:
-        """Return the outputs by name."""
-
-    def values(self) -> Iterator[Value]:
-        """Yield the values inside the file."""
 
 
 class Onnx:
@@ -79,28 +61,22 @@ class Onnx:
             )
 
     def write(
-        self, program: ExportedProgram, outputs: Outputs, metadata: Metadata, path: Path, opset: int | None
+        self,
+        program: ExportedProgram,
+        names: Sequence[str],
+        metadata: dict[str, Any],
+        path: Path,
+        opset: int | None,
     ) -> None:
         """Write a program to ``path``; weights that are too large for one file go beside it."""
         wanted = self.OPSET if opset is None else opset
-        try:
-            with quiet("torch.onnx", "onnxscript", "onnx_ir"):
-                made = torch.onnx.export(
-                    program,
-                    dynamo=True,
-                    verbose=False,
-                    opset_version=wanted,
-                    input_names=[INPUT],
-                    output_names=list(outputs),
-                )
-                assert made is not None
-                _tidy(made.model)
-                made.model.metadata_props["vitrail"] = json.dumps(metadata)
-                _save(made, path)
-        except OSError:
-            raise
-        except Exception as error:
-            raise ExportError(f"torch cannot convert this model to ONNX ({first_line(error)})") from error
+        options = {"input_names": [INPUT], "output_names": list(names)}
+        with explained("torch cannot convert this model to ONNX"), quiet("torch.onnx", "onnxscript", "onnx_ir"):
+            made = torch.onnx.export(program, dynamo=True, verbose=False, opset_version=wanted, **options)  # type: ignore[arg-type]
+            assert made is not None
+            _tidy(made.model)
+            made.model.metadata_props["vitrail"] = json.dumps(metadata)
+            _save(made, path)
         reached = made.model.opset_imports[""]
         if reached != wanted:
             raise ExportError(
@@ -108,14 +84,10 @@ class Onnx:
                 f"one from {self.OPSETS[0]} to {self.OPSETS[-1]}"
             )
 
-    def load(self, path: Path, outputs: Outputs) -> ExportedFile:
+    def load(self, path: Path, outputs: Sequence[str]) -> OnnxFile:
         """Load a file as its users will."""
-        try:
+        with explained("ONNX Runtime cannot load the exported model"):
             return OnnxFile(path)
-        except OSError:
-            raise
-        except Exception as error:
-            raise ExportError(f"ONNX Runtime cannot load the exported model ({first_line(error)})") from error
 
 
 MAX_ONNX_BYTES = 2**31 - 2**26
@@ -137,11 +109,13 @@ class OnnxFile:
         self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def run(self, images: Tensor) -> dict[str, Tensor]:
+        """Return the outputs by name."""
         names = [output.name for output in self.session.get_outputs()]
         values = self.session.run(names, {INPUT: images.numpy()})
         return {name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)}
 
     def values(self) -> Iterator[Value]:
+        """Yield the values inside the file."""
         graph = self.graph.graph
         shapes = {
             info.name: tuple(side.dim_value or None for side in info.type.tensor_type.shape.dim)
@@ -192,12 +166,17 @@ class Pt2:
             raise InvalidOption(f"opset={opset} applies to ONNX only; leave it out for format='pt2'")
 
     def write(
-        self, program: ExportedProgram, outputs: Outputs, metadata: Metadata, path: Path, opset: int | None
+        self,
+        program: ExportedProgram,
+        outputs: Sequence[str],
+        metadata: dict[str, Any],
+        path: Path,
+        opset: int | None,
     ) -> None:
         with quiet():
             torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
 
-    def load(self, path: Path, outputs: Outputs) -> ExportedFile:
+    def load(self, path: Path, outputs: Sequence[str]) -> Pt2File:
         with quiet():
             return Pt2File(torch.export.load(path), outputs)
 
@@ -207,7 +186,7 @@ class Pt2File:
 
     opset: int | None = None
 
-    def __init__(self, program: ExportedProgram, outputs: Outputs) -> None:
+    def __init__(self, program: ExportedProgram, outputs: Sequence[str]) -> None:
         self.program = program
         self.outputs = outputs
         self.module = program.module()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import log
 from typing import Literal, NamedTuple, get_args
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._checks import is_int
+from vitrail._deprecation import renamed_property
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.heads.pooling import AttentionPool, check_size, linear
 from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
@@ -25,8 +26,7 @@ class Output(NamedTuple):
     """The output of a model with heads by role.
 
     Attributes:
-        logits: fused logits (B, classes); pooled features (B, D) if ``num_classes`` is 0; None if the model has task
-            tokens only.
+        logits: fused logits (B, classes); pooled features (B, D) if ``num_classes`` is 0; None with task tokens only.
         by_role: logits of each head, by the name of its tokens; ``patch`` for pooled patches.
         features: all tokens (B, N, D) after the final norm.
     """
@@ -73,9 +73,19 @@ class Heads(nn.Module):
     ) -> None:
         super().__init__()
         check_size("width", width)
+        for name, value, choices in (("pool", pool, get_args(Pool)), ("fuse", fuse, get_args(Fuse))):
+            if value not in choices:
+                raise InvalidOption(f"{name} is one of {', '.join(choices)}; got {value!r}")
+        if attention is not None and pool != "attention":
+            raise InvalidOption(f"an attention pooling module needs pool='attention'; got pool={pool!r}")
+        if norm_eps is not None and pool == "token":
+            raise InvalidOption("norm_eps applies to pooled patches only; use pool='mean' or 'attention'")
         self._specs = check_specs(specs)
         self._width, self._pool, self._fuse = width, pool, fuse
-        _check_options(pool, fuse, attention, norm_eps)
+        # the fused heads: those of class tokens or patches, and that of the distillation token
+        classes = [spec.name for spec in self._specs if spec.role is Role.CLASS] if pool == "token" else [PATCH]
+        self._main = [] if fuse == "distillation" else classes
+        self._distilled = [spec.name for spec in self._specs if spec.role is Role.DISTILLATION and fuse != "class"]
         sizes = self._sizes(num_classes)
         self.num_classes, self._names = num_classes, tuple(sizes)
         self.attn_pool = (attention or AttentionPool(width)) if pool == "attention" else None
@@ -90,29 +100,28 @@ class Heads(nn.Module):
         """Compute the output from all tokens (B, N, D), unmerged, in the order of ``layout``."""
         self._check(features, layout)
         by_role = {name: self._logits(name, features, layout).mean(1) for name in self._names}
-        main, distilled = self._fused_names()
-        if not main and distilled is None:
+        fused = [*self._main, *self._distilled]
+        if not fused:
             return Output(None, by_role, features)
-        if (main[0] if main else distilled) not in by_role:
+        if fused[0] not in by_role:
             return Output(self.pooled(features, layout), by_role, features)
         fuse = mean_of_softmaxes if self._fuse == "softmax" else mean
-        parts = [fuse([by_role[name] for name in main])] if main else []
-        if distilled is not None:
-            parts.append(by_role[distilled])
-        return Output(fuse(parts), by_role, features)
+        return Output(self._combine(by_role, fuse), by_role, features)
 
     def pooled(self, features: Tensor, layout: TokenLayout) -> Tensor:
         """Return the input of the fused heads as one vector per sample (B, D), averaged over the heads."""
         self._check(features, layout)
-        main, distilled = self._fused_names()
-        if not main and distilled is None:
+        fused = [*self._main, *self._distilled]
+        if not fused:
             raise UnsupportedInput("a model with task tokens alone has no pooled features; read the tokens by name")
-        parts = [mean([self._read(name, features, layout).mean(1) for name in main])] if main else []
-        if distilled is not None:
-            parts.append(self._read(distilled, features, layout).mean(1))
-        return mean(parts)
+        return self._combine({name: self._read(name, features, layout).mean(1) for name in fused}, mean)
 
-    def answers(self, features: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
+    def _combine(self, values: Mapping[str, Tensor], fuse: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Return the fused values of class heads and distillation head; class heads are fused first."""
+        main = [fuse([values[name] for name in self._main])] if self._main else []
+        return fuse([*main, *(values[name] for name in self._distilled)])
+
+    def token_logits(self, features: Tensor, layout: TokenLayout) -> dict[str, Tensor]:
         """Return the logits (B, classes) of each single token for the model's own classes, by name.
 
         Tokens that share a head are named ``name[0]``, ``name[1]``, ...; comparing them shows how redundant they are.
@@ -127,6 +136,8 @@ class Heads(nn.Module):
                 each = self._logits(name, features, layout).unbind(1)
                 found.update({f"{name}[{i}]" if len(each) > 1 else name: one for i, one in enumerate(each)})
         return found
+
+    answers = renamed_property("answers", "token_logits")
 
     def reset(self, num_classes: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         """Replace the heads by new ones with ``num_classes``; heads whose spec sets ``classes`` are kept.
@@ -155,13 +166,27 @@ class Heads(nn.Module):
             raise InvalidOption(f"num_classes must be an integer, 0 for no head; got {num_classes!r}")
         sizes = {spec.name: spec.outputs(num_classes) for spec in self._specs}
         if self._pool != "token":
-            for spec in self._specs:
-                if spec.role is Role.CLASS and spec.classes is None:
-                    sizes[spec.name] = 0
-            sizes = {PATCH: num_classes, **sizes}
-        main, distilled = self._fused_names()
-        self._check_fusion(main, distilled, num_classes)
-        fused = {name: sizes[name] for name in (*main, *([distilled] if distilled else []))}
+            unused = [spec.name for spec in self._specs if spec.role is Role.CLASS and spec.classes is None]
+            sizes = {PATCH: num_classes, **sizes, **dict.fromkeys(unused, 0)}
+        if self._fuse == "distillation" and not self._distilled:
+            raise InvalidOption(
+                "fuse='distillation' needs a distillation token, and there is none; add "
+                "TokenSpec(..., role='distillation') or choose another fuse"
+            )
+        tasks_alone = not self._distilled and num_classes == 0 and any(one.role is Role.TASK for one in self._specs)
+        if self._fuse != "distillation" and not self._main and not tasks_alone:
+            raise InvalidOption(
+                f"pool={self._pool!r} needs a class token, and there is none among "
+                f"{', '.join(f'{spec.name} ({spec.role})' for spec in self._specs) or 'no special tokens'}; add one, "
+                "pool the patches with pool='mean' or 'attention', or set num_classes=0 for a model with task tokens "
+                "alone"
+            )
+        fused = {name: sizes[name] for name in (*self._main, *self._distilled)}
+        kinds = {spec.kind for spec in self._specs if spec.name in fused}
+        if len(kinds) > 1:
+            raise InvalidOption("a classification head and a regression head cannot be fused; use fuse='class'")
+        if self._fuse == "softmax" and "regression" in kinds:
+            raise InvalidOption("fuse='softmax' needs classification heads; use fuse='logits' for regression")
         if len(set(fused.values())) > 1:
             given = ", ".join(f"{name} {size}" for name, size in fused.items())
             raise InvalidOption(
@@ -169,35 +194,6 @@ class Heads(nn.Module):
                 "class and distillation tokens, or use a task token"
             )
         return {name: size for name, size in sizes.items() if size}
-
-    def _check_fusion(self, main: Sequence[str], distilled: str | None, num_classes: int) -> None:
-        if self._fuse == "distillation" and distilled is None:
-            raise InvalidOption(
-                "fuse='distillation' needs a distillation token, and there is none; add "
-                "TokenSpec(..., role='distillation') or choose another fuse"
-            )
-        tasks_alone = distilled is None and num_classes == 0 and any(spec.role is Role.TASK for spec in self._specs)
-        if self._fuse != "distillation" and not main and not tasks_alone:
-            raise InvalidOption(
-                f"pool={self._pool!r} needs a class token, and there is none among "
-                f"{', '.join(f'{spec.name} ({spec.role})' for spec in self._specs) or 'no special tokens'}; add one, "
-                "pool the patches with pool='mean' or 'attention', or set num_classes=0 for a model with task tokens "
-                "alone"
-            )
-        kinds = {spec.kind for spec in self._specs if spec.name in (*main, distilled)}
-        if len(kinds) > 1:
-            raise InvalidOption("a classification head and a regression head cannot be fused; use fuse='class'")
-        if self._fuse == "softmax" and "regression" in kinds:
-            raise InvalidOption("fuse='softmax' needs classification heads; use fuse='logits' for regression")
-
-    def _fused_names(self) -> tuple[list[str], str | None]:
-        """Return the names of the fused heads: those of class tokens or patches, and the distillation head."""
-        classes = [spec.name for spec in self._specs if spec.role is Role.CLASS]
-        main = classes if self._pool == "token" else [PATCH]
-        distilled = next((spec.name for spec in self._specs if spec.role is Role.DISTILLATION), None)
-        if self._fuse == "class":
-            return main, None
-        return ([] if self._fuse == "distillation" else main), distilled
 
     def _logits(self, name: str, features: Tensor, layout: TokenLayout) -> Tensor:
         """Return the logits (B, count, classes) of each token of a head."""
@@ -210,12 +206,8 @@ class Heads(nn.Module):
             patches = features[:, layout.patches]
             x = patches.mean(1) if self.attn_pool is None else self.attn_pool(patches)
             return (x if self.fc_norm is None else self.fc_norm(x)).unsqueeze(1)
-        start = 0
-        for span in layout.special:
-            if span.name == name:
-                break
-            start += span.count
-        return features[:, start : start + span.count]
+        where = next(where for span, where in layout.spans() if span.name == name)
+        return features[:, where.start : where.stop]
 
     def _check(self, features: Tensor, layout: TokenLayout) -> None:
         if features.ndim != 3 or features.shape[1] != layout.num_tokens or features.shape[2] != self._width:
@@ -246,13 +238,3 @@ def mean_of_softmaxes(logits: Sequence[Tensor]) -> Tensor:
     """
     logs = torch.stack([part.log_softmax(-1) for part in logits])
     return logs[0] if len(logits) == 1 else torch.logsumexp(logs, 0) - log(len(logits))
-
-
-def _check_options(pool: str, fuse: str, attention: AttentionPool | None, norm_eps: float | None) -> None:
-    for name, value, choices in (("pool", pool, get_args(Pool)), ("fuse", fuse, get_args(Fuse))):
-        if value not in choices:
-            raise InvalidOption(f"{name} is one of {', '.join(choices)}; got {value!r}")
-    if attention is not None and pool != "attention":
-        raise InvalidOption(f"an attention pooling module needs pool='attention'; got pool={pool!r}")
-    if norm_eps is not None and pool == "token":
-        raise InvalidOption("norm_eps applies to pooled patches only; use pool='mean' or 'attention'")

@@ -42,13 +42,7 @@ class AttentionPool(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int | None = None,
-        *,
-        norm: bool = True,
-        mlp_ratio: float = 4.0,
-        norm_eps: float = 1e-6,
+        self, width: int, heads: int | None = None, *, norm: bool = True, mlp_ratio: float = 4.0, norm_eps: float = 1e-6
     ) -> None:
         super().__init__()
         check_size("width", width)
@@ -65,10 +59,8 @@ class AttentionPool(nn.Module):
         self.kv = linear(width, 2 * width)
         self.proj = linear(width, width)
         self.norm = nn.LayerNorm(width, eps=norm_eps) if norm else nn.Identity()
-        self.mlp: nn.Module | None = None
-        if hidden:
-            layers = (("fc1", linear(width, hidden)), ("act", nn.GELU()), ("fc2", linear(hidden, width)))
-            self.mlp = nn.Sequential(OrderedDict(layers))
+        layers = (("fc1", linear(width, hidden)), ("act", nn.GELU()), ("fc2", linear(hidden, width))) if hidden else ()
+        self.mlp = nn.Sequential(OrderedDict(layers)) if layers else None
 
     def forward(self, patches: Tensor) -> Tensor:
         heads = (self.num_heads, patches.shape[-1] // self.num_heads)

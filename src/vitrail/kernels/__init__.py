@@ -139,12 +139,29 @@ def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "pa
     check_reduction(method, reduction, context)
     if reduction is None:
         return None
-    if order == "original" or not method.places_groups:
+    if not method.static and reduction.soft is None:
+        reduction = replace(reduction, assignment=_pad(reduction.assignment, bucket_of(method, context.x)))
+    if not method.places_groups or (order == "original" and not method.keeps_grid):
         reduction = replace(reduction, assignment=reduction.assignment.by_first_member())
     plain = reduction.weight is None and reduction.size is None and reduction.soft is None and method.averages
     if plain and usable(context.x) and not torch.compiler.is_compiling():
         return replace(reduction, assignment=with_members(reduction.assignment))
     return reduction
+
+
+BUCKET = 16
+"""Multiple to which lengths that depend on the images are padded on CUDA devices."""
+
+
+def bucket_of(method: Method, x: Tensor) -> int:
+    """Return the multiple to which lengths of a method are padded on the device of ``x``."""
+    return method.bucket or (BUCKET if x.is_cuda else 1)
+
+
+def _pad(assignment: Assignment, multiple: int) -> Assignment:
+    """Return the assignment with empty groups behind the others, up to a multiple or the length before."""
+    length = -(-assignment.length // multiple) * multiple
+    return replace(assignment, length=max(assignment.length, min(length, assignment.target.shape[1])))
 
 
 def attention(
@@ -181,7 +198,7 @@ def received_attention(
     size: Tensor | None,
     presence: Tensor | None,
     scale: float,
-    weigh: Callable[[Tensor], Tensor] | None = None,
+    weigh: Callable[[Tensor, slice], Tensor] | None = None,
 ) -> Tensor:
     """Compute the mean attention that each token receives from all tokens present (B, H, N).
 
@@ -189,24 +206,27 @@ def received_attention(
         q: queries (B, H, N, d), and keys ``k`` likewise.
         size: sizes of the keys (B, N); None where all are 1.
         presence: 1 for tokens, 0 for padding (B, N); None where nothing is padded.
-        weigh: turns scaled scores (B, H, Q, N) into weights, where that is more than a softmax with sizes.
+        weigh: turns scaled scores (B, H, Q, N) of some queries into weights, where that is more than a softmax with
+            sizes.
     """
-    ones = torch.ones(q.shape[0], q.shape[2], dtype=torch.float32, device=q.device)
+    work = torch.promote_types(q.dtype, torch.float32)
+    ones = torch.ones(q.shape[0], q.shape[2], dtype=work, device=q.device)
     present = ones if presence is None else presence
     share = present / present.sum(1, keepdim=True)
     if weigh is None and q.shape[-1] <= WIDEST and usable(q) and not (torch.is_grad_enabled() and q.requires_grad):
-        bias = ones * 0 if size is None else size.float().log2()
+        bias = torch.zeros_like(ones) if size is None else size.float().log2()
         received: Tensor = ops.attention_received(q.detach(), k.detach(), bias, share.float(), scale)
         return received
     total: Tensor | float = 0.0
     for start in range(0, q.shape[2], QUERIES_AT_ONCE):
-        scores = (q[:, :, start : start + QUERIES_AT_ONCE] * scale) @ k.transpose(-2, -1)
+        rows = slice(start, start + QUERIES_AT_ONCE)
+        scores = (q[:, :, rows] * scale) @ k.transpose(-2, -1)
         if weigh is None:
             bias_now = key_bias(size, None, scores)
             weights = (scores if bias_now is None else scores + bias_now).softmax(-1)
         else:
-            weights = weigh(scores)
-        total = total + (weights * share[:, None, start : start + QUERIES_AT_ONCE, None]).sum(2)
+            weights = weigh(scores, rows)
+        total = total + (weights * share[:, None, rows, None]).sum(2)
     assert isinstance(total, Tensor)
     return total
 

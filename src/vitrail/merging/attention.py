@@ -104,10 +104,18 @@ def key_bias(size: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor |
     """Return sizes (B, N) and a mask, boolean or additive, as one bias on scores (B, H, Q, N) of ``like``'s dtype."""
     if size is None and mask is None:
         return None
-    bias = like.new_zeros(1, 1, 1, 1) if size is None else size.log().to(like.dtype)[:, None, None]
+    bias = like.new_zeros(1, 1, 1, 1) if size is None else _log_size(size).to(like.dtype)[:, None, None]
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _log_size(size: Tensor) -> Tensor:
+    """Return the logarithm of sizes; where they need gradients, that of a size of 0 is 0 instead of NaN."""
+    if not size.requires_grad:
+        return size.log()
+    present = size > 0
+    return torch.where(present, torch.where(present, size, 1).log(), -torch.inf)
 
 
 def weights_of_few(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:

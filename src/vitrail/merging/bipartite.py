@@ -25,6 +25,12 @@ def protected_mask(protected: Protected, length: int, device: torch.device) -> T
     return protected
 
 
+def blocked_mask(protected: Protected, present: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Return the tokens that cannot merge (1 or B, N): protected ones and padding."""
+    mask = protected_mask(protected, length, device)
+    return mask if present is None else mask | ~present
+
+
 def front_edges(length: int, protected: int) -> int:
     """Return the most merges that one step allows when the first ``protected`` tokens are protected.
 
@@ -90,25 +96,48 @@ def match(
         return Assignment.identity(batch, length, metric.device)
     with torch.autocast(metric.device.type, enabled=False):
         metric = metric.to(torch.promote_types(metric.dtype, torch.float32))
-        mask = protected_mask(protected, length, metric.device)
-        blocked = mask if present is None else mask | ~present
-        scores = similarity(metric, blocked)
-        partner = scores.argmax(2)
-        best = scores.gather(2, partner.unsqueeze(2)).squeeze(2)
-        if isinstance(r, Tensor):
-            r = torch.minimum(r, mask_edges(blocked))
-        merges = rank(best) < (r if isinstance(r, int) else r.unsqueeze(1))
+        blocked = blocked_mask(protected, present, length, metric.device)
+        return match_scores(similarity(metric, blocked), r, protected, order, present)
 
-        position = torch.arange(length, device=metric.device).expand(batch, length)
-        # group[i]: the position whose token i ends up in, its own unless it merges away
-        group = position.clone()
-        group[:, ::2] = torch.where(merges, 2 * partner + 1, position[:, ::2])
-        if isinstance(r, int) and present is None:
-            placed, kept = _place_by_kind(group, mask), length - r
-        else:
-            placed, kept = _place_present(group, mask, present, r)
-        found = Assignment(placed, kept)
-        return found if order == "paper" else found.by_first_member()
+
+@torch.no_grad()
+def match_scores(
+    scores: Tensor, r: int | Tensor, protected: Protected = 0, order: Order = "paper", present: Tensor | None = None
+) -> Assignment:
+    """Merge the ``r`` best pairs of an even and an odd token, by scores (B, A, C): −inf where either cannot merge.
+
+    The same as :func:`match`, which scores pairs by the cosine of their features.
+    """
+    batch, length = scores.shape[0], scores.shape[1] + scores.shape[2]
+    if isinstance(r, int) and r == 0 and present is None:
+        return Assignment.identity(batch, length, scores.device)
+    mask = protected_mask(protected, length, scores.device)
+    partner = scores.argmax(2)
+    best = scores.gather(2, partner.unsqueeze(2)).squeeze(2)
+    if isinstance(r, Tensor):
+        r = torch.minimum(r, mask_edges(blocked_mask(protected, present, length, scores.device)))
+    merges = rank(best) < (r if isinstance(r, int) else r.unsqueeze(1))
+
+    position = torch.arange(length, device=scores.device).expand(batch, length)
+    # group[i]: the position whose token i ends up in, its own unless it merges away
+    group = position.clone()
+    group[:, ::2] = torch.where(merges, 2 * partner + 1, position[:, ::2])
+    found = place_groups(group, mask, present, r)
+    return found if order == "paper" else found.by_first_member()
+
+
+def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
+    """Return the assignment of groups in ToMe's order: protected tokens, even positions, odd ones, padding.
+
+    Args:
+        group: for each token, the position (B, N) of the member that names its group; that member names itself.
+        mask: protected tokens (1 or B, N).
+        present: False for padding (B, N), which must come last; None where there is none.
+        r: number of tokens that merge away, for the whole batch or per image (B,).
+    """
+    if isinstance(r, int) and present is None:
+        return Assignment(_place_by_kind(group, mask), group.shape[1] - r)
+    return Assignment(*_place_present(group, mask, present, r))
 
 
 def _place_by_kind(group: Tensor, mask: Tensor, present: Tensor | None = None) -> Tensor:

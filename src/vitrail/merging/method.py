@@ -45,7 +45,7 @@ class Context:
         archive: the method's own tensors, carried unchanged through the pass.
         guide: maps from outside (B, N, …), such as a saliency map; 0 for special tokens, merged along with the tokens.
         padded: whether images of the batch may keep different numbers of tokens.
-        planned: number of tokens planned to merge in this block.
+        planned: number of tokens planned to merge in this block; None where no number was requested.
         class_token: position of the first class token; None for models without one.
         project: computes queries, keys and values; called on first use.
         rotate: computes queries and keys with rotary position from these.
@@ -184,14 +184,19 @@ class Method(nn.Module):
         scope: tokens stay reduced for the rest of the ``"pass"``, or are restored after each ``"block"``.
         places_groups: the index map places groups itself, protected tokens in front in their order. Otherwise groups
             are sorted by their first member.
+        keeps_grid: the patches that stay form a grid in row-major order, also with ``order="original"``.
         twin: name of a fused kernel that does the same; see ``vitrail.kernels``.
+        bucket: lengths of methods that are not static are padded to a multiple of this, so that shapes repeat and
+            memory is reused; None: 16 on CUDA devices, 1 elsewhere.
     """
 
     static: ClassVar[bool] = True
     place: ClassVar[Literal["before", "between"]] = "between"
     scope: ClassVar[Literal["pass", "block"]] = "pass"
     places_groups: ClassVar[bool] = False
+    keeps_grid: ClassVar[bool] = False
     relaxes: ClassVar[bool] = False
+    bucket: int | None = None
 
     name: ClassVar[str] = ""
     """Name under which the method is registered."""
@@ -200,6 +205,11 @@ class Method(nn.Module):
     def twin(self) -> str | None:
         """Name of a fused kernel that does the same with these options; None for none."""
         return None
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the method needs planned numbers, so that ``r``, ``keep`` or ``gflops`` is required."""
+        return self.static
 
     @property
     def options(self) -> dict[str, Any]:
@@ -276,6 +286,11 @@ class Method(nn.Module):
     def loss(self) -> Tensor | None:
         """Return the method's own loss for the latest pass, to be added to the model's; None where there is none."""
         return None
+
+    @property
+    def any_count(self) -> bool:
+        """Whether one step can remove any number of tokens up to the capacity, and not only :meth:`feasible` ones."""
+        return type(self).feasible is Method.feasible
 
     @property
     def averages(self) -> bool:

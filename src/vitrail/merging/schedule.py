@@ -48,15 +48,21 @@ class Room:
     feasible: Capacity | None = None
 
     def cap(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Limit each layer's merges to what is possible in that layer."""
-        length, first, result = self.tokens, self.first, []
+        """Limit each layer's merges to what is possible in that layer.
+
+        Where only some numbers are feasible, what one layer could not remove is left to the next ones that merge.
+        """
+        length, first, result, owed = self.tokens, self.first, [], 0
         for r in wanted:
+            if r and self.feasible is not None and not self.restored:
+                r = owed = r + owed
             most = self.capacity(length, self.protected)
             if first is not None:
                 most = min(most, first)
             r = min(r, most)
             if self.feasible is not None:
                 r = self.feasible(r, length)
+                owed -= r
             if r and not self.restored:
                 first = None
                 length -= r
@@ -160,8 +166,9 @@ class Schedule:
             if cost is None:
                 raise ValueError("a budget needs a cost")
             return self._solve_budget(depth, room, cost)
-        if self.r is None:  # every layer may merge as much as the method wants
-            most = tuple(room.cap([room.tokens] * depth) if room.restored else [room.tokens] * depth)
+        if self.r is None:  # layers with a share merge as much as the method wants
+            limits = [room.tokens if share else 0 for share in self.layers or [1.0] * depth]
+            most = tuple(room.cap(limits) if room.restored else limits)
             return Solution(most, most)
         if isinstance(self.r, tuple):
             wanted = self.r
@@ -169,7 +176,10 @@ class Schedule:
             wanted = spread(self.r * depth, self.layers)
         else:
             wanted = ramp(self.r, self.inflection, depth)
-        return Solution(wanted, room.cap(wanted))
+        possible = room.cap(wanted)
+        if room.feasible is not None and sum(possible) < sum(room.cap([room.tokens] * depth)):
+            return Solution(possible, possible)  # what is missing is less than one step can remove
+        return Solution(wanted, possible)
 
     def _solve_keep(self, depth: int, room: Room) -> Solution:
         assert self.keep is not None

@@ -110,10 +110,9 @@ class ViTConfig:
         for name in _RATES:
             value = getattr(self, name)
             self._expect(name, is_number(value) and 0 <= value < 1, "a rate, 0 or more and less than 1")
-        for name in ("mlp_ratio", "norm_eps", "layer_scale"):
+        for name in ("mlp_ratio", "norm_eps", *(["layer_scale"] if self.layer_scale is not None else [])):
             value = getattr(self, name)
-            if value is not None or name != "layer_scale":
-                self._expect(name, is_number(value) and value > 0, "a number greater than 0")
+            self._expect(name, is_number(value) and value > 0, "a number greater than 0")
         self._expect("width", self.width % self.heads == 0, f"a multiple of heads={self.heads}")
         self._expect("mlp_ratio", self.hidden >= 1, f"at least one hidden channel, so 1/{self.width} or more")
         even = self.mlp == "gelu" or self.hidden % 2 == 0

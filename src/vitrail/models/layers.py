@@ -47,8 +47,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Apply attention to (B, N, D); ``mask`` (N, N) is true where a query (row) attends to a key (column)."""
         batch, length, width = x.shape
-        packed = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim)
-        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -57,8 +56,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return the values (B, H, N, d) weighted by attention."""
-        dropout = self.attn_drop.p if self.training else 0.0
-        return fused_attention(q, k, v, mask=mask, dropout=dropout)
+        return fused_attention(q, k, v, mask=mask, dropout=self.attn_drop.p if self.training else 0.0)
 
 
 class TalkingHeadsAttention(Attention):

@@ -15,10 +15,6 @@ GATHERING_CLASS_TOKEN = replace(CLASS_TOKEN, enters=-1, position=False)
 """The class token of CaiT, which enters after the last block."""
 
 
-def _vit(width: int, depth: int, heads: int, **options: Any) -> ViTConfig:
-    return ViTConfig(width=width, depth=depth, heads=heads, **options)
-
-
 def _cait(width: int, depth: int, image_size: int, layer_scale: float | None = None) -> ViTConfig:
     return ViTConfig(
         image_size=image_size,
@@ -33,13 +29,18 @@ def _cait(width: int, depth: int, image_size: int, layer_scale: float | None = N
     )
 
 
-_SIZES = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
-_DISTILLED = (CLASS_TOKEN, DISTILLATION_TOKEN)
+_SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"width": 192, "heads": 3},
+    "small": {"width": 384, "heads": 6},
+    "base": {"width": 768, "heads": 12},
+    "large": {"width": 1024, "depth": 24, "heads": 16},
+}
+_DEIT, _DISTILLED = ("tiny", "small", "base"), (CLASS_TOKEN, DISTILLATION_TOKEN)
 
 MODELS: dict[str, ViTConfig] = {
-    **{f"vit_{size}_patch16": _vit(*numbers) for size, numbers in _SIZES.items()},
-    **{f"deit_{size}_patch16": _vit(*_SIZES[size]) for size in ("tiny", "small", "base")},
-    **{f"deit_{size}_patch16_distilled": _vit(*_SIZES[size], tokens=_DISTILLED) for size in ("tiny", "small", "base")},
+    **{f"vit_{size}_patch16": ViTConfig(**given) for size, given in _SIZES.items()},
+    **{f"deit_{size}_patch16": ViTConfig(**_SIZES[size]) for size in _DEIT},
+    **{f"deit_{size}_patch16_distilled": ViTConfig(**_SIZES[size], tokens=_DISTILLED) for size in _DEIT},
     "cait_xxs24": _cait(192, 24, 224),
     "cait_xxs36": _cait(192, 36, 224, layer_scale=1e-5),  # as released; the rule gives 1e-6
     "cait_xs24": _cait(288, 24, 384),

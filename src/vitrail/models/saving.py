@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +46,8 @@ def check_fit(
     if misshapen or (strict and (missing or unexpected)):
         wrong = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
         listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in wrong.items() if names)
-        hint = "" if misshapen else hint
-        raise ModelLoadError(
-            f"the weights do not fit this {kind}; {listed}. Build the model with the options of the weights{hint}"
-        )
+        todo = f"Build the model with the options of the weights{'' if misshapen else hint}"
+        raise ModelLoadError(f"the weights do not fit this {kind}; {listed}. {todo}")
     if len(missing) == len(own) and own:
         raise ModelLoadError(
             f"no key matches {kind}, which has {', '.join(list(own)[:3])}, ...; got "
@@ -76,7 +75,7 @@ def write_folder(
         # The config last: a directory that has one is complete.
         write_bytes(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
         if labels:
-            write_bytes(folder / LABELS, labels_text(labels).encode())
+            write_labels(folder, labels)
         write_bytes(folder / CONFIG, text.encode())
     except OSError as error:
         raise ModelLoadError(
@@ -84,9 +83,10 @@ def write_folder(
         ) from error
 
 
-def labels_text(labels: Mapping[str, Any]) -> str:
-    """Return the content of the labels file."""
-    return json.dumps(labels, indent=2, ensure_ascii=False) + "\n"
+def write_labels(folder: Path, labels: Mapping[str, Any]) -> None:
+    """Write the labels file."""
+    text = json.dumps(labels, indent=2, ensure_ascii=False) + "\n"
+    write_bytes(folder / LABELS, text.encode())
 
 
 def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -110,14 +110,11 @@ def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str,
 
 def push_folder(folder: Path, repository: str, private: bool | None = None, token: Any = None, **options: Any) -> str:
     """Upload a directory to a repository of the Hugging Face Hub, created if needed; return its URL."""
-    try:
-        from huggingface_hub import HfApi
-    except ImportError as error:
-        raise ModelLoadError("uploading to the Hub needs huggingface_hub: `pip install huggingface_hub`") from error
+    library = _hub("uploading to the Hub")
     if str(repository).count("/") != 1:
         raise ModelLoadError(f"a repository is named owner/name; got {repository!r}")
     try:
-        hub = HfApi(token=token)
+        hub = library.HfApi(token=token)
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=folder, **options)
     except Exception as error:
@@ -140,15 +137,16 @@ def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
         raise ModelLoadError(
             f"{local} is not a directory; expected one written by save_pretrained, or owner/name on the Hub"
         )
+    library = _hub(f"{local} is not a directory; loading from the Hub")
     try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise ModelLoadError(
-            f"{local} is not a directory; loading from the Hub needs `pip install huggingface_hub`"
-        ) from error
-    try:
-        return Path(hf_hub_download(repository, file, **hub))
+        return Path(library.hf_hub_download(repository, file, **hub))
     except Exception as error:
-        raise ModelLoadError(
-            f"{text} is not a directory, and {file} could not be downloaded from the Hub: {error}"
-        ) from error
+        problem = f"{text} is not a directory, and {file} could not be downloaded from the Hub: {error}"
+        raise ModelLoadError(problem) from error
+
+
+def _hub(what: str) -> Any:
+    try:
+        return import_module("huggingface_hub")
+    except ImportError as error:
+        raise ModelLoadError(f"{what} needs huggingface_hub: `pip install huggingface_hub`") from error

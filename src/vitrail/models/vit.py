@@ -32,6 +32,9 @@ TOKEN_AND_POSITION_NAMES = (
 """Parts of parameter names by which other libraries call tokens and positions."""
 
 
+_AXES = ("time", "height", "width")
+
+
 class ViT(nn.Module):
     """A vision transformer with special tokens of any roles.
 
@@ -138,11 +141,14 @@ class ViT(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Return the features (B, N, D) of all tokens after the final norm, in the order of `layout`."""
-        config = self.config
-        self._check_input(x)
+        config, axes = self.config, len(self.config.patch)
+        if x.dim() != 2 + axes or x.shape[1] != config.in_chans:
+            raise UnsupportedInput(
+                f"expected an input of (batch, {config.in_chans} channels, {', '.join(_AXES[-axes:])}); got "
+                f"{tuple(x.shape)}"
+            )
         grid = self._grid(tuple(x.shape[2:]))
         x, special = self._embed(x, grid)
-        axes = len(config.patch)
         rope = rotary_table(grid, config.head_width, axes, x) if config.position == "rotary" else None
         if self.training and config.patch_drop:
             x, rope = _drop_patches(x, rope, config.patch_drop)
@@ -190,19 +196,14 @@ class ViT(nn.Module):
         x = self.patch_embed(x)
         special = dict(self.tokens.items())
         if self.pos_embed is not None:
-            front, positions = self.pos_embed.split(
-                [self._num_positioned, self.pos_embed.shape[1] - self._num_positioned], 1
-            )
+            front, positions = self.pos_embed.tensor_split([self._num_positioned], 1)
             own = _pick([spec for spec in config.tokens if config.positioned(spec)], front)
             special = {name: token + own[name] if name in own else token for name, token in special.items()}
             x = x + resample(positions, config.grid, grid)
         elif config.position == "sincos":
             x = x + sincos_table(grid, config.width, len(config.patch), x)
-        batch = x.shape[0]
-        special = {
-            name: self.norm_pre(self.pos_drop(token.expand(batch, -1, -1))).to(x.dtype)
-            for name, token in special.items()
-        }
+        for name, token in special.items():
+            special[name] = self.norm_pre(self.pos_drop(token.expand(x.shape[0], -1, -1))).to(x.dtype)
         return self.norm_pre(self.pos_drop(x)), special
 
     @property
@@ -224,15 +225,12 @@ class ViT(nn.Module):
         right = isinstance(sides, list | tuple) and len(sides) == len(patch)
         right = right and all(isinstance(side, int | torch.SymInt) for side in sides)
         if not right or any(side < step or side % step for side, step in zip(sides, patch, strict=True)):
+            axes = ", ".join(_AXES[-len(patch) :])
             raise UnsupportedInput(
-                f"input size {size!r} is not divisible into patches of {patch}; expected ({', '.join(self._axes)}), "
-                "each a multiple. Resize or pad the input"
+                f"input size {size!r} is not divisible into patches of {patch}; expected ({axes}), each a multiple. "
+                "Resize or pad the input"
             )
         return (1, *(side // step for side, step in zip(sides, patch, strict=True)))[-3:]  # type: ignore[return-value]
-
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        return ("time", "height", "width")[3 - len(self.config.patch) :]
 
     def _check_tokens(self) -> None:
         """Raise if the token parameters differ from the config, so that the layout would be wrong."""
@@ -242,14 +240,6 @@ class ViT(nn.Module):
             raise UnsupportedModel(
                 f"the model has the tokens {given}, but its config {wanted}; build a model with these specs, or use "
                 "vitrail.add_tokens"
-            )
-
-    def _check_input(self, x: Tensor) -> None:
-        axes = self._axes
-        if x.dim() != 2 + len(axes) or x.shape[1] != self.config.in_chans:
-            raise UnsupportedInput(
-                f"expected an input of (batch, {self.config.in_chans} channels, {', '.join(axes)}); "
-                f"got {tuple(x.shape)}"
             )
 
     @torch.no_grad()
@@ -308,19 +298,12 @@ class ViT(nn.Module):
 
 
 def _heads(config: ViTConfig) -> Heads:
-    pool = None
+    width, norm = config.width, config.norm_eps if config.final_norm == "pooled" else None
+    attention = None
     if config.pool == "attention":
-        pool = AttentionPool(config.width, config.heads, mlp_ratio=config.mlp_ratio, norm_eps=config.norm_eps)
-    norm = config.norm_eps if config.final_norm == "pooled" else None
-    return Heads(
-        config.tokens,
-        config.width,
-        config.num_classes,
-        pool=config.pool,
-        fuse=config.fuse,
-        attention=pool,
-        norm_eps=norm,
-    )
+        attention = AttentionPool(width, config.heads, mlp_ratio=config.mlp_ratio, norm_eps=config.norm_eps)
+    given: dict[str, Any] = {"pool": config.pool, "fuse": config.fuse, "attention": attention, "norm_eps": norm}
+    return Heads(config.tokens, width, config.num_classes, **given)
 
 
 def undecayed(model: nn.Module) -> set[str]:

@@ -1,6 +1,14 @@
 """Deprecated: use ``vitrail.data`` and ``vitrail.drawing``."""
 
+import warnings
+
 from vitrail._deprecation import renamed_attributes
+
+warnings.warn(
+    "vitrail.pictures is deprecated and will be removed in 0.4; use vitrail.data and vitrail.drawing",
+    DeprecationWarning,
+    stacklevel=2,
+)
 
 _KEPT = ("Batch", "MAX_PIXELS", "Sample", "as_rgb", "samples", "to_tensor")
 _RENAMED = {

@@ -18,7 +18,7 @@ import hashlib
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,7 @@ MAX_NAMED = 100
 NO_IMAGES = "there is no image to inspect; give at least one readable image"
 
 
-@dataclass(frozen=True)
-class HalfTensor:
+class HalfTensor(NamedTuple):
     """A tensor in half precision and a power of two to multiply it by, so that large values do not overflow."""
 
     values: Tensor
@@ -69,25 +68,18 @@ class HalfTensor:
         return cls((x.detach() / scale).half().cpu(), scale)
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """Features of one image.
 
-    Attributes:
-        tokens: (N, D) leaving the last block.
-        special_norms: (S,) norms of the special tokens there.
-        attention: (H, Q, N) attention rows of the queries in the last block.
-        pixels: (C, H, W) as the model sees the image, from 0 to 255.
-        objects: ``keys`` and ``values`` (P, D) of the last block's patches; empty without object discovery.
-        boxes: (n, 4) true boxes in pixels; None if unknown.
+    ``objects`` are ``keys`` and ``values`` (P, D) of the last block's patches; empty without object discovery.
     """
 
-    tokens: HalfTensor
-    special_norms: Tensor
-    attention: Tensor
-    pixels: Tensor
+    tokens: HalfTensor  # (N, D) leaving the last block
+    special_norms: Tensor  # (S,) norms of the special tokens there
+    attention: Tensor  # (H, Q, N) attention rows of the queries in the last block
+    pixels: Tensor  # (C, H, W) as the model sees the image, from 0 to 255
     objects: dict[str, HalfTensor]
-    boxes: Tensor | None
+    boxes: Tensor | None  # (n, 4) true boxes in pixels; None if unknown
 
 
 @dataclass(frozen=True)
@@ -115,27 +107,21 @@ class Collected:
     """Result of the pass, of one rank or of all ranks together.
 
     Attributes:
-        counts: norms of all images and layers.
-        images: images kept, by index.
         queries: the tokens that attention rows belong to, by layout.
         seen, labelled: number of images, and of images with a label.
-        fingerprint: hash of the images' indices and names, independent of their order.
-        skipped: unreadable images, each with the reason.
         not_finite: names of images with non-finite values, by index (the first hundred).
-        num_not_finite: number of such images.
-        notes: what could not be kept, and why.
     """
 
-    counts: NormAccumulator
-    images: dict[int, KeptImage] = field(default_factory=dict)
+    counts: NormAccumulator  # norms of all images and layers
+    images: dict[int, KeptImage] = field(default_factory=dict)  # images kept, by index
     queries: dict[TokenLayout, tuple[int, ...]] = field(default_factory=dict)
     seen: int = 0
     labelled: int = 0
-    fingerprint: int = 0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    fingerprint: int = 0  # hash of the images' indices and names, independent of their order
+    skipped: list[tuple[str, str]] = field(default_factory=list)  # unreadable images, each with the reason
     not_finite: dict[int, str] = field(default_factory=dict)
-    num_not_finite: int = 0
-    notes: set[str] = field(default_factory=set)
+    num_not_finite: int = 0  # number of such images
+    notes: set[str] = field(default_factory=set)  # what could not be kept, and why
 
     def join(self, other: Collected) -> None:
         """Add the result of another rank."""
@@ -144,21 +130,15 @@ class Collected:
         self.queries |= other.queries
         self.seen += other.seen
         self.labelled += other.labelled
-        self.fingerprint = (self.fingerprint + other.fingerprint) % 2**64
         self.skipped += other.skipped
-        self.not_finite = dict(sorted((self.not_finite | other.not_finite).items())[:MAX_NAMED])
         self.num_not_finite += other.num_not_finite
+        self.fingerprint = (self.fingerprint + other.fingerprint) % 2**64
+        self.name_not_finite(other.not_finite)
         self.notes |= other.notes
 
-    def add_name(self, index: int, name: str) -> None:
-        """Add an image to the fingerprint."""
-        digest = hashlib.sha256(f"{index} {name}".encode(errors="surrogateescape")).digest()
-        self.fingerprint = (self.fingerprint + int.from_bytes(digest[:8])) % 2**64
-
-    def add_not_finite(self, index: int, name: str) -> None:
-        """Count and name an image with non-finite values."""
-        self.num_not_finite += 1
-        self.not_finite = dict(sorted((self.not_finite | {index: name}).items())[:MAX_NAMED])
+    def name_not_finite(self, names: dict[int, str]) -> None:
+        """Add names of images with non-finite values, by index."""
+        self.not_finite = dict(sorted((self.not_finite | names).items())[:MAX_NAMED])
 
 
 class Collector:
@@ -188,9 +168,8 @@ class Collector:
     def _keep(self, batch: Batch, recorded: Any, norms: Tensor) -> None:
         layout, embedding = recorded.layout, recorded.embedding
         last = {name: recorded.by_layer[name][self.depth - 1] for name in ("tokens", "attention", "k", "v")}
-        finite = _finite(norms) & _finite(embedding)
-        for values in last.values():
-            finite &= _finite(values)
+        values = (norms, embedding, *last.values())
+        finite = torch.stack([one.isfinite().flatten(1).all(1).cpu() for one in values]).all(0)
         similarity = torch.full((len(norms), layout.num_patches), math.nan)
         if finite.any() and layout.grid[1] * layout.grid[2] > 1:
             rows = finite.to(embedding.device)
@@ -200,13 +179,17 @@ class Collector:
         for row, (index, name) in enumerate(zip(batch.indices, map(str, batch.names), strict=True)):
             label = None if batch.labels is None or batch.labels[row] < 0 else int(batch.labels[row])
             self.collected.labelled += label is not None
-            self.collected.add_name(index, name)
+            digest = hashlib.sha256(f"{index} {name}".encode(errors="surrogateescape")).digest()
+            self.collected.fingerprint = (self.collected.fingerprint + int.from_bytes(digest[:8])) % 2**64
             if not finite[row]:
-                self.collected.add_not_finite(index, name)
+                self.collected.num_not_finite += 1
+                self.collected.name_not_finite({index: name})
                 continue
             slot = keep_slot(index, most, self.total)
             if slot is None and keep_slot(index, PLACES, self.total) is None:
                 continue
+            total = None if self.total is None else min(most, self.total)
+            objects = slot is not None and self.objects and keep_slot(slot, OBJECTS, total) is not None
             self.collected.images[index] = KeptImage(
                 index,
                 name,
@@ -215,9 +198,7 @@ class Collector:
                 norms[row, layout.patches].clone(),
                 similarity[row],
                 None if foreground is None else foreground[row],
-                None
-                if slot is None
-                else self._features(batch, row, layout, last, norms, self._has_objects(slot, most)),
+                None if slot is None else self._features(batch, row, layout, last, norms, objects),
             )
 
     def _features(
@@ -235,10 +216,6 @@ class Collector:
             kept,
             None if batch.boxes is None else torch.tensor(batch.boxes[row], dtype=torch.float64).reshape(-1, 4),
         )
-
-    def _has_objects(self, slot: int, most: int) -> bool:
-        total = None if self.total is None else min(most, self.total)
-        return self.objects and keep_slot(slot, OBJECTS, total) is not None
 
     def _most_features(self, last: dict[str, Tensor], images: Tensor) -> int:
         """Return the number of images whose features are kept; the same on every rank."""
@@ -308,35 +285,23 @@ def gather(collected: Collected, error: Exception | None) -> Collected | None:
     if another rank has some.
     """
     rank, world = rank_and_world_size()
-    if world == 1:
-        if error is not None:
-            raise error
-        return _completed(collected)
-    empty = isinstance(error, ImageError) and collected.seen == 0
-    states = all_gather((None if error is None or empty else f"{type(error).__name__}: {error}", collected.seen))
-    if error is not None and not empty:
+    failed = error is not None and not (world > 1 and isinstance(error, ImageError) and collected.seen == 0)
+    state = f"{type(error).__name__}: {error}" if failed else None, collected.seen
+    states = all_gather(state) if world > 1 else [state]
+    if error is not None and failed:
         raise error
     for other, (failure, _) in enumerate(states):
         if failure is not None:
             raise UnsupportedInput(f"rank {other} of {world} could not inspect its part of the data. {failure}")
     if not any(seen for _, seen in states):
-        raise error or UnsupportedInput(NO_IMAGES)
-    parts: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object(collected, parts)
+        raise error or (ImageError if collected.skipped else UnsupportedInput)(NO_IMAGES)
+    parts: list[Any] | None = [collected] * world if rank == 0 else None
+    if world > 1:
+        dist.gather_object(collected, parts)
     if parts is None:
         return None
-    for other_part in parts[1:]:
-        collected.join(other_part)
-    return _completed(collected)
-
-
-def _completed(collected: Collected) -> Collected:
-    if collected.seen == 0:
-        raise ImageError(NO_IMAGES) if collected.skipped else UnsupportedInput(NO_IMAGES)
+    for part in parts[1:]:
+        collected.join(part)
     collected.images = dict(sorted(collected.images.items()))
     collected.skipped.sort()
     return collected
-
-
-def _finite(x: Tensor) -> Tensor:
-    return torch.isfinite(x.detach()).flatten(1).all(1).cpu()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from vitrail.analysis.result import Result
+from vitrail.analysis.result import Result, plain
 from vitrail.errors import InvalidOption
 from vitrail.report import verdict
 from vitrail.report.page.blocks import Block, Columns, Figure, Key, Note, PageSection, Table, Text
@@ -55,7 +54,10 @@ def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[st
     Example:
         >>> vitrail.compare(before, after).save("comparison.html")   # doctest: +SKIP
     """
-    first, second = _load(a), _load(b)
+    for one in (a, b):
+        if not isinstance(one, Report | str | os.PathLike):
+            raise InvalidOption(f"compare takes two reports or their files; got {type(one).__name__}")
+    first, second = (one if isinstance(one, Report) else Report.load(one) for one in (a, b))
     values = first.to_dict(), second.to_dict()
     differences = [Difference("norms.verdict", "verdict", first.norms["verdict"], second.norms["verdict"], None)]
     for key, (name, share) in QUANTITIES.items():
@@ -66,24 +68,19 @@ def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[st
     return Comparison(first, second, differences, _remarks(first, second))
 
 
-@dataclass(frozen=True)
 class Difference(Result):
     """One quantity in both reports; None where a report does not have it.
 
     Attributes:
-        key: path in the JSON of a report.
-        name: display name.
         a, b: the values.
-        change: b − a, for numbers.
-        share: whether the values are shares between 0 and 1.
     """
 
-    key: str
-    name: str
+    key: str  # path in the JSON of a report
+    name: str  # display name
     a: float | str | None
     b: float | str | None
-    change: float | None
-    share: bool = False
+    change: float | None  # b − a, for numbers
+    share: bool = False  # whether the values are shares between 0 and 1
 
     def cells(self) -> list[str]:
         """Return name, values and change as text."""
@@ -96,20 +93,17 @@ class Difference(Result):
         return [self.name, a, b, f"{sign}{change}"]
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison(Saved):
+class Comparison(Saved, eq=False):
     """Two reports and their differences.
 
     Attributes:
         a, b: the reports.
-        differences: quantities of both.
-        remarks: caveats, such as that the images are not the same.
     """
 
     a: Report
     b: Report
-    differences: list[Difference]
-    remarks: list[str]
+    differences: list[Difference]  # quantities of both
+    remarks: list[str]  # caveats, such as that the images are not the same
 
     @property
     def verdict(self) -> str:
@@ -122,28 +116,21 @@ class Comparison(Saved):
             "verdict": self.verdict,
             "a": {"verdict": self.a.verdict, "model": self.a.model, "data": self.a.data},
             "b": {"verdict": self.b.verdict, "model": self.b.model, "data": self.b.data},
-            "differences": [one.to_dict() for one in self.differences],
-            "remarks": list(self.remarks),
+            "differences": plain(self.differences),
+            "remarks": self.remarks,
         }
 
     def to_html(self) -> str:
         """Return the comparison as one page."""
         caption = "Values measured in at least one report; a dash where one does not have it"
         table = Table(["", "A", "B", "B − A"], [one.cells() for one in self.differences], caption)
-        models = [
-            {
-                "name": report.model["name"],
-                "verdict": report.verdict,
-                "badge": (report.norms["verdict"], verdict.BADGES[report.norms["verdict"]]),
-            }
-            for report in (self.a, self.b)
-        ]
         return render(
             "comparison.html",
-            title=f"{models[0]['name']} and {models[1]['name']}: artifact tokens",
+            title=f"{self.a.model['name']} and {self.b.model['name']}: artifact tokens",
             photos=photos(self.a.pictures),
             verdict=self.verdict,
-            models=models,
+            reports=(self.a, self.b),
+            badges=verdict.BADGES,
             remarks=[Note(remark) for remark in self.remarks],
             sections=[
                 PageSection("differences", "Differences", "", [table]),
@@ -151,14 +138,6 @@ class Comparison(Saved):
                 PageSection("images", "The same images in both", "", _norm_maps(self.a, self.b)),
             ],
         )
-
-
-def _load(report: Any) -> Report:
-    if isinstance(report, Report):
-        return report
-    if isinstance(report, str | os.PathLike):
-        return Report.load(report)
-    raise InvalidOption(f"compare takes two reports or their files; got {type(report).__name__}")
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:

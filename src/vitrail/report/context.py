@@ -17,7 +17,7 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import UnsupportedInput
 from vitrail.report.collect import Collected, HalfTensor, KeptImage, to_pixels
 from vitrail.report.report import ShownImage
-from vitrail.tokens import Role, TokenLayout, token_names
+from vitrail.tokens import TokenLayout, token_names
 
 T = TypeVar("T")
 
@@ -33,32 +33,22 @@ class Context:
     """Everything that a section may use to compute its values.
 
     Attributes:
-        model: the inspected model.
-        layout: the token layout of the kept images.
-        norms: norms of all images, with threshold and verdict.
-        images: kept images, in order.
-        queries: the tokens that attention rows belong to.
-        other_sizes: number of kept images left out because their patch grid is not the first image's.
         data, spec, batch_size: where images come from, their preprocessing, and images per batch.
-        device: device to compute on.
-        seed: seed of splits and draws.
-        progress: callback.
-        sections: values of the sections computed so far.
     """
 
-    model: nn.Module
-    layout: TokenLayout
-    norms: Norms
-    images: tuple[KeptImage, ...]
-    queries: tuple[int, ...]
-    other_sizes: int
+    model: nn.Module  # the inspected model
+    layout: TokenLayout  # the token layout of the kept images
+    norms: Norms  # norms of all images, with threshold and verdict
+    images: tuple[KeptImage, ...]  # kept images, in order
+    queries: tuple[int, ...]  # the tokens that attention rows belong to
+    other_sizes: int  # number of kept images left out because their patch grid is not the first image's
     data: Batches
     spec: InputSpec
     batch_size: int
-    device: torch.device
-    seed: int
-    progress: Progress
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    device: torch.device  # device to compute on
+    seed: int  # seed of splits and draws
+    progress: Progress  # callback
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # values of the sections computed so far
 
     @classmethod
     def create(cls, collected: Collected, model: nn.Module, **settings: Any) -> Context | None:
@@ -70,8 +60,6 @@ class Context:
         same = tuple(image for image in every if image.layout == layout)
         norms, queries = collected.counts.result(), collected.queries[layout]
         return cls(model, layout, norms, same, queries, len(every) - len(same), **settings)
-
-    # ---------------------------------------------------------------- images
 
     @cached_property
     def featured(self) -> tuple[KeptImage, ...]:
@@ -126,17 +114,10 @@ class Context:
         """Height and width of a patch in pixels."""
         return self.image_size[0] // self.layout.grid[1], self.image_size[1] // self.layout.grid[2]
 
-    # ---------------------------------------------------------------- tokens
-
     @cached_property
     def special_names(self) -> tuple[str, ...]:
         """Names of the special tokens, as probes use them: "class", "register 1", ..."""
         return token_names(self.layout.special)
-
-    @cached_property
-    def registers(self) -> tuple[int, ...]:
-        """Positions of the registers."""
-        return tuple(self.layout.indices(Role.REGISTER))
 
     def outliers(self, images: Sequence[KeptImage]) -> Tensor:
         """Return a mask (B, P) of the outliers of some images."""
@@ -177,8 +158,6 @@ class Context:
             return torch.stack([part.values for part in parts]).to(self.device)
         return torch.stack([part.values.float() * part.scale for part in parts]).to(self.device)
 
-    # ---------------------------------------------------------------- second pass
-
     def second_pass(self, images: Sequence[KeptImage], batch_size: int | None = None) -> SecondPass:
         """Return some of the images as batches to run the model on again."""
         return SecondPass(self.data, self.spec, images, batch_size or self.batch_size)
@@ -190,14 +169,12 @@ class SecondPass:
 
     Attributes:
         data, spec: where the images come from, and their preprocessing.
-        images: which of them, with what was kept.
-        batch_size: images per batch; batches made by the user are taken as they are.
     """
 
     data: Batches
     spec: InputSpec
-    images: Sequence[KeptImage]
-    batch_size: int
+    images: Sequence[KeptImage]  # which of them, with what was kept
+    batch_size: int  # images per batch; batches made by the user are taken as they are
 
     def __iter__(self) -> Iterator[Tensor]:
         return (batch.images for batch in self.batches())
@@ -212,11 +189,16 @@ class SecondPass:
         known = {image.index: image.features.pixels for image in self.images}
         for batch in self.data.select(known).batches(self.spec, self.batch_size):
             for index, image in zip(batch.indices, batch.images, strict=True):
-                if not torch.equal(to_pixels(image, self.spec), known.pop(index)):
-                    raise _changed(index)
+                if torch.equal(to_pixels(image, self.spec), known[index]):
+                    known.pop(index)
+            if not known.keys().isdisjoint(batch.indices):
+                break
             yield batch
         if known:
-            raise _changed(next(iter(known)))
+            raise UnsupportedInput(
+                f"image {next(iter(known))} changed between the first and the second pass; use data that yields the "
+                "same images in the same order each time, such as a data loader that does not shuffle or augment"
+            )
 
 
 def spread_evenly(items: Sequence[T], most: int) -> list[T]:
@@ -234,10 +216,3 @@ def _not_empty(parts: list[T]) -> list[T]:
     if not parts:
         raise UnsupportedInput("no image is left whose values are all finite")
     return parts
-
-
-def _changed(index: int) -> UnsupportedInput:
-    return UnsupportedInput(
-        f"image {index} changed between the first and the second pass; use data that yields the same images in the "
-        "same order each time, such as a data loader that does not shuffle or augment"
-    )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitrail._checks import is_int
 from vitrail._distributed import rank_and_world_size
 from vitrail.adapters import Found, find
 from vitrail.analysis.result import plain
@@ -73,10 +74,8 @@ def inspect(
         >>> print(report.verdict)                        # doctest: +SKIP
         >>> report.save("report.html")                   # doctest: +SKIP
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise InvalidOption(f"batch_size must be an integer of 1 or more; got {batch_size!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InvalidOption(f"seed must be an integer; got {seed!r}")
+    if not is_int(batch_size, 1) or not is_int(seed):
+        raise InvalidOption(f"batch_size must be 1 or more, and seed an integer; got {batch_size!r} and {seed!r}")
     report_progress = progress or (lambda stage, done, total: None)
     found = find(model)
     source = open_batches(list(samples().values()) if data is None else data, limit=limit, labels=labels)
@@ -99,15 +98,15 @@ def _collect(collector: Collector, data: Batches, batch_size: int, progress: Pro
     """Run the model over the data of this rank; return the error that ended it."""
     rank, world = rank_and_world_size()
     total = None if data.total is None else len(range(rank, data.total, world))
-    error: Exception | None = None
     try:
         for batch in data.batches(collector.spec, batch_size, rank, world):
             collector.add(batch)
             progress("running images", collector.collected.seen, total)
-    except Exception as problem:  # reported to the other ranks first, then raised
-        error = problem
-    collector.collected.skipped = list(data.skipped)
-    return error
+    except Exception as error:  # reported to the other ranks first, then raised
+        return error
+    finally:
+        collector.collected.skipped = list(data.skipped)
+    return None
 
 
 def _compute_sections(context: Context | None, settings: Values) -> dict[str, Values]:
@@ -136,10 +135,7 @@ def _build_report(
 ) -> Report:
     norms = collected.counts.result().to_dict()
     layout = next(iter(collected.queries)) if context is None else context.layout
-    kept = {"places": 0, "features": 0, "objects": 0}
-    if context is not None:
-        many = len(context.images), len(context.featured), len(context.with_objects)
-        kept = dict(zip(kept, many, strict=True))
+    many = (0, 0, 0) if context is None else (len(context.images), len(context.featured), len(context.with_objects))
     return Report(
         model=model,
         data={
@@ -148,7 +144,7 @@ def _build_report(
             "labelled": collected.labelled,
             "fingerprint": f"{collected.fingerprint:016x}",
             "classes": list(source.class_names) if source.class_names else None,
-            "kept": kept,
+            "kept": dict(zip(("places", "features", "objects"), many, strict=True)),
         },
         layout={
             "special": [{"role": span.role.value, "name": span.name, "count": span.count} for span in layout.special],
@@ -185,9 +181,13 @@ def _problems(collected: Collected, norms: Values, other_sizes: int) -> Values:
 def _describe_model(model: nn.Module, found: Found, name: str | None) -> Values:
     weight = next(iter(model.parameters()), None)
     heads, width = found.block_adapters[0].head_shape(found.blocks[0])
+    trunk: Any = found.trunk
+    config = getattr(trunk, "pretrained_cfg", None)
+    library_name = config.get("architecture") if isinstance(config, dict) else None
+    library_name = library_name or getattr(getattr(trunk, "config", None), "_name_or_path", None)
     return {
-        "name": name or _library_name(found.trunk),
-        "class": f"{type(found.trunk).__module__.partition('.')[0]} {type(found.trunk).__name__}",
+        "name": name or str(library_name or type(trunk).__name__),
+        "class": f"{type(trunk).__module__.partition('.')[0]} {type(trunk).__name__}",
         "layers": len(found.blocks),
         "heads": heads,
         "head_width": width,
@@ -195,14 +195,6 @@ def _describe_model(model: nn.Module, found: Found, name: str | None) -> Values:
         "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
         "device": None if weight is None else str(weight.device),
     }
-
-
-def _library_name(trunk: nn.Module) -> str:
-    """Return the name of a model in its library, or its class."""
-    config: Any = getattr(trunk, "pretrained_cfg", None)
-    if isinstance(config, dict) and config.get("architecture"):
-        return str(config["architecture"])
-    return str(getattr(getattr(trunk, "config", None), "_name_or_path", "") or type(trunk).__name__)
 
 
 @contextmanager

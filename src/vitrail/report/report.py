@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,7 @@ class Saved(Result):
         """
         file = Path(path)
         if file.suffix.lower() not in (*PAGES, ".json"):
-            raise ReportError(
-                f"cannot save a report as {file}; use the name of a page, like report.html, or of a .json"
-            )
+            raise ReportError(f"cannot save a report as {file}; use the name of a page, like report.html, or a .json")
         texts = {file.with_suffix(".json"): self.to_json()}
         if file.suffix.lower() in PAGES:
             texts[file] = self.to_html()
@@ -61,19 +59,12 @@ class Saved(Result):
         return tuple(reversed(texts))
 
 
-@dataclass(eq=False)
-class ShownImage(Result):
+class ShownImage(Result, frozen=False, eq=False):
     """An image that the report shows. ``pixels`` and ``maps`` are not in the JSON.
 
     Attributes:
         index, name, label: which image it is; the label is the name or the number of the class.
-        grid: height and width in patches.
-        size: height and width in pixels, as the model sees the image.
-        norms: norms after the last layer, row by row.
-        outliers: indices of the norms above the threshold.
         boxes: box found by each method of object discovery, in pixels.
-        truth: true boxes, in pixels.
-        cured: norms with test-time registers, row by row; None if these were not tried.
         pixels: (C, H, W) from 0 to 255; None in a report loaded from JSON.
         maps: what sections draw beside the image, by name; each section knows its own.
     """
@@ -81,13 +72,13 @@ class ShownImage(Result):
     index: int
     name: str
     label: str | None
-    grid: tuple[int, int]
-    size: tuple[int, int]
-    norms: list[float]
-    outliers: list[int]
+    grid: tuple[int, int]  # height and width in patches
+    size: tuple[int, int]  # height and width in pixels, as the model sees the image
+    norms: list[float]  # norms after the last layer, row by row
+    outliers: list[int]  # indices of the norms above the threshold
     boxes: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
-    truth: list[list[float]] = field(default_factory=list)
-    cured: list[float] | None = None
+    truth: list[list[float]] = field(default_factory=list)  # true boxes, in pixels
+    cured: list[float] | None = None  # norms with test-time registers, row by row; None if these were not tried
     pixels: Tensor | None = field(default=None, repr=False, metadata={"json": False})
     maps: dict[str, Any] = field(default_factory=dict, repr=False, metadata={"json": False})
 
@@ -104,34 +95,25 @@ class ShownImage(Result):
         return cls(**{**known, "boxes": boxes, "grid": tuple(known["grid"]), "size": tuple(known["size"])})
 
 
-@dataclass(frozen=True, eq=False)
-class Report(Saved):
+class Report(Saved, eq=False):
     """The result of :func:`vitrail.inspect`. ``docs/report.md`` explains every value.
 
     All values are plain. The values of a section are an attribute of its name as well, such as ``report.attention``; a
     section that could not be computed has a ``note`` with the reason.
 
     Attributes:
-        model: name, class, size and dtype of the model.
-        data: the images that were used.
-        layout: the tokens of the model.
-        norms: norms of patch tokens by layer, threshold, verdict and onset.
         sections: values of ``redundancy``, ``attention``, ``pca``, ``probes``, ``registers``, ``discovery``, ``cure``.
-        problems: unreadable images, non-finite values, notes.
-        settings: options and seed.
-        versions: machine and versions of libraries.
-        pictures: the images that are shown.
     """
 
-    model: dict[str, Any]
-    data: dict[str, Any]
-    layout: dict[str, Any]
-    norms: dict[str, Any]
+    model: dict[str, Any]  # name, class, size and dtype of the model
+    data: dict[str, Any]  # the images that were used
+    layout: dict[str, Any]  # the tokens of the model
+    norms: dict[str, Any]  # norms of patch tokens by layer, threshold, verdict and onset
     sections: dict[str, dict[str, Any]]
-    problems: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, Any]
-    pictures: list[ShownImage] = field(default_factory=list, repr=False)
+    problems: dict[str, Any]  # unreadable images, non-finite values, notes
+    settings: dict[str, Any]  # options and seed
+    versions: dict[str, Any]  # machine and versions of libraries
+    pictures: list[ShownImage] = field(default_factory=list, repr=False)  # the images that are shown
 
     def __getattr__(self, name: str) -> dict[str, Any]:
         sections = self.__dict__.get("sections", {})

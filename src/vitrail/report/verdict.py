@@ -107,7 +107,19 @@ def _against_artifacts(onset: int | None, num_registers: int, cure: Values) -> l
             f"The model has {count(num_registers, 'register')} and still has artifacts. Check the norm and the "
             "attention of the registers to see whether it uses them. A model trained with more registers may help."
         ]
-    advice.append(_cure_advice(cure))
+    if "effect" not in cure:
+        advice.append(
+            "Without training: `vitrail.test_time_registers(model, images)` moves the artifacts to an extra token and "
+            "can be undone. It was not tried here. Inspect the model again with it and compare both reports."
+        )
+    elif cure["effect"] in ("gone", "fewer"):
+        advice.append(
+            f"Without training: `vitrail.test_time_registers(model, images, neurons={cure['num_neurons']})` moves the "
+            "artifacts to an extra token and can be undone; it was tried on these images above. Measure your own task "
+            "with and without it."
+        )
+    else:
+        advice.append("No cure without training was found: test-time registers did not help on these images.")
     if onset == 0:
         advice.append(
             "The outliers are present from the first layer on, where published models have none. They may be due to "
@@ -120,18 +132,3 @@ def _against_artifacts(onset: int | None, num_registers: int, cure: Values) -> l
         "For class predictions alone, nothing needs to be done. Do not read single bright spots of an attention map as "
         "objects.",
     ]
-
-
-def _cure_advice(cure: Values) -> str:
-    if "effect" not in cure:
-        return (
-            "Without training: `vitrail.test_time_registers(model, images)` moves the artifacts to an extra token and "
-            "can be undone. It was not tried here. Inspect the model again with it and compare both reports."
-        )
-    if cure["effect"] in ("gone", "fewer"):
-        return (
-            f"Without training: `vitrail.test_time_registers(model, images, neurons={cure['num_neurons']})` moves the "
-            "artifacts to an extra token and can be undone; it was tried on these images above. Measure your own task "
-            "with and without it."
-        )
-    return "No cure without training was found: test-time registers did not help on these images."

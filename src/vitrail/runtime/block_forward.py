@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail import kernels
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Rotary, repeat_heads
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Position, repeat_heads
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import Context, MergeState
 from vitrail.merging.attention import key_bias
-from vitrail.merging.method import check_amount
+from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.layout import first_class_token
 from vitrail.runtime.plan import Plan
-from vitrail.runtime.side_tokens import Reading, finish, prepare, read, widen
+from vitrail.runtime.side_tokens import Reading, advance, prepare, widen
 from vitrail.tokens import TokenLayout, TokenSpan
 
 
@@ -33,7 +34,7 @@ class Carried:
         state: sizes and assignments so far.
         r: number of tokens planned to merge in the next block. Read from the state before the block runs: inside, it
             would depend on the layer, and a compiler would specialize every block.
-        rotary: the model's rotary position, where it has one.
+        position: position that acts inside attention, where the model has one.
         expose: whether the tensors between blocks have full length.
         unmasked: whether the caller passed no mask.
         side: side tokens that have entered (B, E, D).
@@ -44,7 +45,7 @@ class Carried:
     layout: TokenLayout
     state: MergeState
     r: int
-    rotary: Rotary | None
+    position: Position | None
     expose: bool
     unmasked: bool = False
     side: Tensor | None = None
@@ -67,10 +68,9 @@ def merged_forward(
     gate = added.gate(state.layer) if added is not None and side is not None else None
     if not torch.compiler.is_compiling():
         carried.plan.report_hooks(parts.attend_parts(block))
-    if call.rope is not None:
-        state = _with_positions(state, carried, call.rope)
-    elif call.mask is None and not call.causal:
-        dense = dense_block(parts, block, x, carried.plan, state) if gate is None else None
+    state = _with_positions(state, carried, x, call.rope)
+    if not parts.biased and call.rope is None and call.mask is None and not call.causal and gate is None:
+        dense = dense_block(parts, block, x, carried.plan, state)
         if dense is not None:
             return _dense_forward(parts, block, dense, x, carried)
 
@@ -79,22 +79,19 @@ def merged_forward(
         x, state = _reduce_before(parts, block, x, call, carried, state)
     h = parts.attend_norm(block, x)
     projected = parts.qkv(block, h)
-    q, k = _rotate(parts, block, projected, call, carried, state)
-    k, v = repeat_heads(q, k, projected[2])
-    size, log2_size = _attention_sizes(carried.plan, state)
-    attend = partial(_attention_weights, parts, block, q, k, size, state)
+    own = attention = Attention.of(parts, block, projected, call, carried, state)
     if side is not None:
         reading = prepare(parts, block, side)
-        side = _read(parts, block, side, reading, k, v, size, call.mask, gate)
+        mask = None if call.mask is None else call.mask[-1:]  # side tokens attend to what a patch may attend to
+        side = advance(parts, block, side, reading, own.k, own.v, key_bias(own.size, mask, reading.q), gate)
         if gate is not None:
-            k, v, size, log2_size = widen(k, v, size, log2_size, reading, gate)
-            if call.mask is not None:
-                call = call._replace(mask=F.pad(call.mask, (0, reading.k.shape[2]), value=True))
-    attended = _attend(parts, block, q, k, v, size, log2_size, call)
+            attention = own.widened(reading, gate)
+    attended = attention.attend(call.causal)
     x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
     if method.place == "between":
-        context = _context(carried, state, x)
-        context.project, context.rotate, context.attend = (lambda: projected), (lambda _: (q, k)), attend
+        context = _context(carried, state, x, lambda: projected)
+        context.rotate = lambda qkv: rotated(parts, block, qkv, call.rope, carried.position, entered)
+        context.attend = partial(own.weights, state.presence)
         x, state = _reduce(carried, state, x, context)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
     if method.scope == "block" and state is not entered:
@@ -106,23 +103,21 @@ def _reduce_before(
     parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried, state: MergeState
 ) -> tuple[Tensor, MergeState]:
     """Reduce a block's input; projections and attention are computed only if the method uses them."""
-    context = _context(carried, state, x)
-    context.project = lambda: parts.qkv(block, parts.attend_norm(block, x))
-    context.rotate = lambda projected: _rotate(parts, block, projected, call, carried, state)
+    context = _context(carried, state, x, lambda: parts.qkv(block, parts.attend_norm(block, x)))
 
     def attend(queries: Sequence[int] | None) -> Tensor:
-        q = context.rotated_q
-        k, _ = repeat_heads(q, context.rotated_k, context.v)
-        return _attention_weights(parts, block, q, k, _attention_sizes(carried.plan, state)[0], state, queries)
+        projected = context.q, context.k, context.v
+        return Attention.of(parts, block, projected, call, carried, state).weights(state.presence, queries)
 
+    context.rotate = lambda qkv: rotated(parts, block, qkv, call.rope, carried.position, state)
     context.attend = attend
     return _reduce(carried, state, x, context)
 
 
-def _context(carried: Carried, state: MergeState, x: Tensor) -> Context:
+def _context(carried: Carried, state: MergeState, x: Tensor, project: Callable[[], Projections]) -> Context:
     return Context(
         state.layer, carried.layout.grid, x, state.size, state.protected, state.memory, state.archive, state.guide,
-        state.padded, class_token=first_class_token(carried.layout), depth=carried.plan.depth,
+        state.padded, class_token=first_class_token(carried.layout), depth=carried.plan.depth, project=project,
     )  # fmt: skip
 
 
@@ -135,10 +130,12 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
                 "here the number of tokens depends on the images, which cannot be compiled; use a static method and "
                 "order='paper', or run without torch.compile"
             )
-        planned = min(planned, method.capacity(x.shape[1], state.protected))
+        if method.static:  # others get the plan itself: the length of a padded batch must not decide for its images
+            planned = min(planned, method.capacity(x.shape[1], state.protected))
     if not planned:
         return x, state
-    context.planned = planned
+    unlimited = not method.static and carried.r >= carried.layout.num_tokens
+    context.planned = None if unlimited else planned
     r = method.amount(context, planned)
     check_amount(method, r, context)
     if isinstance(r, int) and r == 0 and not state.padded:
@@ -158,92 +155,123 @@ def _dense_forward(
     size, reading, outputs = state.size if proportional else None, prepare(parts, block, side), []
 
     def read_side(k: Tensor, v: Tensor) -> None:
-        outputs.append(_read(parts, block, side, reading, k, v, size, None, None))
+        outputs.append(advance(parts, block, side, reading, k, v, key_bias(size, None, reading.q), None))
 
     x, state = dense_forward(dense, x, state, carried.r, proportional, read_side)
     return x, outputs[0], state
 
 
-def _rotate(
+class Attention(NamedTuple):
+    """Attention of one block: rotated queries, and keys and values (B, H, N, d), and what is added to the scores.
+
+    Attributes:
+        parts, block: the block and its adapter.
+        size: sizes by which keys count (B, N), and their log₂ where known; None where all are 1.
+        mask: mask of the present tokens, boolean or additive.
+        bias: position bias (…, H, N, N).
+    """
+
+    parts: BlockAdapter
+    block: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    size: Tensor | None
+    log2_size: Tensor | None
+    mask: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        parts: BlockAdapter,
+        block: nn.Module,
+        qkv: Projections,
+        call: BlockCall,
+        carried: Carried,
+        state: MergeState,
+    ) -> Attention:
+        """Return the attention of a block from its projections."""
+        q, k = rotated(parts, block, qkv, call.rope, carried.position, state)
+        k, v = repeat_heads(q, k, qkv[2])
+        size = attention_size(carried.plan, state)
+        log2_size = state.log2_size if carried.plan.proportional else None
+        return cls(parts, block, q, k, v, size, log2_size, call.mask, position_bias(carried.position, state))
+
+    def widened(self, reading: Reading, gate: Tensor) -> Attention:
+        """Append side tokens to the keys: visible to all, without a position."""
+        mask, bias, extra = self.mask, self.bias, reading.k.shape[2]
+        keys = widen(self.k, self.v, self.size, self.log2_size, reading, gate)
+        mask = None if mask is None else F.pad(mask, (0, extra), value=mask.dtype == torch.bool)
+        bias = None if bias is None else F.pad(bias, (0, extra))
+        return Attention(self.parts, self.block, self.q, *keys, mask, bias)
+
+    def attend(self, causal: bool) -> Tensor:
+        """Compute proportional attention; return (B, N, H·d)."""
+        parts, block, q, k, v, size, log2_size, mask, bias = self
+        scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
+        mask = mask_with_bias(mask, bias)
+        if parts.fused:
+            return kernels.attention(q, k, v, size, log2_size, mask=mask, causal=causal, scale=scale, dropout=dropout)
+        scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+        weights = F.dropout(parts.weigh(block, scores, key_bias(size, mask, scores)), dropout).to(v.dtype)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+    def weights(self, present: Tensor | None, queries: Sequence[int] | None) -> Tensor:
+        """Compute attention rows (B, H, Q, N), or the mean attention that each token receives (B, H, N)."""
+        parts, block = self.parts, self.block
+        scale = parts.attention_scale(block) or self.q.shape[-1] ** -0.5
+
+        def weigh(scores: Tensor, bias: Tensor | None) -> Tensor:
+            return parts.weigh(block, scores, key_bias(self.size, bias, scores))
+
+        def weigh_rows(scores: Tensor, rows: slice) -> Tensor:
+            return weigh(scores, None if self.bias is None else self.bias[..., rows, :])
+
+        if queries is None:
+            plain = parts.fused and self.bias is None
+            return kernels.received_attention(self.q, self.k, self.size, present, scale, None if plain else weigh_rows)
+        # not by a list of indices, which would be copied to the device each time
+        some = torch.stack([self.q[:, :, query] for query in queries], 2)
+        bias = None if self.bias is None else torch.stack([self.bias[..., query, :] for query in queries], -2)
+        return weigh((some * scale) @ self.k.transpose(-2, -1), bias)
+
+
+def rotated(
     parts: BlockAdapter,
     block: nn.Module,
-    projected: tuple[Tensor, Tensor, Tensor],
-    call: BlockCall,
-    carried: Carried,
+    qkv: Projections,
+    table: Tensor | None,
+    position: Position | None,
     state: MergeState,
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys with rotary position, by the model's own table until tokens have merged."""
-    q, k, v = projected
-    if call.rope is None:
+    q, k, v = qkv
+    if table is None:
         return q, k
-    table = call.rope
-    if state.size is not None and carried.rotary is not None and state.positions is not None:
-        table = carried.rotary.table(state.layer, state.positions)
+    if state.size is not None and position is not None and state.positions is not None:
+        merged = position.table(state.layer, state.positions)
+        table = table if merged is None else merged
     return parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
 
 
-def _attention_sizes(plan: Plan, state: MergeState) -> tuple[Tensor | None, Tensor | None]:
-    """Return the sizes by which attention counts keys, and their log₂ where known; padding never counts."""
-    if plan.proportional or (state.size is not None and state.size.requires_grad):
-        return state.size, state.log2_size
-    return state.presence, None
+def attention_size(plan: Plan, state: MergeState) -> Tensor | None:
+    """Return the sizes (B, N) by which attention counts keys; padding never counts."""
+    counts = plan.proportional or (state.size is not None and state.size.requires_grad)
+    return state.size if counts else state.presence
 
 
-def _attend(
-    parts: BlockAdapter,
-    block: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor | None,
-    log2_size: Tensor | None,
-    call: BlockCall,
-) -> Tensor:
-    """Compute proportional attention (B, H, N, d); return (B, N, H·d)."""
-    scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
-    if parts.fused:
-        return kernels.attention(
-            q, k, v, size, log2_size, mask=call.mask, causal=call.causal, scale=scale, dropout=dropout
-        )
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
-    weights = F.dropout(parts.weigh(block, scores, key_bias(size, call.mask, scores)), dropout).to(v.dtype)
-    return (weights @ v).transpose(1, 2).flatten(2)
+def position_bias(position: Position | None, state: MergeState) -> Tensor | None:
+    """Return the position bias (…, H, N, N) of a layer's scores, between the tokens as they are merged now."""
+    if position is None:
+        return None
+    return position.bias(state.layer, None if state.size is None else state.positions)
 
 
-def _attention_weights(
-    parts: BlockAdapter,
-    block: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    size: Tensor | None,
-    state: MergeState,
-    queries: Sequence[int] | None,
-) -> Tensor:
-    """Compute attention rows (B, H, Q, N), or the mean attention that each token receives (B, H, N)."""
-    scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
-
-    def weigh(scores: Tensor) -> Tensor:
-        return parts.weigh(block, scores, key_bias(size, None, scores))
-
-    if queries is not None:
-        return weigh((q[:, :, list(queries)] * scale) @ k.transpose(-2, -1))
-    return kernels.received_attention(q, k, size, state.presence, scale, None if parts.fused else weigh)
-
-
-def _read(
-    parts: BlockAdapter,
-    block: nn.Module,
-    side: Tensor,
-    reading: Reading,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor | None,
-    mask: Tensor | None,
-    gate: Tensor | None,
-) -> Tensor:
-    """Run a block for the side tokens, which attend to what a patch may attend to."""
-    bias = key_bias(size, None if mask is None else mask[-1:], reading.q)
-    return finish(parts, block, side, reading, read(parts, block, reading, k, v, bias, gate))
+def mask_with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return a mask, boolean or additive, and a position bias as one mask."""
+    hidden = None if bias is None else key_bias(None, mask, bias)
+    return mask if bias is None else bias if hidden is None else hidden + bias
 
 
 def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
@@ -261,22 +289,15 @@ def read_mask(call: BlockCall, carried: Carried, length: int) -> BlockCall:
     return call
 
 
-def _with_positions(state: MergeState, carried: Carried, table: Tensor) -> MergeState:
-    """Return the state with coordinates, before the first merge: zero, and so no rotation, for special tokens."""
-    rotary = carried.rotary
+def _with_positions(state: MergeState, carried: Carried, x: Tensor, table: Tensor | None) -> MergeState:
+    """Return the state with coordinates, before the first merge."""
     if state.positions is not None or not any(state.per_layer):
         return state
-    if rotary is None:
+    if carried.position is not None:
+        return replace(state, positions=carried.position.coordinates(carried.layout, x, table))
+    if table is not None:
         raise BrokenPass(
             "this model has rotary position, and its blocks were called without it: call the model, its "
             "forward_features or forward_intermediates instead of its blocks"
         )
-    positions = rotary.read(table) if rotary.positions is None else rotary.positions
-    if positions.shape[-2] != table.shape[-2]:
-        raise BrokenPass(
-            f"rotary positions for {positions.shape[-2]} patches, but the model rotates {table.shape[-2]} tokens"
-        )
-    if positions.dim() == 2:
-        positions = positions.unsqueeze(0)
-    special = positions.new_zeros(positions.shape[0], carried.layout.num_special, positions.shape[2])
-    return replace(state, positions=torch.cat([special, positions], 1))
+    return state

@@ -56,20 +56,12 @@ class MergedBlock:
         out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
         return _send(mine, carried, out, slot.passed)
 
-    def forward(
-        self,
-        x: Tensor,
-        *args: Any,
-        vitrail_carried: Carried,
-        vitrail_slot: Slot,
-        **kwargs: Any,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Tensor:
         parts = self._vitrail.parts
         call = parts.read_call(args, kwargs)
         x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
-        output = x
-        if _shows_full_length(self._vitrail, vitrail_carried):
-            output = state.restore(x, vitrail_carried.plan.method)
+        plan, is_shown = vitrail_carried.plan, vitrail_carried.expose or self._vitrail.is_last
+        output = state.restore(x, plan.method) if plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, side, output, state)
         return output
 
@@ -89,7 +81,7 @@ def _receive(mine: BlockPlan, x: Tensor) -> Carried:
     if mine.index == 0:
         # the same tensor again is a new pass, unless gradient checkpointing repeats the old one
         if carried is None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-            carried = _begin(mine.plan, x)
+            carried = _begin(mine, x)
             setattr(x, CARRIER, carried)
         return carried
     if carried is None:
@@ -106,10 +98,12 @@ def _receive(mine: BlockPlan, x: Tensor) -> Carried:
     return carried
 
 
-def _begin(plan: Plan, x: Tensor) -> Carried:
+def _begin(mine: BlockPlan, x: Tensor) -> Carried:
     """Start a pass, with what the model's entry point left, or without where blocks are called by themselves."""
-    entered = current_pass()
+    plan, entered = mine.plan, current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
+        if mine.parts.biased:
+            raise BrokenPass("the position bias of these blocks belongs to their model; call the model instead")
         entered = Pass(None, plan.layout)
     else:
         _refuse_changes(plan, entered)
@@ -121,7 +115,7 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
         )
     if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
         layout = layout.with_grid((1, 1, patches))
-    solution = plan.solve(patches)
+    solution = plan.solve(patches, layout.grid)
     plan.report(solution, patches)
     per_layer = solution.wanted if plan.images_decide else solution.per_layer
     state = MergeState(
@@ -133,7 +127,7 @@ def _begin(plan: Plan, x: Tensor) -> Carried:
         grid=layout.grid,
         restorer=plan.restorer,
     )
-    return Carried(plan, layout, state, state.r, entered.rotary, entered.expose, entered.unmasked)
+    return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
 
 
 def _refuse_changes(plan: Plan, entered: Pass) -> None:
@@ -145,15 +139,12 @@ def _refuse_changes(plan: Plan, entered: Pass) -> None:
             f"{plan.depth} blocks were merged and the model now has {count}; remove the merging before blocks are "
             "added or dropped, and merge again"
         )
-    if entered.gridded and not plan.unmerge and any(plan.solve(entered.layout.num_patches).per_layer):
+    layout = entered.layout
+    if entered.gridded and not plan.unmerge and any(plan.solve(layout.num_patches, layout.grid).per_layer):
         raise UnsupportedInput(
             "feature maps need every patch at its place, and with unmerge=False merged tokens come out; merge with "
             "unmerge=True, or request token sequences (timm: output_fmt='NLC')"
         )
-
-
-def _shows_full_length(mine: BlockPlan, carried: Carried) -> bool:
-    return mine.plan.unmerge and (carried.expose or mine.is_last)
 
 
 def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
+from vitrail.errors import AlreadyApplied, UnsupportedModel
 from vitrail.runtime.layout import MARK
 
 
@@ -25,50 +25,49 @@ def _plan(part: nn.Module) -> Any:
     return vars(part).get("_vitrail_plan")
 
 
+def _refuse(refused: bool, reason: str) -> None:
+    if refused:
+        raise AlreadyApplied(f"this model {reason}")
+
+
 def refuse_merged(model: nn.Module) -> None:
     """Raise if a model is merged."""
-    if merged_trunk(model) is not None:
-        raise AlreadyApplied(
-            "this model is already merged; change r with `Merging.of(model).r = ...`, or remove the merging with "
-            "`Merging.of(model).remove()` first"
-        )
+    _refuse(
+        merged_trunk(model) is not None,
+        "is already merged; change r with `Merging.of(model).r = ...`, or remove the merging with "
+        "`Merging.of(model).remove()` first",
+    )
 
 
 def refuse_extended(model: nn.Module) -> None:
     """Raise if a model has added tokens."""
-    if extended_trunk(model) is not None:
-        raise AlreadyApplied(
-            "this model already has added tokens; remove them with `AddedTokens.of(model).remove()` first. "
-            "vitrail.add_tokens adds all of them at once"
-        )
+    _refuse(
+        extended_trunk(model) is not None,
+        "already has added tokens; remove them with `AddedTokens.of(model).remove()` first. vitrail.add_tokens adds "
+        "all of them at once",
+    )
 
 
-def refuse_registers(found: Found) -> None:
-    """Raise if a model has test-time registers: they would be taken for patches."""
-    if hasattr(found.trunk, MARK):
-        raise AlreadyApplied(
-            "this model has test-time registers, which do not combine with merging or added tokens; remove them "
-            "first with `TestTimeRegisters.of(model).remove()`"
-        )
-
-
-def refuse_patched(found: Found) -> None:
-    """Raise if the forward of a block or attention was replaced on the object: it would not be called."""
-    attending = [
-        part
-        for parts, block in zip(found.block_adapters, found.blocks, strict=True)
-        for part in parts.attend_parts(block)
-    ]
-    for part in (*found.blocks, *attending):
+def check_changeable(model: nn.Module, found: Found) -> None:
+    """Raise if blocks cannot be changed: they run no forward of their class, have no values, or have registers."""
+    # test-time registers would be taken for patches
+    _refuse(
+        hasattr(found.trunk, MARK),
+        "has test-time registers, which do not combine with merging or added tokens; remove them first with "
+        "`TestTimeRegisters.of(model).remove()`",
+    )
+    pairs = zip(found.block_adapters, found.blocks, strict=True)
+    for part in (*found.blocks, *(part for parts, block in pairs for part in parts.attend_parts(block))):
         if "forward" in vars(part):
             raise UnsupportedModel(
                 f"the forward of a {type(part).__name__} was replaced on the object (accelerate's dispatch does so), "
                 "and merging would bypass it; merge first, then wrap or dispatch the model"
             )
+    refuse_meta(model)
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raise if a model has parameters on the meta device."""
+    """Raise if a model has parameters or buffers without values."""
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.is_meta:
             raise UnsupportedModel(
@@ -77,13 +76,14 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
+def biased_layers(found: Found) -> list[bool]:
+    """Return, for each block, whether its scores have a position bias."""
+    if not any(parts.biased for parts in found.block_adapters):
+        return [False] * len(found.blocks)
+    position = found.adapter.position(found.trunk, found.adapter.layout(found.trunk).grid)
+    return [position is not None and position.bias(layer, None) is not None for layer in range(len(found.blocks))]
+
+
 def embedding(found: Found) -> list[nn.Module]:
     """Return the modules that embed patches."""
     return [part for root in found.adapter.patch_parts(found.trunk) for part in root.modules()]
-
-
-def refuse_other_channels(found: Found) -> None:
-    """Raise if a model does not take RGB images."""
-    channels = next((part.in_channels for part in embedding(found) if isinstance(part, nn.Conv2d)), 3)
-    if channels != 3:
-        raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")

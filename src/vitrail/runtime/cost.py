@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
 from vitrail.merging import Method, ToMe
+from vitrail.runtime.checks import biased_layers
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,19 @@ class BlockCost:
         feed: weights that multiply every token after it.
         pair: multiply-adds for every pair of tokens: the channels of all heads, twice, and talking heads.
         feature: channels by which tokens are compared.
+        bias: heads with a position bias, which merged tokens pool: two products with the shares of all tokens.
     """
 
     attend: int
     feed: int
     pair: int
     feature: int
+    bias: int = 0
 
 
 @dataclass(frozen=True)
 class CostModel:
     """Multiply-adds of matrix products and convolutions for one input.
-
-    One multiply-add counts as one FLOP, as in the literature (ViT-B/16 has 17.6 GFLOPs); norms, activations and
-    softmax are left out, as there.
 
     Attributes:
         per_patch: weights outside of blocks that multiply every patch.
@@ -57,7 +58,7 @@ class CostModel:
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)),
             fixed=_rest(rest),
-            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks)),
+            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
             late=late_tokens(found),
         )
 
@@ -75,7 +76,7 @@ class CostModel:
         ``side`` is the number of side tokens in each layer; with ``read``, the others attend to them.
         """
         method = ToMe() if method is None else method
-        kept = special + patches
+        start = kept = special + patches
         extra = list(side) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
         found |= {"patches": self.per_patch * patches, "rest": self.fixed}
@@ -88,20 +89,14 @@ class CostModel:
             found["projections"] += (length + more) * block.attend
             found["attention"] += (length * length + more * (length + more)) * block.pair
             found["attention"] += length * more * block.pair if read else 0
+            found["attention"] += block.bias * length * start * (start + length) if length < start else 0
             kept -= 0 if method.scope == "block" else r
             found["feed"] += (fed + more) * block.feed
         return found
 
-    def counter(
-        self,
-        special: int,
-        patches: int,
-        side: Sequence[int] = (),
-        read: bool = False,
-        method: Method | None = None,
-    ) -> Callable[[Sequence[int]], int]:
-        """Return the cost of one input as a function of the number of merges in each layer."""
-        return lambda per_layer: sum(self.parts(special, patches, per_layer, side, read, method).values())
+    def total(self, *counts: Any) -> int:
+        """Return the sum of `parts`, for the same arguments."""
+        return sum(self.parts(*counts).values())
 
 
 def late_tokens(found: Found) -> tuple[int, ...]:
@@ -110,10 +105,11 @@ def late_tokens(found: Found) -> tuple[int, ...]:
     return tuple(layout.num_special - layouts[0].num_special for layout in layouts)
 
 
-def _block_cost(parts: BlockAdapter, block: nn.Module) -> BlockCost:
+def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool) -> BlockCost:
     heads, channels = parts.head_shape(block)
     attend, feed = (sum(map(_weights, roots)) for roots in (parts.attend_parts(block), parts.feed_parts(block)))
-    return BlockCost(attend, feed, 2 * heads * channels + parts.pair_weights(block), channels)
+    pair = 2 * heads * channels + parts.pair_weights(block)
+    return BlockCost(attend, feed, pair, channels, heads if biased else 0)
 
 
 def _per_patch(root: nn.Module) -> int:
@@ -126,8 +122,9 @@ def _per_patch(root: nn.Module) -> int:
 
 
 def _weights(module: nn.Module, recurse: bool = True) -> int:
-    """Count the entries of a module's matrices and kernels: parameters of two or more axes, whatever their names."""
-    return sum(weight.numel() for weight in module.parameters(recurse) if weight.dim() > 1)
+    """Count the entries of a module's matrices and kernels: parameters of two or more axes, except position biases."""
+    named = module.named_parameters(recurse=recurse)
+    return sum(weight.numel() for name, weight in named if weight.dim() > 1 and "bias" not in name)
 
 
 def _rest(parts: Iterable[nn.Module]) -> int:

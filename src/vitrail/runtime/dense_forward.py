@@ -1,8 +1,11 @@
-"""The dense path: the merged forward of a block that consists of its matrices alone, in half precision on a GPU.
+"""The dense path: blocks that consist of their matrices alone, and patch embeddings, in half precision on a GPU.
 
-Equal to ``merged_forward`` in fewer passes over memory: the residual sum after attention, the merge and the LayerNorm
-before the MLP are one kernel, and so are their gradients. For inference, GELU is the epilogue of the first linear layer
-and the residual sum that of the second, whose bias is added by the kernel that writes the tokens.
+A block equals ``merged_forward`` in fewer passes over memory: the residual sum after attention, the merge and the
+LayerNorm before the MLP are one kernel, and so are their gradients. For inference, GELU is the epilogue of the first
+linear layer and the residual sum that of the second, whose bias is added by the kernel that writes the tokens.
+
+Patches do not overlap, so their convolution is a product of (patches × pixels) and (pixels × channels). Convolution
+kernels do not exploit that and take many times as long, which matters once the blocks are fast.
 """
 
 from __future__ import annotations
@@ -124,12 +127,22 @@ def dense_forward(
     dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None = None
 ) -> tuple[Tensor, MergeState]:
     """Attend, merge r tokens and feed; ``read`` is called with keys and values, and must not keep them."""
-    _, drop_hidden, drop_mlp = dense.drops
+    drop_attended, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
-    gamma = dense.gammas[1]
-    pending_bias = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
-    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, proportional, pending_bias, read)
-    width = x.shape[2]
+    (gamma1, gamma2), norm2 = dense.gammas, dense.norm2
+    # added by the kernel that writes the tokens, before the product that it belongs to
+    pending_bias = dense.fc2.bias if gamma2 is None and not drop_mlp and not learns else None
+    x, y, step, join = _attend(dense, x.contiguous(), state, r, proportional, read)
+    y = _apply(drop_attended, dense.proj(y))
+    join()
+    if step is None:
+        x, h = ops.add_norm(x, y, gamma1, norm2.weight, norm2.bias, norm2.eps, pending_bias)
+    else:
+        x, size, log2_size, h = ops.merge_norm(
+            x, y, gamma1, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, pending_bias
+        )
+        state = state.after(step, size, log2_size)
+    state, width = state.next_layer(), x.shape[2]
     if learns:
         hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
     else:
@@ -138,39 +151,22 @@ def dense_forward(
     if pending_bias is not None:
         return x.view(-1, width).addmm_(hidden, dense.fc2.weight.t()).view_as(x), state
     y = _apply(drop_mlp, dense.fc2(hidden).view_as(x))
-    if gamma is None:
+    if gamma2 is None:
         return x + y, state
-    return (torch.addcmul(x, y, gamma) if learns else ops.add_scaled(x, y, gamma)), state
-
-
-def _attend_and_merge(
-    dense: DenseBlock,
-    x: Tensor,
-    state: MergeState,
-    r: int,
-    proportional: bool,
-    pending_bias: Tensor | None,
-    read: Read | None,
-) -> tuple[Tensor, Tensor, MergeState]:
-    """Return the tokens after attention and the merge, plus ``pending_bias``, and their LayerNorm for the MLP."""
-    x, y, step, join = _attend(dense, x, state, r, proportional, read)
-    y = _apply(dense.drops[0], dense.proj(y))
-    join()
-    gamma, norm2 = dense.gammas[0], dense.norm2
-    if step is None:
-        x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, pending_bias)
-        return x, h, state.next_layer()
-    x, size, log2_size, h = ops.merge_norm(
-        x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, pending_bias
-    )
-    return x, h, state.after(step, size, log2_size).next_layer()
+    return (torch.addcmul(x, y, gamma2) if learns else ops.add_scaled(x, y, gamma2)), state
 
 
 def _attend(
     dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, read: Read | None
 ) -> tuple[Tensor, Tensor, KernelAssignment | None, Callable[[], None]]:
     """Attend, and match concurrently, which needs the keys alone; the returned function waits for the match."""
-    x, packed, q, k, v = _project(dense, x)
+    norm, heads, packed = dense.norm1, dense.heads, None
+    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps)
+    if len(dense.qkv) == 1:  # one layer computes queries, keys and values
+        packed = dense.qkv[0](h)
+        q, k, v = ops.unpack(packed, heads)
+    else:
+        q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
     with kernels.side_stream(k) as join:
         assert isinstance(state.protected, int)
         step = kernels.match(k.detach(), r, state.protected) if r else None
@@ -178,19 +174,8 @@ def _attend(
         read(k, v)
     size = state.size if proportional else None
     if packed is not None and packed.requires_grad:
-        return x, kernels.packed_attention(packed, dense.heads, size, state.log2_size, dense.scale), step, join
+        return x, kernels.packed_attention(packed, heads, size, state.log2_size, dense.scale), step, join
     return x, kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale), step, join
-
-
-def _project(dense: DenseBlock, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Return the tokens, and queries, keys and values: packed where one layer computes them, and apart."""
-    norm, heads = dense.norm1, dense.heads
-    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps)
-    if len(dense.qkv) == 1:
-        packed = dense.qkv[0](h)
-        return x, packed, *ops.unpack(packed, heads)
-    q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
-    return x, None, q, k, v
 
 
 def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:
@@ -208,3 +193,33 @@ def _linear_gelu(linear: nn.Linear, h: Tensor, approximate: str) -> Tensor:
     if approximate == "tanh" or h.dtype == torch.bfloat16:
         return torch._addmm_activation(linear.bias, h, linear.weight.t(), use_gelu=True)
     return F.gelu(linear(h), approximate=approximate)
+
+
+class PatchProduct:
+    """Mixin in front of a convolution whose stride equals its kernel; a matrix product in half precision on a GPU."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.dtype not in (torch.bfloat16, torch.float16) or not kernels.usable(x) or x.dtype != self.weight.dtype:
+            return super().forward(x)  # type: ignore[misc]
+        high, wide = self.kernel_size
+        batch, channels, height, width = x.shape
+        rows, columns = height // high, width // wide
+        cells = x[..., : rows * high, : columns * wide].reshape(batch, channels, rows, high, columns, wide)
+        flat = cells.permute(0, 2, 4, 1, 3, 5).reshape(batch * rows * columns, channels * high * wide)
+        tokens = F.linear(flat, self.weight.flatten(1), self.bias)
+        return tokens.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
+
+
+def patch_convolutions(parts: list[nn.Module]) -> list[nn.Module]:
+    """Return the convolutions among these modules that embed non-overlapping patches."""
+    return [part for part in parts if type(part) is nn.Conv2d and _cuts_patches(part)]
+
+
+def _cuts_patches(conv: nn.Conv2d) -> bool:
+    return (
+        tuple(conv.stride) == tuple(conv.kernel_size)
+        and not any(conv.padding if isinstance(conv.padding, tuple) else (1,))
+        and set(conv.dilation) == {1}
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -18,18 +17,9 @@ _guides = Place()
 """The maps in effect in this thread, with the plan that they are for; None for none."""
 
 
-@contextmanager
-def guiding(plan: object, maps: Mapping[str, Tensor]) -> Iterator[None]:
+def guiding(plan: object, maps: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Show these maps (1 or B, P) to the method of ``plan`` in passes of this thread."""
-    places: list[Any] = [_guides.traced] if torch.compiler.is_compiling() else [_guides.local, _guides.traced]
-    outer = [place.current for place in places]
-    for place in places:
-        place.current = (plan, dict(maps))
-    try:
-        yield
-    finally:
-        for place, before in zip(places, outer, strict=True):
-            place.current = before
+    return _guides.holding((plan, dict(maps)))
 
 
 def present_maps(plan: object) -> dict[str, Tensor]:

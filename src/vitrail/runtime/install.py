@@ -1,6 +1,14 @@
-"""Installing a plan in a model and removing it: everything that can fail has been checked before."""
+"""Installing a plan in a model and removing it, by swapping classes. All that can fail has been checked before.
+
+A swapped module is the same object with the same parameters, buffers, hooks and attributes; its class is a subclass
+with a mixin in front of the original class, under the original's name. That survives deepcopy, pickle, DataParallel,
+DDP, FSDP and ``torch.compile``, and is undone by assigning the class back.
+"""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 from torch import nn
 
@@ -8,8 +16,7 @@ from vitrail.adapters import Found
 from vitrail.errors import NotApplied
 from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding
-from vitrail.runtime.class_swap import original_class, swap
-from vitrail.runtime.patch_matmul import PatchProduct, patch_convolutions
+from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
 from vitrail.runtime.plan import BlockPlan, Plan
 
 METHOD = "vitrail_method"
@@ -41,9 +48,13 @@ def install(found: Found, plan: Plan) -> None:
 
 
 def _attach(trunk: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Attach a part to its trunk: in the same mode, on the same device, in the same dtype."""
     trunk._modules.pop(name, None)
     if part is None:
         return
+    weight = next((one for one in trunk.parameters() if one.is_floating_point()), None)
+    if weight is not None:
+        part.to(weight.device, weight.dtype)
     if next(part.parameters(), None) is not None or next(part.buffers(), None) is not None:
         trunk.add_module(name, part)
     part.train(trunk.training)
@@ -51,7 +62,14 @@ def _attach(trunk: nn.Module, name: str, part: nn.Module | None) -> None:
 
 def uninstall(found: Found) -> None:
     """Restore a model exactly as it was."""
-    parts = _swapped(found)
+    convolutions = [part for part in embedding(found) if isinstance(part, PatchProduct)]
+    parts = [found.trunk, *found.blocks, *convolutions]
+    foreign = [part for part in parts if original_class(part) is None]
+    if foreign:
+        raise NotApplied(
+            f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
+            "FSDP for example), so they cannot be restored; undo that first, or merge after it"
+        )
     for part in parts:
         part.__class__ = original_class(part)  # type: ignore[assignment]
     del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
@@ -61,14 +79,53 @@ def uninstall(found: Found) -> None:
         del block._vitrail
 
 
-def _swapped(found: Found) -> list[nn.Module]:
-    """Return all modules whose class was changed; raise where one cannot be restored."""
-    convolutions = [part for part in embedding(found) if isinstance(part, PatchProduct)]
-    parts = [found.trunk, *found.blocks, *convolutions]
-    foreign = [part for part in parts if original_class(part) is None]
-    if foreign:
-        raise NotApplied(
-            f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
-            "FSDP for example), so they cannot be restored; undo that first, or merge after it"
-        )
-    return parts
+@functools.cache
+def swapped_class(mixin: type, original: type) -> type:
+    """Return the subclass of ``original`` with ``mixin`` in front; cached, so it is the same class every time."""
+    names = {
+        # libraries key their registries by a class's printed name
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce,
+        "_vitrail_swap": (mixin, original),
+    }
+    return type(original.__name__, (mixin, original), names)
+
+
+def swap(module: nn.Module, mixin: type) -> None:
+    """Put a mixin in front of a module's class."""
+    original: type = type(module)
+    module.__class__ = swapped_class(mixin, original)
+
+
+def original_class(module: nn.Module) -> type | None:
+    """Return the class that a module had before it was swapped; None if it was not swapped.
+
+    Where another class was put in front since (as FSDP does), return one with that class in front of the original.
+    """
+    kind: type = type(module)
+    return _without_swap(kind)
+
+
+@functools.cache
+def _without_swap(kind: type) -> type | None:
+    made = vars(kind).get("_vitrail_swap")
+    if made is not None:
+        return made[1]
+    bases = tuple(_without_swap(base) or base for base in kind.__bases__)
+    if bases == kind.__bases__:
+        return None
+    names = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, bases, names)
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Pickle and copy by mixin and original class: the swapped class itself is not importable by name."""
+    mixin, original = type(self)._vitrail_swap  # type: ignore[attr-defined]
+    return _rebuild, (mixin, original), self.__dict__.copy()
+
+
+def _rebuild(mixin: type, original: type) -> nn.Module:
+    kind: Any = swapped_class(mixin, original)
+    return kind.__new__(kind)

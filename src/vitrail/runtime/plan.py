@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -24,6 +24,8 @@ from vitrail.runtime.cost import CostModel
 from vitrail.runtime.side_tokens import SideTokens
 from vitrail.tokens import TokenLayout
 
+Grid = tuple[int, int, int]
+
 
 @dataclass
 class Plan:
@@ -36,56 +38,45 @@ class Plan:
         merges: False for a plan that only carries added tokens.
         added: tokens that run alongside the model's own.
         method: decides which tokens merge.
-        solved: merges per layer by number of patches, for the present schedule.
+        solved: merges per layer by number of patches, or by grid where that matters, for the present schedule.
         restorer: keeps what merges lose, and restores it; None: the method restores.
         foresight: predicts a guide from the tokens of an early layer.
     """
 
     depth: int
     layout: TokenLayout
-    schedule: Schedule
-    proportional: bool
-    order: Order
-    unmerge: bool
-    protect: Tensor | None
     cost: CostModel
-    resizes: bool = False
-    merges: bool = True
+    resizes: bool
+    schedule: Schedule
+    merges: bool = False
+    proportional: bool = True
+    order: Order = "paper"
+    unmerge: bool = True
+    protect: Tensor | None = None
     added: SideTokens | None = None
     method: Method = field(default_factory=ToMe)
     warned: set[int] = field(default_factory=set)
     hooks_reported: bool = False
-    solved: dict[int, Solution] = field(default_factory=dict, repr=False)
+    solved: dict[int | Grid, Solution] = field(default_factory=dict, repr=False)
     restorer: Restorer | None = None
     foresight: Foresight | None = None
 
     def change(self, schedule: Schedule) -> None:
         """Use another schedule for later passes, if the model's own input size allows it."""
         patches = self.layout.num_patches
-        known = {}
+        known: dict[int | Grid, Solution] = {}
         if self.protect is None or self.protect.shape[1] == patches:
-            known[patches] = self._solve(schedule, patches)
+            known[self._key(patches, self.layout.grid)] = self._solve(schedule, patches, self.layout.grid)
         self.schedule, self.solved, self.warned = schedule, known, set()
         if not self.resizes:
             for solution in known.values():
                 self.report(solution, patches)
 
     @classmethod
-    def bare(cls, found: Found, cost: CostModel, added: SideTokens) -> Plan:
-        """Return the plan of a model that does not merge and has added tokens."""
+    def bare(cls, found: Found, cost: CostModel, added: SideTokens | None) -> Plan:
+        """Return the plan of a model that does not merge, and may have added tokens."""
         depth, layout = len(found.blocks), found.adapter.layout(found.trunk)
-        resizes = found.adapter.resizes(found.trunk)
-        nothing = Schedule.parse(depth, 0)
-        return cls(depth, layout, nothing, True, "paper", True, None, cost, resizes, merges=False, added=added)
-
-    def without_merging(self) -> Plan:
-        """Return the plan without its merging."""
-        nothing = Schedule.parse(self.depth, 0)
-        return replace(
-            self, schedule=nothing, proportional=True, order="paper", unmerge=True, protect=None, merges=False,
-            method=ToMe(), warned=set(), hooks_reported=False, solved={},
-            restorer=None, foresight=None,
-        )  # fmt: skip
+        return cls(depth, layout, cost, found.adapter.resizes(found.trunk), Schedule.parse(depth, 0), added=added)
 
     @property
     def images_decide(self) -> bool:
@@ -96,23 +87,25 @@ class Plan:
         in_place = self.protect is not None and self.order == "original" and self.method.places_groups
         return in_place or not self.method.static
 
-    def solve(self, patches: int) -> Solution:
-        """Return the merges per layer for an input of this many patches."""
-        solved = self.solved
-        if patches in solved:
-            return solved[patches]
-        solution = self._solve(self.schedule, patches)
+    def solve(self, patches: int, grid: Grid) -> Solution:
+        """Return the merges per layer for an input of this many patches, in this grid."""
+        solved, key = self.solved, self._key(patches, grid)
+        if key in solved:
+            return solved[key]
+        solution = self._solve(self.schedule, patches, grid)
         if not torch.compiler.is_compiling():
-            solved[patches] = solution
+            solved[key] = solution
         return solution
 
-    def room(self, patches: int) -> Room:
-        """Return how many tokens can merge when there are this many patches."""
+    def _key(self, patches: int, grid: Grid) -> int | Grid:
+        return patches if self.method.any_count else grid
+
+    def room(self, patches: int, grid: Grid) -> Room:
+        """Return how many tokens can merge when there are this many patches, in this grid."""
         special, method = self.layout.num_special, self.method
         restored = method.scope == "block"
         feasible: Capacity | None = None
-        if type(method).feasible is not Method.feasible:
-            grid = self.layout.grid if patches == self.layout.num_patches else (1, 1, patches)
+        if not method.any_count:
             feasible = partial(method.feasible, special=special, grid=grid)
         if self.protect is None:
             return Room(special + patches, special, None, method.capacity, restored, feasible)
@@ -125,34 +118,34 @@ class Plan:
         first = method.capacity(special + patches, mask)
         return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored, feasible)
 
-    def _solve(self, schedule: Schedule, patches: int) -> Solution:
-        return schedule.solve(self.depth, self.room(patches), self.counter(self.layout.num_special, patches))
+    def _solve(self, schedule: Schedule, patches: int, grid: Grid) -> Solution:
+        return schedule.solve(self.depth, self.room(patches, grid), self.counter(self.layout.num_special, patches))
 
     def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
         """Return the cost of one input as a function of the merges of each layer, added tokens included."""
         counts, is_open = ([], False) if self.added is None else (self.added.counts(), self.added.is_open)
-        return self.cost.counter(special, patches, counts, is_open, self.method)
+        return lambda per_layer: self.cost.total(special, patches, per_layer, counts, is_open, self.method)
 
     def report(self, solution: Solution, patches: int) -> None:
         """Warn, once for each input size, where fewer tokens merge than requested."""
         if torch.compiler.is_compiling() or patches in self.warned:
             return
         if solution.missing:
-            self.warned.add(patches)
-            warnings.warn(
+            self._warn(
+                patches,
                 f"{sum(solution.wanted)} merges were requested and {sum(solution.per_layer)} are possible with "
                 f"{patches} patches: {list(solution.per_layer)} merges per layer instead of {list(solution.wanted)}",
-                SaturatedWarning,
-                stacklevel=5,
             )
         elif self.schedule.gflops is not None and not any(solution.per_layer):
-            self.warned.add(patches)
-            warnings.warn(
+            self._warn(
+                patches,
                 f"the model costs {(solution.cost or 0) / 1e9:.3g} GFLOPs without merging, which is within "
                 f"gflops={self.schedule.gflops:g}: nothing merges",
-                SaturatedWarning,
-                stacklevel=5,
             )
+
+    def _warn(self, patches: int, message: str) -> None:
+        self.warned.add(patches)
+        warnings.warn(message, SaturatedWarning, stacklevel=6)
 
     def report_hooks(self, attending: Sequence[nn.Module]) -> None:
         """Warn, once, about hooks on attention modules: their parts are called directly, so the hooks never run."""
@@ -172,12 +165,10 @@ class Plan:
     def report_done(self, wanted: int, done: int, patches: int) -> None:
         """Warn, once for each input size, where a pass merged fewer tokens than requested."""
         if done < wanted and patches not in self.warned:
-            self.warned.add(patches)
-            warnings.warn(
+            self._warn(
+                patches,
                 f"{wanted} merges were requested and {done} were possible in this batch: protected patches keep "
                 "their places in order='original', and not every pair between them exists",
-                SaturatedWarning,
-                stacklevel=5,
             )
 
     def protected(self, layout: TokenLayout, batch: int, device: torch.device) -> int | Tensor:
@@ -209,18 +200,6 @@ class BlockPlan:
 
 def _with_special(values: Tensor, special: int) -> Tensor:
     return torch.cat([values.new_ones(values.shape[0], special), values], 1)
-
-
-def parse_protect(protect: Any, grid: tuple[int, int, int], resizes: bool) -> Tensor | None:
-    """Return a user's protection mask over the patches as (1 or B, P); see :func:`parse_map` for the shapes."""
-    if protect is None:
-        return None
-    mask = parse_map("protect", protect, grid, resizes)
-    if mask.dtype != torch.bool:
-        raise InvalidOption(
-            f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
-        )
-    return mask.cpu()
 
 
 def parse_map(name: str, values: Any, grid: tuple[int, int, int], resizes: bool) -> Tensor:

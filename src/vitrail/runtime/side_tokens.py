@@ -110,7 +110,7 @@ def side_bias(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: 
     """Return the bias of scores (B, H, Q, N + E) whose last keys are side tokens.
 
     Args:
-        bias: bias of the other keys (B or 1, 1, Q or 1, N); None for none.
+        bias: bias of the other keys (B or 1, H or 1, Q or 1, N); None for none.
         itself: (Q, E), true where query and key are the same token, which has no gate.
         gate: gate of the layer; None if closed.
         scores: the scores.
@@ -119,22 +119,23 @@ def side_bias(bias: Tensor | None, itself: Tensor, gate: Tensor | None, scores: 
     front = scores.new_zeros(1, 1, 1, 1) if bias is None else bias.to(scores.dtype)
     front = front.expand(-1, -1, rows, scores.shape[-1] - extra)
     own = torch.where(itself, 0.0, scores.new_full((), CLOSED) if gate is None else gate.to(scores.dtype))
-    return torch.cat([front, own.expand(front.shape[0], 1, -1, -1)], -1)
+    return torch.cat([front, own.expand(*front.shape[:2], -1, -1)], -1)
 
 
-def read(
+def advance(
     parts: BlockAdapter,
     block: nn.Module,
+    side: Tensor,
     reading: Reading,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
     gate: Tensor | None,
 ) -> Tensor:
-    """Attend from the side tokens to a block's keys and values (B, H, N, d), with a bias (B or 1, 1, 1, N).
+    """Run a block for the side tokens: attend to its keys and values (B, H, N, d), with a bias (B or 1, 1, 1, N); feed.
 
-    Returns (B, E, H·d). The scores are few, so they are computed explicitly, which works for every kind of attention
-    and gives the gates gradients.
+    The scores are few, so they are computed explicitly, which works for every kind of attention and gives the gates
+    gradients.
     """
     scale = parts.attention_scale(block) or reading.q.shape[-1] ** -0.5
     work = torch.promote_types(reading.q.dtype, torch.float32)
@@ -145,11 +146,7 @@ def read(
     weights = parts.weigh(block, scores, side_bias(bias, itself, gate, scores)).to(v.dtype)
     weights = F.dropout(weights, parts.attention_dropout(block))
     attended = weights[..., :others] @ v + weights[..., others:] @ reading.v
-    return attended.transpose(1, 2).flatten(2)
-
-
-def finish(parts: BlockAdapter, block: nn.Module, side: Tensor, reading: Reading, attended: Tensor) -> Tensor:
-    """Complete the block for the side tokens: attention output, residual sums, MLP."""
+    attended = attended.transpose(1, 2).flatten(2)
     side = side + parts.attend_branch(block, parts.attend_output(block, attended, reading.h))
     return side + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, side)))
 
@@ -181,16 +178,8 @@ _waiting = Place()
 def receiving() -> Iterator[list[Tensor]]:
     """Yield a list that collects the final side tokens (B, E, D) of each forward pass of this thread."""
     found: list[Tensor] = []
-    # A model that is compiled on its own uses the traced place, even if its caller is not compiled.
-    places: list[Any] = [_waiting.traced] if torch.compiler.is_compiling() else [_waiting.local, _waiting.traced]
-    outer = [place.current for place in places]
-    for place in places:
-        place.current = found
-    try:
+    with _waiting.holding(found):
         yield found
-    finally:
-        for place, before in zip(places, outer, strict=True):
-            place.current = before
 
 
 def deliver(side: Tensor) -> None:

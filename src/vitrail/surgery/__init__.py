@@ -9,8 +9,9 @@ from vitrail.surgery.ablation import Ablation, ablate
 from vitrail.surgery.added_tokens import AddedTokens, add_tokens
 from vitrail.surgery.counting import Count, count
 from vitrail.surgery.guidance import look_ahead
+from vitrail.surgery.hooks import Recording
 from vitrail.surgery.merging import Merging, merge
-from vitrail.surgery.recording import Recording, record
+from vitrail.surgery.recording import record
 from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
 
 __all__ = [

@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from vitrail._deprecation import renamed_property
-from vitrail.errors import NotApplied
+from vitrail.adapters import Found
+from vitrail.errors import AlreadyApplied, NotApplied, UnsupportedModel
 
 
+@dataclass(eq=False, repr=False)
 class Handle(ABC):
     """A reversible change to a model.
 
-    Call :meth:`remove`, or leave a ``with`` block, to restore the model exactly. A subclass sets ``model`` and
-    ``_function``, and defines :meth:`of`, :attr:`is_active`, :attr:`config` and :meth:`remove`, which starts with
-    ``self._check_active()``.
+    Call :meth:`remove`, or leave a ``with`` block, to restore the model exactly. In subclasses :meth:`remove` starts
+    with ``self._check_active()``.
 
     Attributes:
-        model: the model that was changed.
+        model: the model that was passed to the function that made this handle.
+        found: its trunk, blocks and adapters.
     """
 
     model: nn.Module
+    found: Found
+
     _function: ClassVar[str]
     """The function that makes such a handle, for error messages."""
 
     @classmethod
-    @abstractmethod
     def of(cls, model: nn.Module) -> Self:
-        """Return the handle of a changed model; raise :class:`~vitrail.errors.NotApplied` if there is none."""
+        """Return the handle of a changed model, which may be a copy or unpickled.
+
+        Raises:
+            NotApplied: the model does not carry this change.
+        """
+        check_module(model)
+        handle = cls._find(model)
+        if handle is None:
+            raise NotApplied(f"this {type(model).__name__} carries no {cls.__name__}; apply {cls._function} first")
+        return handle
+
+    @classmethod
+    @abstractmethod
+    def _find(cls, model: nn.Module) -> Self | None:
+        """Return the handle of a changed model, if there is one."""
 
     @property
     @abstractmethod
@@ -64,6 +83,42 @@ class Handle(ABC):
         if not self.is_active:
             raise NotApplied(f"this {type(self).__name__} was removed from its model; apply {self._function} again")
 
+
+@dataclass(eq=False, repr=False)
+class HookHandle(Handle):
+    """A change that consists of hooks; the trunk's attribute ``_mark`` holds the handle."""
+
+    _mark: ClassVar[str]
+    _name: ClassVar[str]
+    _hooks: list[RemovableHandle] = field(default_factory=list, init=False)
+
     @classmethod
-    def _not_found(cls, model: object) -> NotApplied:
-        return NotApplied(f"this {type(model).__name__} carries no {cls.__name__}; apply {cls._function} first")
+    def _find(cls, model: nn.Module) -> Self | None:
+        return next((vars(part)[cls._mark] for part in model.modules() if cls._mark in vars(part)), None)
+
+    @classmethod
+    def _refuse_twice(cls, found: Found) -> None:
+        if hasattr(found.trunk, cls._mark):
+            raise AlreadyApplied(f"this model already has {cls._name}; call `{cls.__name__}.of(model).remove()` first")
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._hooks)
+
+    def _attach(self, hooks: list[RemovableHandle]) -> None:
+        self._hooks = hooks
+        setattr(self.found.trunk, self._mark, self)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._check_active()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        delattr(self.found.trunk, self._mark)
+
+
+def check_module(model: object) -> None:
+    """Raise if a model is none."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"expected a model, a torch.nn.Module; got {type(model).__name__}")

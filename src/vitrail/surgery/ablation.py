@@ -7,18 +7,18 @@ same statistics, or another image's token remove the information about this imag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vitrail._checks import is_int
-from vitrail.adapters import Found, find
+from vitrail.adapters import find
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.runtime.checks import refuse_extended, refuse_merged
 from vitrail.runtime.layout import layout_of
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import HookHandle
 from vitrail.surgery.hooks import check_layers
 from vitrail.surgery.recording import Images, stream
 from vitrail.tokens import Role
@@ -26,9 +26,6 @@ from vitrail.tokens import Role
 How = Literal["zero", "mean", "noise", "shuffle"]
 Moments = tuple[Tensor, Tensor]
 """Mean and standard deviation (Q, D) over images of Q tokens."""
-
-_STACK = "_vitrail_ablations"
-"""Attribute of a trunk that lists its ablations, the latest last."""
 
 
 def ablate(
@@ -41,7 +38,7 @@ def ablate(
     batch_size: int | None = None,
     seed: int = 0,
 ) -> Ablation:
-    """Replace tokens after some of a model's blocks, in place.
+    """Replace tokens after some of a model's blocks, in place. A model has at most one ablation.
 
     Args:
         model: a supported model, without merging or added tokens.
@@ -57,6 +54,7 @@ def ablate(
     found = find(model)
     refuse_merged(model)
     refuse_extended(model)
+    Ablation._refuse_twice(found)
     if how not in get_args(How):
         raise InvalidOption(f"how is one of {', '.join(get_args(How))}; got {how!r}")
     if not is_int(seed):
@@ -71,10 +69,11 @@ def ablate(
         if data is None:
             raise InvalidOption(f"how={how!r} needs images to compute the mean from; pass data")
         moments = _moments(model, data, places, chosen, batch_size)
-    return Ablation(model, found, how, places, chosen, moments, seed)
+    return Ablation(model, found, how, list(places), chosen, moments, seed)
 
 
-class Ablation(Handle):
+@dataclass(eq=False, repr=False)
+class Ablation(HookHandle):
     """The handle of replaced tokens.
 
     Attributes:
@@ -83,59 +82,21 @@ class Ablation(Handle):
     """
 
     _function = "vitrail.ablate"
+    _mark, _name = "_vitrail_ablation", "an ablation"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Found,
-        how: How,
-        places: tuple[int, ...],
-        layers: tuple[int, ...],
-        moments: dict[int, Moments],
-        seed: int,
-    ) -> None:
-        self.model = model
-        self.found = found
-        self.how = how
-        self.places = list(places)
-        self.layers = layers
-        self.moments = moments
-        self.seed = seed
-        self._hooks: list[RemovableHandle] = [
-            found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in layers
-        ]
-        setattr(found.trunk, _STACK, [*getattr(found.trunk, _STACK, ()), self])
+    how: How
+    places: list[int]
+    layers: tuple[int, ...]
+    moments: dict[int, Moments]
+    seed: int
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the latest ablation of a model."""
-        stacks = (vars(part).get(_STACK) for part in model.modules())
-        stack = next((stack for stack in stacks if stack), None)
-        if stack is None:
-            raise cls._not_found(model)
-        latest: Self = stack[-1]
-        return latest
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._hooks)
+    def __post_init__(self) -> None:
+        self._attach([self.found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in self.layers])
 
     @property
     def config(self) -> dict[str, Any]:
         """The options as plain data; ``mean`` and ``noise`` need ``data`` in addition."""
         return {"how": self.how, "tokens": list(self.places), "layers": list(self.layers), "seed": self.seed}
-
-    def remove(self) -> None:
-        """Restore the tokens."""
-        self._check_active()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        others = [one for one in getattr(self.found.trunk, _STACK) if one is not self]
-        if others:
-            setattr(self.found.trunk, _STACK, others)
-        else:
-            delattr(self.found.trunk, _STACK)
 
     def _hook(self, layer: int) -> Any:
         def replace(_: nn.Module, __: Any, output: Any) -> Any:

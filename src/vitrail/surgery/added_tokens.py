@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,13 +22,13 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, Unsu
 from vitrail.heads.pooling import linear
 from vitrail.models.saving import check_fit
 from vitrail.models.vit import undecayed
-from vitrail.runtime.checks import extended_trunk, refuse_extended, refuse_meta, refuse_patched, refuse_registers
+from vitrail.runtime.checks import check_changeable, extended_trunk, refuse_extended
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, layout_of
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.side_tokens import SideTokens, receiving
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import Handle, check_module
 from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
 
 INITIAL_GATE = -10.0
@@ -64,7 +65,7 @@ def add_tokens(
         num_classes: outputs of the heads of class and distillation tokens; by default the model's.
         tokens: specs of further tokens, as objects or dicts. They have no position, and gates replace ``visible``.
     """
-    found = _find(model)
+    found = _find_trunk(model)
     specs = _specs(registers, tasks, classes, distillation, tokens)
     return _apply(model, found, specs, _head_sizes(model, found, specs, num_classes))
 
@@ -116,35 +117,28 @@ class AddedModule(SideTokens):
         ]
 
 
+@dataclass(eq=False, repr=False)
 class AddedTokens(Handle):
     """The handle of added tokens; call it with images to get an :class:`AddedOutput`.
 
     Attributes:
-        model: the model that was passed to ``vitrail.add_tokens``.
-        found: its trunk, blocks and adapters.
         tokens: the module ``vitrail_tokens`` of the trunk, which holds the added parameters; so they are part of the
             model's ``state_dict`` and move with the model.
     """
 
     _function = "vitrail.add_tokens"
 
-    def __init__(self, model: nn.Module, found: Found, tokens: AddedModule) -> None:
-        self.model = model
-        self.found = found
-        self.tokens = tokens
+    tokens: AddedModule
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the handle of the tokens added to a model, which may be a copy or unpickled."""
-        trunk = extended_trunk(model) if isinstance(model, nn.Module) else None
-        if trunk is None:
-            raise cls._not_found(model)
-        return cls(model, find(trunk), trunk._vitrail_plan.added)  # type: ignore[union-attr, arg-type]
+    def _find(cls, model: nn.Module) -> Self | None:
+        trunk = extended_trunk(model)
+        return None if trunk is None else cls(model, find(trunk), trunk._vitrail_plan.added)  # type: ignore[union-attr, arg-type]
 
     @classmethod
     def load(cls, model: nn.Module, path: str | Path) -> AddedTokens:
         """Add tokens saved by :meth:`save` to a model of the same width and depth."""
-        found = _find(model)
+        found = _find_trunk(model)
         specs, outputs, states = _read(Path(path), _width(found), len(found.blocks))
         added = _apply(model, found, specs, outputs)
         added.tokens.load_state_dict(states)
@@ -255,10 +249,10 @@ class AddedTokens(Handle):
     def remove(self) -> None:
         """Remove the added tokens; a merging stays."""
         self._check_active()
-        plan = self.found.trunk._vitrail_plan
-        if plan.merges:  # type: ignore[union-attr]
-            plan.added = None  # type: ignore[union-attr]
-            plan.solved.clear()  # type: ignore[union-attr, operator]
+        plan: Any = self.found.trunk._vitrail_plan
+        if plan.merges:
+            plan.added = None
+            plan.solved.clear()
         else:
             uninstall(self.found)
         delattr(self.found.trunk, MODULE_NAME)
@@ -268,9 +262,8 @@ class AddedTokens(Handle):
         self.found.trunk._vitrail_plan.solved.clear()  # type: ignore[union-attr, operator]
 
 
-def _find(model: nn.Module) -> Found:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+def _find_trunk(model: nn.Module) -> Found:
+    check_module(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedModel(
             "the model is wrapped in DDP, which would not synchronize parameters added now; add tokens first, then "
@@ -282,9 +275,7 @@ def _find(model: nn.Module) -> Found:
 
 def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs: Mapping[str, int]) -> AddedTokens:
     """Check that the tokens fit the model, and add them."""
-    refuse_patched(found)
-    refuse_registers(found)
-    refuse_meta(model)
+    check_changeable(model, found)
     _check_fits(found, specs)
     weight = next(value for value in found.trunk.parameters() if value.is_floating_point())
     added = AddedModule(specs, outputs, _width(found), len(found.blocks))
@@ -352,14 +343,10 @@ def _check_fits(found: Found, specs: tuple[TokenSpec, ...]) -> None:
     for spec in specs:
         if spec.name in taken:
             raise InvalidOption(f"this model already has tokens named {spec.name!r}; choose another name")
-        if not spec.visible:
-            raise InvalidOption(f"the token {spec.name!r} has visible=False; added tokens are hidden until opened")
-        if spec.position:
-            raise InvalidOption(f"the token {spec.name!r} has position=True; added tokens have no position")
-        if not 0 <= spec.enters < len(found.blocks):
-            raise InvalidOption(
-                f"the token {spec.name!r} has enters={spec.enters}; expected a block, 0 to {len(found.blocks) - 1}"
-            )
+        spec.expect("visible", spec.visible, "True: added tokens are hidden until opened")
+        spec.expect("position", not spec.position, "False: added tokens have no position")
+        last = len(found.blocks) - 1
+        spec.expect("enters", 0 <= spec.enters <= last, f"a block, 0 to {last}")
 
 
 def _read(path: Path, width: int, depth: int) -> tuple[tuple[TokenSpec, ...], dict[str, int], dict[str, Tensor]]:

@@ -55,13 +55,13 @@ def count(model: nn.Module, size: Any = None) -> Count:
     special, patches = layout.num_special, layout.num_patches
     plan = getattr(found.trunk, "_vitrail_plan", None)
     nothing = (0,) * len(found.blocks)
-    merges = nothing if plan is None or not plan.method.static else plan.solve(patches).per_layer
+    merges = nothing if plan is None or not plan.method.static else plan.solve(patches, layout.grid).per_layer
     method = None if plan is None else plan.method
     added = added_to(found)
     side, read = ([], False) if added is None else (added.counts(), added.is_open)
     special -= cost.late[-1] + (0 if added is None else added.counts()[-1])
     by_part = cost.parts(special, patches, merges, side, read, method)
-    unmerged = cost.counter(special, patches, side, read)(nothing)
+    unmerged = cost.total(special, patches, nothing, side, read)
     return Count(
         sum(weight.numel() for weight in model.parameters()),
         _parameters(model, found),
@@ -69,7 +69,7 @@ def count(model: nn.Module, size: Any = None) -> Count:
         sum(by_part.values()),
         by_part,
         unmerged,
-        cost.counter(special + 1, patches, side, read)(nothing) - unmerged,
+        cost.total(special + 1, patches, nothing, side, read) - unmerged,
     )
 
 
@@ -96,9 +96,10 @@ def _size(found: Found, size: Any) -> Any:
 
 def _parameters(model: nn.Module, found: Found) -> dict[str, int]:
     """Count parameters by part, each once, however often it is shared."""
+    pairs = zip(found.block_adapters, found.blocks, strict=True)
     roots = {
         "embedding": [found.adapter.patch_embedding(found.trunk)],
-        "feed": [part for parts, block in _blocks(found) for part in parts.feed_parts(block)],
+        "feed": [part for parts, block in pairs for part in parts.feed_parts(block)],
         "attend": list(found.blocks),
     }
     seen: set[int] = set()
@@ -109,7 +110,3 @@ def _parameters(model: nn.Module, found: Found) -> dict[str, int]:
         counted[name] = sum(new.values())
     counted["rest"] = sum(weight.numel() for weight in model.parameters() if id(weight) not in seen)
     return {name: counted[name] for name in ("embedding", "attend", "feed", "rest")}
-
-
-def _blocks(found: Found) -> list[tuple[Any, nn.Module]]:
-    return list(zip(found.block_adapters, found.blocks, strict=True))

@@ -28,9 +28,9 @@ from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.merging.foresight import Foresight
 from vitrail.runtime.checks import merged_trunk
-from vitrail.runtime.eager import eagerly
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.layout import first_class_token, layout_of
+from vitrail.runtime.trace import eagerly
 from vitrail.surgery.hooks import check_layers, watch
 from vitrail.surgery.recording import Images, evaluating, read_batches, takes_videos, to_model
 

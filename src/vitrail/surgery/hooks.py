@@ -21,10 +21,11 @@ from vitrail.adapters.base import BlockAdapter, BlockCall, repeat_heads
 from vitrail.errors import BrokenPass, InvalidOption
 from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
-from vitrail.runtime.block_forward import Carried, read_mask
-from vitrail.runtime.eager import eagerly
+from vitrail.merging.method import Projections
+from vitrail.runtime.block_forward import Carried, attention_size, mask_with_bias, position_bias, read_mask, rotated
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, side_bias
+from vitrail.runtime.trace import eagerly
 from vitrail.tokens import TokenLayout
 
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
@@ -69,14 +70,46 @@ def check_layers(layers: int | Sequence[int] | None, depth: int) -> tuple[int, .
     return tuple(sorted({layer % depth for layer in given}))
 
 
-@dataclass
-class Activations:
-    """The activations of one forward pass, most of them by name and layer."""
+Layers = dict[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Activations of B images, with N tokens, P patches, D channels, H heads; empty where not requested.
+
+    Attributes:
+        layout: the token layout.
+        layers: the recorded blocks.
+        queries: positions of the tokens that attention rows belong to.
+        embedding: patches after the patch embedding, before positions (B, P, D).
+        tokens: outputs of each block, before the final norm (B, N, D).
+        norms: their L2 norms in float32 (B, N).
+        q: queries (B, H, N, d) after their norm and before rotary position; ``k`` and ``v`` likewise.
+        attention: attention rows of the queries (B, H, Q, N); each sums to one.
+        mlp: inputs of the MLP's last linear layer (B, N, hidden).
+    """
 
     layout: TokenLayout
+    layers: tuple[int, ...]
     queries: tuple[int, ...] = ()
     embedding: Tensor | None = None
-    by_layer: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {name: {} for name in BY_LAYER})
+    tokens: Layers = field(default_factory=dict)
+    norms: Layers = field(default_factory=dict)
+    q: Layers = field(default_factory=dict)
+    k: Layers = field(default_factory=dict)
+    v: Layers = field(default_factory=dict)
+    attention: Layers = field(default_factory=dict)
+    mlp: Layers = field(default_factory=dict)
+
+    @property
+    def by_layer(self) -> dict[str, Layers]:
+        """The activations that each layer has, by name."""
+        return {name: getattr(self, name) for name in BY_LAYER}
+
+    def __len__(self) -> int:
+        tensors = [self.embedding] if self.embedding is not None else []
+        tensors += [tensor for layers in self.by_layer.values() for tensor in layers.values()]
+        return len(tensors[0]) if tensors else 0
 
 
 @dataclass
@@ -88,9 +121,9 @@ class Recorder:
     layers: tuple[int, ...]
     queries: Any
     keep: Callable[[Tensor], Tensor]
-    passes: list[Activations] = field(default_factory=list)
+    passes: list[Recording] = field(default_factory=list)
 
-    def take(self) -> list[Activations]:
+    def take(self) -> list[Recording]:
         """Return the activations recorded since the last call."""
         passes, self.passes = self.passes, []
         wanted = [name for name in BY_LAYER if name in self.what]
@@ -119,13 +152,11 @@ class Recorder:
                 handle.remove()
 
     def _start_pass(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        now = Activations(layout_of(self.found, tuple(args[0].shape[2:])))
-        if "attention" in self.what:
-            now.queries = now.layout.find(self.queries)
-        if "embedding" in self.what:
-            tokens = output[0] if isinstance(output, tuple) else output
-            now.embedding = self.keep(_as_tokens(tokens, now.layout))
-        self.passes.append(now)
+        layout = layout_of(self.found, tuple(args[0].shape[2:]))
+        queries = layout.find(self.queries) if "attention" in self.what else ()
+        tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, layout)
+        embedding = self.keep(tokens) if "embedding" in self.what else None
+        self.passes.append(Recording(layout, self.layers, queries, embedding))
 
     def _hook_block(self, layer: int) -> list[RemovableHandle]:
         block, parts = self.found.blocks[layer], self.found.block_adapters[layer]
@@ -188,9 +219,8 @@ class Recorder:
         if "attention" in self.what:
             places, special = self._places(layer), self._num_special(layer)
             present = [query for query in now.queries if query in places]
-            rows = attention_rows(
-                parts, block, q, k, call, carried, [places.index(query) for query in present], side, special
-            )
+            queries = [places.index(query) for query in present]
+            rows = self._attention_rows(layer, block, (q, k, v), call, carried, queries, side)
             rows, added = rows[..., : k.shape[2]], rows[..., k.shape[2] :]
             if state.assignment is not None:
                 members = state.assignment.merge_sizes(rows.new_ones(len(rows), state.assignment.target.shape[1]))
@@ -201,10 +231,62 @@ class Recorder:
             rows = _scatter(rows, [now.queries.index(query) for query in present], len(now.queries), 2)
             self._store("attention", layer, rows)
 
+    def _attention_rows(
+        self,
+        layer: int,
+        block: nn.Module,
+        qkv: Projections,
+        call: BlockCall,
+        carried: Carried | None,
+        queries: list[int],
+        side: Reading | None,
+    ) -> Tensor:
+        """Compute the attention weights (B, H, Q, N) of some queries as the block does, with rotation, mask and sizes.
+
+        Queries are positions before merging; the row of a merged token is that of its group. Added tokens are queries
+        behind the special ones, and the last keys; they have no position.
+        """
+        parts, special = self.found.block_adapters[layer], self._num_special(layer)
+        state, position, size = MergeState((), layer), None, None
+        if carried is not None:
+            state, position = carried.state, carried.position
+            call, size = read_mask(call, carried, qkv[1].shape[2]), attention_size(carried.plan, state)
+        elif parts.biased:
+            position = self.found.adapter.position(self.found.trunk, self._current(layer).layout.grid)
+        q, k = rotated(parts, block, qkv, call.rope, position, state)
+        q, k = _unmerge_heads(state, q), repeat_heads(q, k, k)[0]
+        bias = position_bias(position, state)
+        if bias is not None:
+            bias = _unmerge_heads(state, bias.unsqueeze(0) if bias.dim() == 3 else bias)
+        rows, extra = queries, 0
+        if side is not None:
+            extra = side.q.shape[2]
+            q, k = self._insert_added(layer, q, side.q, 2), torch.cat([k, side.k], 2)
+            if bias is not None:
+                none = bias.new_zeros(*bias.shape[:2], extra, bias.shape[3])
+                bias = self._insert_added(layer, bias, none, 2)
+            # an added token has the mask of a patch
+            rows = [-1 if special <= row < special + extra else row - extra * (row >= special) for row in queries]
+        work = torch.promote_types(q.dtype, torch.float32)
+        scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
+        scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
+        mask = call.mask
+        if mask is not None and mask.shape[-2] != 1:
+            mask = mask[..., [min(row, mask.shape[-2] - 1) for row in rows], :]
+        bias = key_bias(size, mask_with_bias(mask, None if bias is None else bias[:, :, queries]), scores)
+        if side is not None:
+            added = added_to(self.found)
+            assert added is not None
+            itself = torch.tensor(queries, device=k.device).unsqueeze(1) - special == torch.arange(
+                extra, device=k.device
+            )
+            bias = side_bias(bias, itself, added.gate(layer), scores)
+        return parts.weigh(block, scores, bias)
+
     def _store(self, name: str, layer: int, value: Tensor) -> None:
         self._current(layer).by_layer[name][layer] = self.keep(value)
 
-    def _current(self, layer: int) -> Activations:
+    def _current(self, layer: int) -> Recording:
         if not self.passes:
             raise BrokenPass(
                 f"block {layer} ran before any input was embedded; call the model, not its blocks, to record it"
@@ -243,57 +325,6 @@ class Recorder:
     def _spread(self, layer: int, tokens: Tensor, dim: int = 1) -> Tensor:
         """Return tokens at their positions in the recording's layout, zeros for tokens that have not entered."""
         return _scatter(tokens, self._places(layer), self._current(layer).layout.num_tokens, dim)
-
-
-def attention_rows(
-    parts: BlockAdapter,
-    block: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    call: BlockCall,
-    carried: Carried | None,
-    queries: list[int],
-    side: Reading | None = None,
-    special: int = 0,
-) -> Tensor:
-    """Compute the attention weights (B, H, Q, N) of some queries as the block does, with rotation, mask and sizes.
-
-    Queries are positions before merging; the row of a merged token is that of its group. Added tokens are queries
-    behind the special ones, and the last keys.
-    """
-    if call.rope is not None:
-        table = call.rope
-        if carried is not None and carried.state.size is not None and carried.rotary is not None:
-            assert carried.state.positions is not None
-            table = carried.rotary.table(carried.state.layer, carried.state.positions)
-        q, k = parts.rotate(block, q, table), parts.rotate(block, k, table)
-    k, _ = repeat_heads(q, k, k)
-    scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
-    work = torch.promote_types(q.dtype, torch.float32)
-    if carried is not None:
-        call, q = read_mask(call, carried, k.shape[2]), _unmerge_heads(carried.state, q)
-    rows, extra = queries, 0
-    if side is not None:
-        extra = side.q.shape[2]
-        q = torch.cat([q[:, :, :special], side.q, q[:, :, special:]], 2)
-        k = torch.cat([k, side.k], 2)
-        # an added token has the mask of a patch
-        rows = [-1 if special <= query < special + extra else query - extra * (query >= special) for query in queries]
-    scores = (q[:, :, queries] @ k.transpose(-1, -2)).to(work) * scale
-    mask = call.mask
-    if mask is not None and mask.shape[-2] != 1:
-        mask = mask[..., [min(row, mask.shape[-2] - 1) for row in rows], :]
-    size = None
-    if carried is not None:
-        size = carried.state.size if carried.plan.proportional else carried.state.presence
-    bias = key_bias(size, mask, scores)
-    if extra:
-        assert carried is not None
-        assert carried.plan.added is not None
-        gate = carried.plan.added.gate(carried.state.layer)
-        itself = torch.tensor(queries, device=k.device).unsqueeze(1) == special + torch.arange(extra, device=k.device)
-        bias = side_bias(bias, itself, gate, scores)
-    return parts.weigh(block, scores, bias)
 
 
 def _scatter(tokens: Tensor, places: Sequence[int], length: int, dim: int) -> Tensor:

@@ -5,31 +5,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
-from vitrail.errors import InvalidOption, UnsupportedModel
+from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule, as_method
 from vitrail.merging.foresight import Foresight, as_foresight
 from vitrail.merging.restoring import FitOptions, Restorer, as_restorer
-from vitrail.runtime.checks import (
-    merged_trunk,
-    refuse_merged,
-    refuse_meta,
-    refuse_other_channels,
-    refuse_patched,
-    refuse_registers,
-)
+from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, first_class_token
-from vitrail.runtime.plan import Plan, parse_map, parse_protect
+from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.trace import Trace, tracking
-from vitrail.surgery._handle import Handle
+from vitrail.surgery._handle import Handle, check_module
+from vitrail.surgery.calibration import Calibration, calibrate
 from vitrail.surgery.guidance import (
     By,
     First,
@@ -97,13 +92,10 @@ def merge(
         foresight: options of a network that predicts where a later layer attends, as a guide of the method, such as
             ``{"layer": 0}``; see :meth:`Merging.train_foresight`.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
+    check_module(model)
     refuse_merged(model)
     found = find(model)
-    refuse_patched(found)
-    refuse_registers(found)
-    refuse_meta(model)
+    check_changeable(model, found)
     for name, value in (("proportional", proportional), ("unmerge", unmerge)):
         if not isinstance(value, bool):
             raise InvalidOption(f"{name} is True or False; got {value!r}")
@@ -116,24 +108,26 @@ def merge(
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
     layers = chosen.layers(depth)
-    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.static, layers=layers)
+    wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=chosen.budgeted, layers=layers)
     shape = _model_shape(found)
     chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
-    mask = parse_protect(protect, layout.grid, resizes)
+    mask = None if protect is None else parse_map("protect", protect, layout.grid, resizes).cpu()
+    if mask is not None and mask.dtype != torch.bool:
+        raise InvalidOption(
+            f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
     cost = CostModel.of(model, found)
     added = added_to(found)
-    plan = Plan(depth, layout, wanted, proportional, order, unmerge, mask, cost, resizes, added=added, method=chosen)  # type: ignore[arg-type]
-    plan.change(wanted)
+    plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
     chosen.build(shape)
-    weight = next(found.trunk.parameters())
     if restorer is not None:
         restorer.check(shape)
         restorer.build(shape)
-        plan.restorer = restorer.to(weight.device, weight.dtype)
     if ahead is not None:
         ahead.build(shape)
-        plan.foresight = ahead.to(weight.device, weight.dtype)
+    plan.restorer, plan.foresight = restorer, ahead
+    plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
 
@@ -155,28 +149,18 @@ def _model_shape(found: Found) -> ModelShape:
     )
 
 
+@dataclass(eq=False, repr=False)
 class Merging(Handle):
-    """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging.
-
-    Attributes:
-        model: the model that was passed to ``vitrail.merge``.
-        found: the merged trunk in it, its blocks and their adapters.
-    """
+    """Handle of a merged model: its settings, costs, traces and drawings, and how to undo the merging."""
 
     _function = "vitrail.merge"
 
-    def __init__(self, model: nn.Module, found: Found, plan: Plan) -> None:
-        self.model = model
-        self.found = found
-        self._plan = plan
+    _plan: Plan
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the handle of a merged model, also of a copied or unpickled one."""
+    def _find(cls, model: nn.Module) -> Self | None:
         trunk = merged_trunk(model)
-        if trunk is None:
-            raise cls._not_found(model)
-        return cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
+        return None if trunk is None else cls(model, find(trunk), trunk._vitrail_plan)  # type: ignore[arg-type]
 
     @property
     def is_active(self) -> bool:
@@ -194,11 +178,11 @@ class Merging(Handle):
 
         A number is distributed over depth by the present schedule; a list is the schedule itself.
         """
-        return list(self._planned(self.layout.num_patches))
+        return list(self._planned(self.layout))
 
     @r.setter
     def r(self, value: int | Sequence[int]) -> None:
-        self._request(r=value)
+        self._change(r=value)
 
     @property
     def keep(self) -> float | None:
@@ -207,7 +191,7 @@ class Merging(Handle):
 
     @keep.setter
     def keep(self, value: float) -> None:
-        self._request(keep=value)
+        self._change(keep=value)
 
     @property
     def gflops(self) -> float | None:
@@ -216,7 +200,14 @@ class Merging(Handle):
 
     @gflops.setter
     def gflops(self, value: float) -> None:
-        self._request(gflops=value)
+        self._change(gflops=value)
+
+    def _change(self, **wanted: Any) -> None:
+        """Request another number of merges, in the present distribution over depth; a list is one itself."""
+        self._check_active()
+        shape = None if hasattr(wanted.get("r"), "__len__") else self._plan.schedule.shape
+        layers = self.method.layers(self._plan.depth)
+        self._plan.change(Schedule.parse(self._plan.depth, **wanted, schedule=shape, layers=layers))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -244,18 +235,15 @@ class Merging(Handle):
         """
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
-        for merges, late in zip(self._planned(layout.num_patches), self._plan.cost.late, strict=True):
+        for merges, late in zip(self._planned(layout), self._plan.cost.late, strict=True):
             length -= 0 if self.method.scope == "block" else merges
             lengths.append(length + late)
         return lengths
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
-        """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``).
-
-        One multiply-add is one FLOP, as in the literature.
-        """
+        """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
         layout = self._layout_for(size)
-        per_layer = self._planned(layout.num_patches) if merged else (0,) * self._plan.depth
+        per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
 
     def track(self) -> AbstractContextManager[Trace]:
@@ -402,6 +390,43 @@ class Merging(Handle):
         self._check_active()
         return restoration_error(self.model, self.found, self._plan, self.suspended, images, batch_size, limit)
 
+    def calibrate(
+        self,
+        images: Images,
+        *,
+        keep: float | None = None,
+        gflops: float | None = None,
+        schedule: str | float | None = None,
+        batch_size: int | None = None,
+        limit: int = 512,
+        tolerance: float = 0.005,
+    ) -> Calibration:
+        """Set what the method decides by from images, so that their mean meets a budget.
+
+        For methods whose numbers of tokens depend on the image, such as ``"threshold"`` and ``"entropy"``. The settings
+        found are in :attr:`config`. A method that needs no budget to run (``"threshold"``) runs without a limit
+        afterwards; assign :attr:`r` to set one.
+
+        Args:
+            images: a few hundred typical images, as files or tensors; they are read several times.
+            keep: mean share of the patches left after the last layer. Without ``keep`` and ``gflops``, the amount that
+                was requested before.
+            gflops: mean budget for one input, in 10⁹ multiply-adds.
+            schedule: distribution of the merges over depth; by default as before.
+            batch_size: batch size; by default 8 files, or the whole tensor. Each batch measures a layer once, so larger
+                batches measure better.
+            limit: most images to use.
+            tolerance: relative deviation from the budget, on these images, that is accepted.
+        """
+        self._check_active()
+        layers = self.method.layers(self._plan.depth)
+        if keep is None and gflops is None:
+            target = self._plan.schedule if schedule is None else None
+        else:
+            shape = self._plan.schedule.shape if schedule is None else schedule
+            target = Schedule.parse(self._plan.depth, keep=keep, gflops=gflops, schedule=shape, layers=layers)
+        return calibrate(self.model, self.found, self._plan, target, images, batch_size, limit, tolerance)
+
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:
         """Draw each image as stained glass: one pane per kept token, in the mean color of its patches.
@@ -415,7 +440,9 @@ class Merging(Handle):
         from vitrail.drawing import stained_glass
 
         originals = read_images(images)
-        refuse_other_channels(self.found)
+        channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
+        if channels != 3:
+            raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
         batch = to_tensor(originals, self.found.adapter.input_spec(self.found.trunk))
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:
@@ -432,7 +459,7 @@ class Merging(Handle):
         if self._plan.added is None:
             uninstall(self.found)
         else:
-            install(self.found, self._plan.without_merging())
+            install(self.found, Plan.bare(self.found, self._plan.cost, self._plan.added))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -444,15 +471,7 @@ class Merging(Handle):
             refuse_merged(self.model)
             install(self.found, self._plan)
 
-    def _request(self, **amount: Any) -> None:
-        """Request another amount, distributed over depth as before; a list for ``r`` is the schedule itself."""
-        self._check_active()
-        schedule = self._plan.schedule
-        shape = None if hasattr(amount.get("r"), "__len__") else schedule.shape
-        layers = self.method.layers(self._plan.depth)
-        self._plan.change(Schedule.parse(self._plan.depth, **amount, schedule=shape, layers=layers))
-
-    def _planned(self, patches: int) -> tuple[int, ...]:
+    def _planned(self, layout: TokenLayout) -> tuple[int, ...]:
         """Return the merges per layer; raise where they depend on the images."""
         if not self.method.static:
             raise InvalidOption(
@@ -460,7 +479,7 @@ class Merging(Handle):
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )
-        return self._plan.solve(patches).per_layer
+        return self._plan.solve(layout.num_patches, layout.grid).per_layer
 
     @property
     def method(self) -> Method:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,49 +13,12 @@ from torch import Tensor, nn
 from vitrail.adapters import Found
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
-from vitrail.surgery.hooks import BY_LAYER, watch
-from vitrail.tokens import TokenLayout
-
-Layers = dict[int, Tensor]
+from vitrail.surgery.hooks import Recording, watch
 
 Images = Any
 """Images in any form that :func:`~vitrail.data.batches.open_batches` takes: a file, a directory, several files, a
 parquet file, a dataset; preprocessed images (B, C, H, W), or videos (B, C, T, H, W); or batches of these, each a tensor
 or a tuple that starts with one."""
-
-
-@dataclass(frozen=True)
-class Recording:
-    """Activations of B images, with N tokens, P patches, D channels, H heads; empty where not requested.
-
-    Attributes:
-        layout: the token layout.
-        layers: the recorded blocks.
-        queries: positions of the tokens that attention rows belong to.
-        embedding: patches after the patch embedding, before positions (B, P, D).
-        tokens: outputs of each block, before the final norm (B, N, D).
-        norms: their L2 norms in float32 (B, N).
-        q: queries (B, H, N, d) after their norm and before rotary position; ``k`` and ``v`` likewise.
-        attention: attention rows of the queries (B, H, Q, N); each sums to one.
-        mlp: inputs of the MLP's last linear layer (B, N, hidden).
-    """
-
-    layout: TokenLayout
-    layers: tuple[int, ...]
-    queries: tuple[int, ...] = ()
-    embedding: Tensor | None = None
-    tokens: Layers = field(default_factory=dict)
-    norms: Layers = field(default_factory=dict)
-    q: Layers = field(default_factory=dict)
-    k: Layers = field(default_factory=dict)
-    v: Layers = field(default_factory=dict)
-    attention: Layers = field(default_factory=dict)
-    mlp: Layers = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        tensors = [self.embedding] if self.embedding is not None else []
-        tensors += [tensor for name in BY_LAYER for tensor in getattr(self, name).values()]
-        return len(tensors[0]) if tensors else 0
 
 
 def record(
@@ -117,8 +79,7 @@ def stream(
     for batch in read_batches(recorder.found, images, batch_size):
         with recorder.hooked(), evaluating(model), torch.no_grad():
             model(to_model(model, batch), **(call or {}))
-        for one in recorder.take():
-            yield Recording(one.layout, recorder.layers, one.queries, one.embedding, **one.by_layer)
+        yield from recorder.take()
 
 
 def join(recordings: Sequence[Recording]) -> Recording:
@@ -133,8 +94,8 @@ def join(recordings: Sequence[Recording]) -> Recording:
         )
     embeddings = [one.embedding for one in recordings if one.embedding is not None]
     layers = {
-        name: {layer: torch.cat([getattr(one, name)[layer] for one in recordings]) for layer in getattr(first, name)}
-        for name in BY_LAYER
+        name: {layer: torch.cat([one.by_layer[name][layer] for one in recordings]) for layer in by_layer}
+        for name, by_layer in first.by_layer.items()
     }
     return Recording(first.layout, first.layers, first.queries, torch.cat(embeddings) if embeddings else None, **layers)
 
@@ -166,11 +127,11 @@ def takes_videos(found: Found) -> bool:
 
 def read_batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:
     """Yield batches of images that a model takes; warn about files that could not be read."""
-    feed = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=takes_videos(found))
-    for piece in feed.batches(found.adapter.input_spec(found.trunk), batch_size):
+    batches = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=takes_videos(found))
+    for piece in batches.batches(found.adapter.input_spec(found.trunk), batch_size):
         yield piece.images
-    if feed.skipped:
-        many, (_, reason) = len(feed.skipped), feed.skipped[0]
+    if batches.skipped:
+        many, (_, reason) = len(batches.skipped), batches.skipped[0]
         warnings.warn(
             f"skipped {many} images that could not be read; the first: {reason}", VitrailWarning, stacklevel=2
         )

@@ -11,22 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
-from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
-from vitrail.runtime.checks import refuse_extended, refuse_merged
+from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
+from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
-from vitrail.surgery._handle import Handle
-from vitrail.surgery.hooks import check_layers
-from vitrail.surgery.recording import Images, Recording, stream
+from vitrail.surgery._handle import HookHandle
+from vitrail.surgery.hooks import Recording, check_layers
+from vitrail.surgery.recording import Images, stream
 
 LEAST_FACTOR = 2.0
 """Smallest ratio between the mean norms of artifacts and of other patches."""
@@ -60,17 +59,17 @@ def test_time_registers(
         raise InvalidOption(f"registers must be an integer, 1 or more; got {registers!r}")
     if control is not None and not is_int(control):
         raise InvalidOption(f"control must be a random seed, an integer; got {control!r}")
-    if hasattr(found.trunk, MARK):
-        raise AlreadyApplied("this model already has test-time registers; remove them first")
+    TestTimeRegisters._refuse_twice(found)
     refuse_merged(model)
     refuse_extended(model)
+    if any(biased_layers(found)):
+        raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")
     known = neurons if isinstance(neurons, RegisterNeurons) else None
     if is_int(neurons):
         if data is None:
             raise InvalidOption("pass data, images to find register neurons with, or neurons by layer")
         known = find_register_neurons(model, data, neurons, layers=layers, threshold=threshold, batch_size=batch_size)
-    by_layer = _check_neurons(neurons if known is None else known.by_layer)
-    widths = _widths(found, by_layer)
+    by_layer, widths = _check_neurons(found, neurons if known is None else known.by_layer)
     if control is not None:
         by_layer = _random_neurons(by_layer, widths, control)
     return TestTimeRegisters(model, found, by_layer, registers, known)
@@ -79,7 +78,8 @@ def test_time_registers(
 test_time_registers.__test__ = False  # type: ignore[attr-defined]
 
 
-class TestTimeRegisters(Handle):
+@dataclass(eq=False, repr=False)
+class TestTimeRegisters(HookHandle):
     """The handle of test-time registers.
 
     Attributes:
@@ -90,35 +90,21 @@ class TestTimeRegisters(Handle):
 
     __test__ = False  # not a test class
     _function = "vitrail.test_time_registers"
+    _mark, _name = MARK, "test-time registers"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Found,
-        by_layer: Mapping[int, Sequence[int]],
-        registers: int,
-        neurons: RegisterNeurons | None = None,
-    ) -> None:
-        self.model = model
-        self.found = found
-        self.by_layer = {layer: tuple(some) for layer, some in by_layer.items()}
-        self.registers = registers
-        self.neurons = neurons
+    by_layer: Mapping[int, tuple[int, ...]]
+    registers: int
+    neurons: RegisterNeurons | None
+
+    def __post_init__(self) -> None:
+        found, blocks = self.found, self.found.blocks
         self.place = found.adapter.layout(found.trunk).num_special
-        self._hooks: list[RemovableHandle] = []
-        self._apply()
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the handle of a model's test-time registers."""
-        handle: Self | None = next((vars(part)[MARK] for part in model.modules() if MARK in vars(part)), None)
-        if handle is None:
-            raise cls._not_found(model)
-        return handle
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self._hooks)
+        hooks = [blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True)]
+        for layer, some in self.by_layer.items():
+            last = found.block_adapters[layer].feed_last(blocks[layer])
+            hooks.append(last.register_forward_pre_hook(self._move(some)))
+        self._attach([*hooks, blocks[-1].register_forward_hook(self._drop)])
+        self._shift(self.registers)
 
     active = renamed_property("active", "is_active")
 
@@ -128,24 +114,12 @@ class TestTimeRegisters(Handle):
 
     def remove(self) -> None:
         """Remove the registers and stop moving activations."""
-        self._check_active()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for block, parts in zip(self.found.blocks, self.found.block_adapters, strict=True):
-            parts.shift_prefix(block, -self.registers)
-        delattr(self.found.trunk, MARK)
+        super().remove()
+        self._shift(-self.registers)
 
-    def _apply(self) -> None:
-        blocks = self.found.blocks
-        self._hooks.append(blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True))
-        for layer, neurons in self.by_layer.items():
-            last = self.found.block_adapters[layer].feed_last(blocks[layer])
-            self._hooks.append(last.register_forward_pre_hook(self._move(neurons)))
-        self._hooks.append(blocks[-1].register_forward_hook(self._drop))
-        for block, parts in zip(blocks, self.found.block_adapters, strict=True):
-            parts.shift_prefix(block, self.registers)
-        setattr(self.found.trunk, MARK, self)
+    def _shift(self, by: int) -> None:
+        for block, parts in zip(self.found.blocks, self.found.block_adapters, strict=True):
+            parts.shift_prefix(block, by)
 
     def _insert(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         name = self.found.block_adapters[0].input_name
@@ -363,27 +337,22 @@ def _activations(
     return {layer: total / count for layer, total in sums.items()}
 
 
-def _check_neurons(neurons: Any) -> Mapping[int, Sequence[int]]:
+def _check_neurons(found: Found, neurons: Any) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
+    """Return the given neurons, and the number of neurons, of each layer."""
     valid = isinstance(neurons, Mapping) and all(isinstance(some, Sequence) for some in neurons.values())
     if not valid or not all(is_int(one) for layer, some in neurons.items() for one in (layer, *some)):
         raise InvalidOption(f"neurons is a number, or numbers by layer such as {{5: [17, 301]}}; got {neurons!r:.200}")
-    checked: Mapping[int, Sequence[int]] = neurons
-    return checked
-
-
-def _widths(found: Found, by_layer: Mapping[int, Sequence[int]]) -> dict[int, int]:
-    """Return the number of neurons of each layer, after checking the given ones."""
     widths = {}
-    for layer, some in by_layer.items():
+    for layer, some in neurons.items():
         if not 0 <= layer < len(found.blocks):
             raise InvalidOption(f"neurons are given by layer, 0 to {len(found.blocks) - 1}; got layer {layer}")
-        widths[layer] = int(found.block_adapters[layer].feed_last(found.blocks[layer]).in_features)  # type: ignore[arg-type]
+        widths[layer] = int(found.block_adapters[layer].feed_last(found.blocks[layer]).in_features)
         wrong = [neuron for neuron in some if not 0 <= neuron < widths[layer]]
         if wrong or len(set(some)) != len(some):
             raise InvalidOption(
                 f"layer {layer} has neurons 0 to {widths[layer] - 1}, each to be given once; got {wrong or list(some)}"
             )
-    return widths
+    return {layer: tuple(some) for layer, some in neurons.items()}, widths
 
 
 def _random_neurons(

@@ -19,8 +19,8 @@ from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.merging import MergeState
 from vitrail.merging.restoring import Copy, Exit, FitOptions, Restorer
 from vitrail.merging.restoring.base import WholeResiduals
-from vitrail.runtime.eager import eagerly
 from vitrail.runtime.plan import Plan
+from vitrail.runtime.trace import eagerly
 from vitrail.surgery.recording import evaluating, read_batches, takes_videos, to_model
 
 WithoutMerging = Callable[[], AbstractContextManager[None]]

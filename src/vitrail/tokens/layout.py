@@ -40,8 +40,7 @@ class TokenSpan:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.role, Role):
-            object.__setattr__(self, "role", as_role(self.role))
+        object.__setattr__(self, "role", as_role(self.role))
         if not _is_length(self.count):
             raise InvalidOption(f"the count of {self.role} tokens in a span is 1 or more; got {self.count!r}")
 

@@ -51,27 +51,31 @@ class TokenSpec:
     decay: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "role", _role(self.role))
+        special = [role.value for role in Role if role is not Role.PATCH]
+        if self.role not in special:
+            raise InvalidOption(f"the role of a special token is one of {', '.join(special)}; got {self.role!r}")
+        object.__setattr__(self, "role", Role(self.role))
         _check_name(self.name)
-        self._expect("count", is_int(self.count, 1), "an integer, 1 or more")
-        self._expect("enters", is_int(self.enters, -1), "an integer, -1 or more")
-        self._expect("std", is_number(self.std) and self.std >= 0, "a number, 0 or more")
-        self._expect("position", self.position is None or isinstance(self.position, bool), "True, False or None")
-        self._expect("visible", isinstance(self.visible, bool), "True or False")
-        self._expect("decay", isinstance(self.decay, bool), "True or False")
-        self._expect("kind", self.kind in ("classification", "regression"), "'classification' or 'regression'")
+        self.expect("count", is_int(self.count, 1), "an integer, 1 or more")
+        self.expect("enters", is_int(self.enters, -1), "an integer, -1 or more")
+        self.expect("std", is_number(self.std) and self.std >= 0, "a number, 0 or more")
+        self.expect("position", self.position is None or isinstance(self.position, bool), "True, False or None")
+        self.expect("visible", isinstance(self.visible, bool), "True or False")
+        self.expect("decay", isinstance(self.decay, bool), "True or False")
+        self.expect("kind", self.kind in ("classification", "regression"), "'classification' or 'regression'")
         if self.role is Role.REGISTER:
-            self._expect("classes", self.classes is None, "None: registers have no head. Use a task token instead")
-            self._expect("kind", self.kind == "classification", "the default: registers have no head")
+            self.expect("classes", self.classes is None, "None: registers have no head. Use a task token instead")
+            self.expect("kind", self.kind == "classification", "the default: registers have no head")
         elif self.role is Role.TASK:
-            self._expect("classes", is_int(self.classes, 1), "the number of outputs of the task, 1 or more")
+            self.expect("classes", is_int(self.classes, 1), "the number of outputs of the task, 1 or more")
         else:
             one = self.role is Role.CLASS or self.count == 1
-            self._expect("count", one, "1; add task tokens for further teachers")
+            self.expect("count", one, "1; add task tokens for further teachers")
             given = self.classes is None or is_int(self.classes, 0)
-            self._expect("classes", given, "None (the model's num_classes), or 0 or more")
+            self.expect("classes", given, "None (the model's num_classes), or 0 or more")
 
-    def _expect(self, option: str, right: bool, expected: str) -> None:
+    def expect(self, option: str, right: bool, expected: str) -> None:
+        """Raise ``InvalidOption`` if an option is not right."""
         if not right:
             raise InvalidOption(
                 f"the {self.role} token {self.name!r} has {option}={getattr(self, option)!r}; expected {expected}"
@@ -123,13 +127,6 @@ def check_specs(specs: Iterable[TokenSpec | Mapping[str, Any]]) -> tuple[TokenSp
             "Add task tokens for further teachers"
         )
     return checked
-
-
-def _role(role: Any) -> Role:
-    special = [member.value for member in Role if member is not Role.PATCH]
-    if role not in special:
-        raise InvalidOption(f"the role of a special token is {', '.join(special[:-1])} or {special[-1]}; got {role!r}")
-    return Role(role)
 
 
 def _check_name(name: Any) -> None:

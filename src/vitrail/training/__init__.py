@@ -10,7 +10,7 @@ Modules, in the order of a run:
 
 config/                         options, declared once; presets; checks
 trainer                         `train`: checks everything before it writes anything; resumes a run
-setup                           data, model, teacher, objective and optimizer of a run
+data, model                     data of a run; its model, teacher, objective and merging
 loop, step                      the training loop; one step, captured as a CUDA graph where possible
 objective/                      targets, losses, teachers, self-distillation
 optim/                          optimizers, learning rate schedule, EMA

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from vitrail._atomic_files import write_bytes
 from vitrail._distributed import World
 from vitrail.errors import TrainingError, VitrailWarning
 from vitrail.models.saving import CONFIG
@@ -42,7 +43,6 @@ class Checkpoints:
         self._world = world
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, in order."""
         names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -57,81 +57,70 @@ class Checkpoints:
 
         If it cannot be written (a full disk), warn, keep the old ones and return None, so that training continues.
         """
-        draft = self.folder / f".draft-{step:08d}"
-        problem = None
-        if self._world.is_main:
-            try:
-                shutil.rmtree(draft, ignore_errors=True)
-                draft.mkdir(parents=True)
-            except OSError as error:
-                problem = _reason(error)
-        problem = self._world.broadcast(problem)
-        if problem is None:
-            found = self._world.all_gather(self._write(draft, tensors, meta, model))
-            problem = next((one for one in found if one is not None), None)
-        if problem is None and self._world.is_main:
-            problem = self._finish(draft, step)
-        problem = self._world.broadcast(problem)
-        if problem:
-            if self._world.is_main:
-                shutil.rmtree(draft, ignore_errors=True)
-                have = self.steps()
-                kept = f"the checkpoint of step {have[-1]} is kept" if have else "there is no checkpoint yet"
-                warnings.warn(
-                    f"cannot write the checkpoint of step {step} to {self.folder} ({problem}); {kept}, and training "
-                    "continues. Free some disk space",
-                    VitrailWarning,
-                    stacklevel=3,
-                )
-            return None
-        return self.path(step)
+        world, draft = self._world, self.folder / f".draft-{step:08d}"
+        stages: list[Callable[[], object]] = [
+            lambda: self._begin(draft) if world.is_main else None,
+            lambda: self._write(draft, tensors, meta, model),
+            lambda: self._finish(draft, step) if world.is_main else None,
+        ]
+        for stage in stages:  # all ranks stop at the first stage that fails on one
+            problem = next(filter(None, world.all_gather(_fault_of(stage))), None)
+            if problem is not None:
+                break
+        else:
+            return self.path(step)
+        if world.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
+            have = self.steps()
+            kept = f"the checkpoint of step {have[-1]} is kept" if have else "there is no checkpoint yet"
+            warnings.warn(
+                f"cannot write the checkpoint of step {step} to {self.folder} ({problem}); {kept}, and training "
+                "continues. Free some disk space",
+                VitrailWarning,
+                stacklevel=3,
+            )
+        return None
+
+    def _begin(self, draft: Path) -> None:
+        self.clear()
+        draft.mkdir(parents=True)
 
     def _write(
         self, draft: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], model: Callable[[Path], None] | None
-    ) -> str | None:
-        """Write the files of a draft; every rank writes its shards. Return what went wrong, if anything."""
+    ) -> None:
+        """Write the files of a draft; every rank writes its shards."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
         sharded = any(isinstance(value, DTensor) for value in tensors.values())
-        try:
-            if sharded:
-                save({name: value.detach() for name, value in tensors.items()}, checkpoint_id=draft / SHARDS)
-            if self._world.is_main:
-                if not sharded:
-                    with (draft / STATE).open("wb") as file:
-                        torch.save({name: value.detach().cpu() for name, value in tensors.items()}, file)
-                (draft / META).write_text(json.dumps(dict(meta)), encoding="utf-8")
-                if model is not None:
-                    model(draft)
-        except Exception as error:  # torch raises RuntimeError and others for a full disk
-            return _reason(error)
-        return None
+        if sharded:
+            save({name: value.detach() for name, value in tensors.items()}, checkpoint_id=draft / SHARDS)
+        if not self._world.is_main:
+            return
+        if not sharded:
+            with (draft / STATE).open("wb") as file:
+                torch.save({name: value.detach().cpu() for name, value in tensors.items()}, file)
+        (draft / META).write_text(json.dumps(dict(meta)), encoding="utf-8")
+        if model is not None:
+            model(draft)
 
-    def _finish(self, draft: Path, step: int) -> str | None:
+    def _finish(self, draft: Path, step: int) -> None:
         """Flush, write checksums, rename the draft, and remove old checkpoints."""
+        files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
+        listed = {str(path.relative_to(draft)): _fingerprint(path, flush=True) for path in files}
+        write_bytes(draft / COMPLETE, json.dumps({"step": step, "files": listed}).encode())
+        final = self.path(step)
+        if final.exists():  # an incomplete one that was skipped
+            final.rename(self.folder / f".draft-old-{step:08d}")
+        draft.rename(final)
+        handle = os.open(self.folder, os.O_RDONLY)
         try:
-            files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
-            listed = {str(path.relative_to(draft)): _fingerprint(path, flush=True) for path in files}
-            with (draft / COMPLETE).open("w", encoding="utf-8") as file:
-                json.dump({"step": step, "files": listed}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            final = self.path(step)
-            if final.exists():  # an incomplete one that was skipped
-                final.rename(self.folder / f".draft-old-{step:08d}")
-            draft.rename(final)
-            handle = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        except OSError as error:
-            return _reason(error)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         past = [one for one in self.steps() if one <= step]
         for old in {*self.steps()} - {*past[-self._keep :]}:  # later ones were skipped too
             shutil.rmtree(self.path(old), ignore_errors=True)
         self.clear()
-        return None
 
     def newest(self) -> tuple[int, list[str]]:
         """Return the step of the newest complete checkpoint, and why newer ones were skipped.
@@ -146,25 +135,31 @@ class Checkpoints:
                 return step, skipped
             skipped.append(f"the checkpoint of step {step} is incomplete ({problem})")
         why = f": {'; '.join(skipped)}" if skipped else ""
-        last, kept = self.folder.parent / LAST, ""
-        if (last / CONFIG).is_file():
-            kept = f"; the run's last model, {last}, is complete and can be fine-tuned"
+        last = self.folder.parent / LAST
+        kept = f"; the run's last model, {last}, is complete and can be fine-tuned" if (last / CONFIG).is_file() else ""
         raise TrainingError(
             f"{self.folder} has no complete checkpoint to resume from{why}{kept}. Start over with overwrite=True "
             "(--overwrite)"
         )
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Return the plain values of a checkpoint."""
         values: dict[str, Any] = json.loads((self.path(step) / META).read_text(encoding="utf-8"))
         return values
 
     @torch.no_grad()
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy a checkpoint into tensors in place; the world size may differ, the names must not."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         path = self.path(step)
         if (path / SHARDS).is_dir():
-            _load_shards(path / SHARDS, tensors)
+            reader = FileSystemReader(path / SHARDS)
+            _check_names(path / SHARDS, set(reader.read_metadata().state_dict_metadata), tensors)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*single process.*")
+                targets = {name: value.detach() for name, value in tensors.items()}
+                load(targets, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
             return
         try:
             stored: dict[str, Tensor] = torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True)
@@ -180,7 +175,6 @@ class Checkpoints:
             value.copy_(source)
 
     def clear(self) -> None:
-        """Remove drafts left by a crash."""
         for draft in self.folder.glob(".draft-*"):
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -199,27 +193,12 @@ def find_fault(path: Path) -> str | None:
     return None
 
 
-def _load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(folder)
-    _check_names(folder, set(reader.read_metadata().state_dict_metadata), tensors)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process.*")
-        targets = {name: value.detach() for name, value in tensors.items()}
-        load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
-
-
 def _check_names(path: Path, stored: set[str], tensors: Mapping[str, Tensor]) -> None:
-    if stored != set(tensors):
-        missing, extra = (
-            ", ".join(sorted(names)[:5]) or "nothing" for names in (set(tensors) - stored, stored - set(tensors))
-        )
+    differences = {"missing": set(tensors) - stored, "unexpected": stored - set(tensors)}
+    if any(differences.values()):
+        listed = "; ".join(f"{kind} {', '.join(sorted(names)[:5]) or 'nothing'}" for kind, names in differences.items())
         raise TrainingError(
-            f"{path} is not a checkpoint of this run: missing {missing}; unexpected {extra}. Resume with the options "
-            "that the run was started with"
+            f"{path} is not a checkpoint of this run: {listed}. Resume with the options that the run was started with"
         )
 
 
@@ -228,6 +207,14 @@ def _fingerprint(path: Path, flush: bool = False) -> tuple[int, str]:
         if flush:
             os.fsync(file.fileno())
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fault_of(work: Callable[[], object]) -> str | None:
+    try:
+        work()
+    except Exception as error:  # torch raises RuntimeError and others for a full disk
+        return _reason(error)
+    return None
 
 
 def _reason(error: Exception) -> str:

@@ -62,12 +62,10 @@ def _shard(learner: nn.Module, model: nn.Module, world: World, half: bool) -> nn
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = init_device_mesh(world.device.type, (world.world_size,))
-    policy = MixedPrecisionPolicy()
-    if half:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     for part in (*find_blocks(model), model, learner):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-    if hasattr(model, "forward_output"):
+    if isinstance(model, ViT):
         register_fsdp_forward_method(model, "forward_output")
     return learner
 

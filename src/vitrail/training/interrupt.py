@@ -53,7 +53,6 @@ class Stop:
 
     @property
     def late(self) -> bool:
-        """Whether the time limit is reached."""
         return time.monotonic() > self._until
 
     def _handle(self, number: int, frame: Any) -> None:

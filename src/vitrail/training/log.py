@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,10 +32,6 @@ class Event:
 
 
 OnEvent = Callable[[Event], None]
-
-
-def ignore_event(event: Event) -> None:
-    """Do nothing with an event."""
 
 
 class Meter:
@@ -80,16 +77,13 @@ class Meter:
         return {name: value / count for name, value in zip(self.names, values, strict=True)}
 
     def reset(self) -> None:
-        """Clear the sums."""
         self._sums = torch.zeros_like(self._sums)
         self._count = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sums as plain values, for a checkpoint."""
         return {"names": list(self.names), "sums": self._sums.tolist(), "count": self._count}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Restore the sums of a checkpoint."""
         self.names, self._count = tuple(values["names"]), values["count"]
         self._sums = torch.tensor(values["sums"], dtype=torch.float64, device=self._device)
         self._bad = torch.full((len(self.names),), -1, dtype=torch.int64, device=self._device)
@@ -115,11 +109,8 @@ class Log:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(
-                    f"cannot write {self._path} ({error.strerror or error}); training continues",
-                    VitrailWarning,
-                    stacklevel=2,
-                )
+                text = f"cannot write {self._path} ({error.strerror or error}); training continues"
+                warnings.warn(text, VitrailWarning, stacklevel=2)
         if self._folder is not None:
             self._board = self._board or tensorboard_writer()(str(self._folder))
             for name, value in _numbers(kind, values):
@@ -130,18 +121,21 @@ class Log:
         """Remove lines after a step, and incomplete lines."""
         if self._path is None or not self._path.exists():
             return
-        kept = [line for line, values in _read(self._path) if values.get("step", 0) <= step]
-        write_bytes(self._path, "".join(f"{line}\n" for line in kept).encode())
+        lines = [json.dumps(line, ensure_ascii=False) for line in read_log(self._path) if line.get("step", 0) <= step]
+        write_bytes(self._path, "".join(f"{line}\n" for line in lines).encode())
 
     def close(self) -> None:
-        """Close TensorBoard."""
         if self._board is not None:
             self._board.close()
 
 
 def read_log(path: str | Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Return the lines of a log, optionally of one kind (``epoch``, ``evaluation``, ``start`` …)."""
-    return [values for _, values in _read(Path(path)) if kind is None or values.get("kind") == kind]
+    """Return the lines of a log, optionally of one kind (``epoch``, ``evaluation``, ``start`` …), if complete."""
+    found = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict) and kind in (None, line.get("kind"))]
 
 
 def tensorboard_writer() -> Any:
@@ -156,21 +150,10 @@ def tensorboard_writer() -> Any:
     return SummaryWriter
 
 
-def _numbers(name: str, values: Any) -> Sequence[tuple[str, float]]:
-    """Return the numbers in nested values, each with its path."""
+def _numbers(name: str, values: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers in nested values, each with its path."""
     if isinstance(values, Mapping):
-        return [pair for key, value in values.items() if key != "step" for pair in _numbers(f"{name}/{key}", value)]
-    number = isinstance(values, int | float) and not isinstance(values, bool)
-    return [(name, float(values))] if number else []
-
-
-def _read(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            found.append((line, values))
-    return found
+        for key in (key for key in values if key != "step"):
+            yield from _numbers(f"{name}/{key}", values[key])
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield name, float(values)

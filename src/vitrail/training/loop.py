@@ -11,19 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from vitrail._distributed import World
+from vitrail.data.augment.mix import Mix
+from vitrail.data.augment.views import Views
+from vitrail.data.dataset import Dataset
+from vitrail.data.loading.loader import Loader, make_loader
 from vitrail.data.loading.order import generator, mix
 from vitrail.errors import Diverged
+from vitrail.training.checkpoint import Checkpoints
+from vitrail.training.config import Config
 from vitrail.training.config.syntax import read_interval
-from vitrail.training.distributed import explain_failures
+from vitrail.training.data import prepares
+from vitrail.training.distributed import explain_failures, wrap
 from vitrail.training.evaluation.evaluator import evaluate_model
 from vitrail.training.evaluation.metrics import all_reduce
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.interrupt import Interrupted, OutOfTime, Stop
-from vitrail.training.log import Event, Meter
-from vitrail.training.optim.optimizer import lr_at, optimizer_tensors
-from vitrail.training.run_directory import BEST, LAST, Labels, Run, gather_full, last_evaluation, write_model
-from vitrail.training.setup import Setup
+from vitrail.training.log import Event, Log, Meter, OnEvent
+from vitrail.training.model import Models
+from vitrail.training.optim.ema import Ema
+from vitrail.training.optim.optimizer import lr_at, make_optimizer, optimizer_tensors
+from vitrail.training.run_directory import BEST, CHECKPOINTS, LAST, LOG, Labels, Run, last_evaluation, write_model
 from vitrail.training.step import Step, capture_for, raised_recompile_limit, safe_attention
 
 AUGMENT, MIX, MODEL = 1, 2, 3
@@ -33,31 +43,66 @@ AUGMENT, MIX, MODEL = 1, 2, 3
 class Loop:
     """The loop of one run, from any step to its end."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        config = setup.config
-        self.per_epoch = setup.loader.steps_per_epoch
+    def __init__(
+        self, config: Config, world: World, dataset: Dataset, held: Dataset | None, models: Models, on_event: OnEvent
+    ) -> None:
+        """Open the data loaders, compile and wrap the model, and create the optimizer. Nothing is written."""
+        self.config, self.world, self.models, self.on_event = config, world, models, on_event
+        self.folder = config.folder
+        schedule = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
+        self.loader = self._open_loader(dataset, "training images", **schedule)
+        self.held_out = None if held is None else self._open_loader(held, "held-out images")
+        self.classes = dict(self.loader.classes)
+        self.fingerprint = dataset.fingerprint()
+        self.preprocessing = dataset.statistics() or models.preprocessing
+        compiled = config.compile != "off"
+        augment = prepares(self.preprocessing, config.augment, config.crop_min or 1.0, config.erasing, compiled)
+        self.augment: Any = augment if config.recipe == "labels" else Views(augment)  # type: ignore[arg-type]
+        self.plain_augment = augment.settled()
+        self.mixing = Mix(config.mixup or 0.0, config.cutmix or 0.0, config.mixing, compiled=compiled)
+        wrapped = wrap(models.learner, config, world)
+        self.sharded = wrapped is models.learner and world.world_size > 1
+        decay = config.weight_decay or 0.0
+        self.optimizer = make_optimizer(models.learner, config.lr or 0.0, decay, config.optimizer)
+        self.ema = Ema(models.model, config.ema) if config.ema else None
+        self.checkpoints = Checkpoints(self.folder / CHECKPOINTS, config.keep, world)
+        self.log = Log(
+            self.folder / LOG if world.is_main else None, self.folder / "tensorboard" if config.tensorboard else None
+        )
+        self.step = Step(config, models, wrapped, self.optimizer, capture_for(config, world), self.note)
+        self.per_epoch = self.loader.steps_per_epoch
         self.total = (config.epochs or 0) * self.per_epoch
-        self.meter = Meter(setup.world.device)
+        self.meter = Meter(world.device)
         self.best: dict[str, Any] | None = None
         self.evaluation: Evaluation | None = None
         self.seconds = 0.0
         self._unreadable = 0
-        self._step = Step(setup, capture_for(setup))
-        self._folder = config.folder
         self._evaluation_steps = read_interval(config.evaluate_every, self.per_epoch)
         self._save_steps = read_interval(config.save_every, self.per_epoch)
-        self._local_batch = (config.batch_size or 0) // setup.world.world_size
+        self._local_batch = (config.batch_size or 0) // world.world_size
         self._started = self._timed_from = time.perf_counter()
         self._timed_step = 0
 
+    def _open_loader(self, dataset: Dataset, what: str, **schedule: int) -> Loader:
+        """Return a data loader; without a schedule it is for evaluation only."""
+        config, world = self.config, self.world
+        return make_loader(
+            dataset, image_size=config.side or 1, device=world.device, rank=world.rank, world_size=world.world_size,
+            keep=config.keep_data,  # type: ignore[arg-type]
+            workers=config.workers, max_unreadable=config.max_unreadable,
+            progress=lambda done, total: self.on_event(Event("reading", done, total, text=what)),
+            **schedule,
+        )  # fmt: skip
+
+    def note(self, text: str) -> None:
+        self.on_event(Event("note", text=text))
+
     def run(self, start: int, until: float = math.inf) -> Run:
         """Train from a step on; stop with a checkpoint once `time.monotonic` exceeds ``until``."""
-        setup = self.setup
-        setup.log.write("start", step=start, processes=setup.world.world_size, device=str(setup.world.device))
-        with ExitStack() as stack, explain_failures(setup.world, self._resume_hint):
-            stack.enter_context(safe_attention(setup.models.built))
-            stack.enter_context(raised_recompile_limit(setup.config))
+        self.log.write("start", step=start, processes=self.world.world_size, device=str(self.world.device))
+        with ExitStack() as stack, explain_failures(self.world, self._resume_hint):
+            stack.enter_context(safe_attention(self.models))
+            stack.enter_context(raised_recompile_limit(self.config))
             stop = stack.enter_context(Stop.listening(until))
             self._started = time.perf_counter()
             self._restart_clock(start)
@@ -67,48 +112,45 @@ class Loop:
                     self._set_merging(step // self.per_epoch)
                 self._train_step(step)
                 self._after_step(step + 1, stop)
-            if start == self.total and not setup.world.broadcast((self._folder / LAST).is_dir()):
+            if start == self.total and not self.world.broadcast((self.folder / LAST).is_dir()):
                 self._set_merging(start // self.per_epoch - 1)
                 self._finish(start)  # interrupted between the last checkpoint and the model
             if stop.wanted:
-                setup.note("Interrupted after the last step: the run was finished instead.")
-        return Run(self._folder, self.evaluation or last_evaluation(self._folder), self.best)
+                self.note("Interrupted after the last step: the run was finished instead.")
+        return Run(self.folder, self.evaluation or last_evaluation(self.folder), self.best)
 
     # A step
 
     def _train_step(self, step: int) -> None:
-        setup = self.setup
         images, labels, mixed = self._batch(step)
-        torch.manual_seed(mix(setup.config.seed, MODEL, step, setup.world.rank))
-        for terms in self._step(images, labels, mixed, self._lr(step)):
+        torch.manual_seed(mix(self.config.seed, MODEL, step, self.world.rank))
+        for terms in self.step(images, labels, mixed, self._lr(step)):
             self.meter.add(terms, step)
-        if setup.ema is not None:
-            setup.ema.update(step)
-        after_step: Any = setup.models.learner.after_step
+        if self.ema is not None:
+            self.ema.update(step)
+        after_step: Any = self.models.learner.after_step
         after_step((step + 1) / self.total)
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """Return this rank's images of a step, augmented and mixed, and their labels."""
-        setup, seed, device = self.setup, self.setup.config.seed, self.setup.world.device
-        rows = slice(setup.world.rank * self._local_batch, (setup.world.rank + 1) * self._local_batch)
-        batch, total = setup.loader.batch(step), self._local_batch * setup.world.world_size
-        plain = step >= self.total - setup.config.plain_epochs * self.per_epoch
+        config, device, rank, size = self.config, self.world.device, self.world.rank, self._local_batch
+        rows, total = slice(rank * size, (rank + 1) * size), size * self.world.world_size
+        batch = self.loader.batch(step)
+        plain = step >= self.total - config.plain_epochs * self.per_epoch
+        augment = self.plain_augment if plain else self.augment
         with torch.no_grad():
-            augment = setup.plain_augment if plain else setup.augment
-            images = augment(batch.images, generator(device, seed, AUGMENT, step), rows, total)
-            if plain:
-                mixed = setup.mixing.idle(images)
-            else:
-                mixed = setup.mixing(images, generator(device, seed, MIX, step), rows, total)
+            images = augment(batch.images, generator(device, config.seed, AUGMENT, step), rows, total)
+            draw = generator(device, config.seed, MIX, step)
+            mixed = self.mixing.idle(images) if plain else self.mixing(images, draw, rows, total)
         return mixed.images, batch.labels, None if mixed.partner is None else (mixed.partner, mixed.share)
 
     def _lr(self, step: int) -> float:
-        config = self.setup.config
+        config = self.config
         warmup = (config.warmup_epochs or 0) * self.per_epoch
         return lr_at(step, peak=config.lr or 0.0, warmup=warmup, total=self.total, floor=config.min_lr)
 
     def _set_merging(self, epoch: int) -> None:
-        models, plan = self.setup.models, self.setup.config.merge
+        models, plan = self.models, self.config.merge
         if models.merging is not None:
             r = [round(final * plan.share_at(epoch)) for final in models.final_r]
             if models.merging.r != r:
@@ -118,9 +160,9 @@ class Loop:
 
     def _after_step(self, done: int, stop: Stop) -> None:
         """Check, log, evaluate and save as due after ``done`` steps."""
-        setup, epoch_ended = self.setup, done % self.per_epoch == 0
-        free = setup.world.world_size == 1 and setup.world.device.type == "cpu"  # checking costs nothing
-        if done % setup.config.log_every == 0 or epoch_ended or free:
+        epoch_ended = done % self.per_epoch == 0
+        free = self.world.world_size == 1 and self.world.device.type == "cpu"  # checking costs nothing
+        if done % self.config.log_every == 0 or epoch_ended or free:
             self._check(done, stop)
         if epoch_ended:
             self._end_epoch(done)
@@ -137,13 +179,12 @@ class Loop:
 
     def _check(self, done: int, stop: Stop) -> None:
         """Stop all ranks if a loss is not finite or an interrupt arrived; report progress."""
-        setup = self.setup
-        found = setup.world.all_gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
+        found = self.world.all_gather((self.meter.first_nonfinite(), stop.wanted, stop.late))
         faults = [(*fault, rank) for rank, (fault, *_) in enumerate(found) if fault is not None]
         if faults:
             step, terms, rank = min(faults)
-            where = f" on rank {rank}" if setup.world.world_size > 1 else ""
-            setup.world.fail(
+            where = f" on rank {rank}" if self.world.world_size > 1 else ""
+            self.world.fail(
                 Diverged(
                     f"The loss is not finite since step {step} (epoch {step // self.per_epoch}){where}: "
                     f"{', '.join(terms)}. The learning rate was {self._lr(step):.3g}. Nothing was saved since. Reduce "
@@ -154,47 +195,45 @@ class Loop:
         if (wanted or late) and done < self.total:
             self._save(done)
             kind, why = (Interrupted, "") if wanted else (OutOfTime, ": the time limit is reached")
-            setup.world.fail(kind(f"Stopped after step {done} of {self.total}{why}. {self._resume_hint()}"))
+            self.world.fail(kind(f"Stopped after step {done} of {self.total}{why}. {self._resume_hint()}"))
         values = {**self.meter.means(all_reduce), "lr": self._lr(done - 1), "images_per_s": self._throughput(done)}
-        setup.on_event(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
-        if done % setup.config.log_every == 0:
-            setup.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
+        self.on_event(Event("train", done, self.total, {"epoch": (done - 1) // self.per_epoch, **values}))
+        if done % self.config.log_every == 0:
+            self.log.write("train", step=done, epoch=(done - 1) / self.per_epoch, **values)
 
     def _end_epoch(self, done: int) -> None:
         means, epoch = self.meter.means(all_reduce), done // self.per_epoch - 1
         values = {"lr": self._lr(done - 1), "images_per_s": self._throughput(done), "seconds": self._elapsed()}
-        self.setup.log.write("epoch", step=done, epoch=epoch, losses=means, **values, **self._merge_config())
-        self.setup.on_event(Event("epoch", done, self.total, {"epoch": epoch, **means, **values}))
+        self.log.write("epoch", step=done, epoch=epoch, losses=means, **values, **self._merge_config())
+        self.on_event(Event("epoch", done, self.total, {"epoch": epoch, **means, **values}))
         self.meter.reset()
         self._report_unreadable(done)
 
     def _report_unreadable(self, done: int) -> None:
         """Log images that turned out to be unreadable."""
-        setup = self.setup
-        skipped = [*setup.loader.skipped, *(setup.held_out.skipped if setup.held_out is not None else ())]
+        skipped = [*self.loader.skipped, *(self.held_out.skipped if self.held_out is not None else ())]
         if len(skipped) > self._unreadable:
             self._unreadable = len(skipped)
-            setup.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
-            setup.note(f"Skipped {len(skipped)} unreadable images: {'; '.join(why for _, why in skipped[:3])}")
+            self.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
+            self.note(f"Skipped {len(skipped)} unreadable images: {'; '.join(why for _, why in skipped[:3])}")
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on the held-out data, and write the model if it is the best so far."""
-        setup = self.setup
-        if setup.held_out is None:
+        if self.held_out is None:
             return
-        if setup.world.device.type == "cuda":
+        if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        count = setup.held_out.count
-        with setup.ema.applied() if setup.ema is not None else nullcontext():
+        count = self.held_out.count
+        with self.ema.applied() if self.ema is not None else nullcontext():
             found = evaluate_model(
-                setup.models.model, setup.held_out, prepare=setup.augment.plain, batch=min(256, count),
-                dtype=torch.bfloat16 if setup.config.half else None, look=0 if setup.sharded else 256, seconds=0,
-                progress=lambda seen: setup.on_event(Event("evaluating", seen * setup.world.world_size, count)),
+                self.models.model, self.held_out, prepare=self.augment.plain, batch=min(256, count),
+                dtype=torch.bfloat16 if self.config.half else None, look=0 if self.sharded else 256, seconds=0,
+                progress=lambda seen: self.on_event(Event("evaluating", seen * self.world.world_size, count)),
             )  # fmt: skip
         self.evaluation = found
         values = {"score": found.score, **found.summary()}
-        setup.log.write("evaluation", step=done, epoch=done / self.per_epoch, **values)
-        setup.on_event(Event("evaluation", done, self.total, values))
+        self.log.write("evaluation", step=done, epoch=done / self.per_epoch, **values)
+        self.on_event(Event("evaluation", done, self.total, values))
         if self.best is None or found.score >= self.best["score"]:
             self.best = {"score": found.score, "step": done}
             self._write_model(BEST, done)
@@ -209,52 +248,52 @@ class Loop:
 
     def _write_model(self, name: str, done: int) -> None:
         write = self._model_writer(done)
-        self.setup.world.run_on_main(lambda: write(self._folder / name))
+        self.world.run_on_main(lambda: write(self.folder / name))
 
     def _model_writer(self, done: int) -> Callable[[Path], None]:
-        """Return a function that writes the model, with averaged weights if there are any, to a directory."""
-        setup = self.setup
-        model = setup.models.model
-        states = gather_full(model.state_dict() if setup.ema is None else setup.ema.tensors)
+        """Return a function that writes the model, averaged if there are averages; every rank must call this method."""
+        model = self.models.model
+        with torch.no_grad():
+            states = {  # sharded ones are gathered on the host
+                name: value.full_tensor().cpu() if isinstance(value, DTensor) else value.detach()
+                for name, value in (model.state_dict() if self.ema is None else self.ema.tensors).items()
+            }
         trained: dict[str, Any] = {
             "step": done,
             "epochs": done / self.per_epoch,
-            "weights": "averaged" if setup.ema else "last",
+            "weights": "averaged" if self.ema else "last",
         }
-        if self.evaluation is not None:
-            trained["evaluation"] = self.evaluation.summary()
+        trained |= {} if self.evaluation is None else {"evaluation": self.evaluation.summary()}
         trained |= self._merge_config()
-        labels = Labels(setup.classes, setup.preprocessing, trained, setup.models.built.architecture)
+        labels = Labels(self.classes, self.preprocessing, trained, self.models.architecture)
         return lambda folder: write_model(folder, model, states, labels)
 
     def _save(self, done: int) -> None:
-        setup = self.setup
         meta = {
             "step": done,
-            "processes": setup.world.world_size,
+            "processes": self.world.world_size,
             "meter": self.meter.to_dict(),
             "best": self.best,
             "evaluation": None if self.evaluation is None else self.evaluation.score,
             "seconds": self._elapsed(),
-            "examples": setup.loader.count,
-            "classes": setup.classes,
-            "data": setup.data,
+            "examples": self.loader.count,
+            "classes": self.classes,
+            "data": self.fingerprint,
         }
-        model = None if setup.sharded else self._model_writer(done)
-        path = setup.checkpoints.save(done, self.tensors(), meta, model)
+        model = None if self.sharded else self._model_writer(done)
+        path = self.checkpoints.save(done, self.tensors(), meta, model)
         if path is not None:
-            setup.on_event(Event("saved", done, self.total, text=str(path)))
+            self.on_event(Event("saved", done, self.total, text=str(path)))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint (not copies) by name."""
-        setup = self.setup
-        tensors = {f"learner.{name}": value for name, value in setup.models.learner.state_dict().items()}
-        tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(setup.optimizer).items()}
-        averaged = {} if setup.ema is None else setup.ema.tensors
+        tensors = {f"learner.{name}": value for name, value in self.models.learner.state_dict().items()}
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(self.optimizer).items()}
+        averaged = {} if self.ema is None else self.ema.tensors
         return tensors | {f"ema.{name}": value for name, value in averaged.items()}
 
     def _merge_config(self) -> dict[str, Any]:
-        merging = self.setup.models.merging
+        merging = self.models.merging
         return {} if merging is None else {"merge": merging.config}
 
     def _restart_clock(self, done: int) -> None:
@@ -263,14 +302,13 @@ class Loop:
 
     def _throughput(self, done: int) -> float:
         passed = max(time.perf_counter() - self._timed_from, 1e-9)
-        return (done - self._timed_step) * (self.setup.config.batch_size or 0) / passed
+        return (done - self._timed_step) * (self.config.batch_size or 0) / passed
 
     def _elapsed(self) -> float:
-        """Return the seconds of training, including those before a resume."""
         return self.seconds + time.perf_counter() - self._started
 
     def _resume_hint(self) -> str:
-        steps = self.setup.checkpoints.steps()
+        steps = self.checkpoints.steps()
         if not steps:
             return "There is no checkpoint yet."
-        return f"Resume with resume=True (--resume) from {self.setup.checkpoints.path(steps[-1])}."
+        return f"Resume with resume=True (--resume) from {self.checkpoints.path(steps[-1])}."

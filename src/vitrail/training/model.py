@@ -1,29 +1,43 @@
-"""Models to train: by name, from a library, or from a directory, with heads for the given classes."""
+"""The models of a run: the one to train, with heads for the given classes, its teacher, objective and merging."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from vitrail._distributed import World
 from vitrail.adapters import ModelRequest, load_model
 from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import named
+from vitrail.data.dataset import Dataset
+from vitrail.data.loading.order import mix
+from vitrail.data.sources.arrays import Arrays
 from vitrail.data.spec import MEAN, STD, InputSpec
-from vitrail.errors import InvalidOption, ModelLoadError
+from vitrail.errors import InvalidOption, ModelLoadError, VitrailError
 from vitrail.models import MODELS, ViT
 from vitrail.models.registry import model_config
+from vitrail.surgery import Merging, merge
 from vitrail.tokens import Role
 from vitrail.training.config import Config
+from vitrail.training.config.options import suggest
 from vitrail.training.config.syntax import read_tokens
-from vitrail.training.input_size import own_form
+from vitrail.training.objective.learner import Learner
+from vitrail.training.objective.objective import Objective
+from vitrail.training.objective.self_distillation import SelfLearner
+from vitrail.training.objective.targets import assign_targets, find_heads
+from vitrail.training.objective.teacher import Teacher
 from vitrail.training.run_directory import Labels, load_trained
 
+INITIALIZATION = 0
+"""Random stream of the initial weights; those of training steps are in `vitrail.training.loop`."""
+
 Classes = Mapping[str, Sequence[str]]
-Size = int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -35,35 +49,128 @@ class Built:
     preprocessing: InputSpec
 
 
-def build(config: Config, classes: Classes) -> Built:
-    """Build the model of a resolved config with heads for these classes, for the data's own size where it has one."""
-    own = own_form(config.data)
-    if own is None:
-        return _build(config, classes)
-    standard = InputSpec.of_arrays((0.0,) * own.channels, (1.0,) * own.channels)
-    adapted = replace(config, image_size=own.sizes, options={**config.options, "in_chans": own.channels})
-    return replace(_build(adapted, classes), preprocessing=standard)
+@dataclass(frozen=True)
+class Models(Built):
+    """The models of a run; ``final_r`` is the merging at the end of its ramp."""
+
+    learner: nn.Module
+    teacher: Teacher | None = None
+    merging: Merging | None = None
+    final_r: tuple[int, ...] = ()
 
 
-def _build(config: Config, classes: Classes) -> Built:
-    if config.own:
-        return _built((ViT(own_config(config, classes)), {}), config.image_size)
-    request = ModelRequest(
-        {column: tuple(names) for column, names in classes.items()},
-        config.pretrained,
-        config.image_size,
-        config.drop_path,
-        config.options,
+def make_models(config: Config, classes: Classes, world: World) -> Models:
+    """Build the model, its teacher, its objective and its merging."""
+    torch.manual_seed(mix(config.seed, INITIALIZATION))
+    built = build(config, classes)
+    built.model.train()
+    if config.recipe != "labels":
+        known = [name for name in signature(SelfLearner).parameters if name != "model"]
+        for name in config.recipe_options:
+            if name not in known:
+                raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
+        return Models(**vars(built), learner=SelfLearner(built.model, **config.recipe_options).to(world.device))
+    assign_targets(built.model, classes)  # before a teacher is loaded
+    teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
+    objective = Objective(
+        built.model,
+        classes,
+        smoothing=config.smoothing or 0.0,
+        distillation=config.distillation,  # type: ignore[arg-type]
+        teacher=teacher,
+        share=config.distillation_weight,
+        temperature=config.temperature or 3.0,
+        feature_weight=config.feature_weight,
+        weights="uncertainty" if config.weighting == "uncertainty" else config.task_weights or None,
     )
+    merging: Merging | None = None
+    if config.merge is not None:
+        try:
+            merging = merge(built.model, **config.merge.options)
+        except VitrailError as error:
+            raise InvalidOption(f"merge: {error}") from error
+    _use_channels_last(built.model, world)
+    learner = Learner(built.model, objective, bf16_weights=config.dtype == "bf16-weights").to(world.device)
+    final_r = () if merging is None else tuple(merging.r)
+    return Models(**vars(built), learner=learner, teacher=teacher, merging=merging, final_r=final_r)
+
+
+def _use_channels_last(model: nn.Module, world: World) -> None:
+    """Use the channels-last memory format for convnets on CUDA, where it is faster."""
+    if world.device.type == "cuda" and sum(isinstance(part, nn.Conv2d) for part in model.modules()) > 2:
+        model.to(memory_format=torch.channels_last)
+
+
+def _make_teacher(config: Config, built: Built, classes: Classes, world: World) -> Teacher:
+    assert config.teacher is not None
+    model, labels = load_teacher(config.teacher)
+    outputs = None
+    if config.distillation != "features":
+        outputs = _teacher_outputs(config.teacher, model, labels.classes, classes)
+    if built.preprocessing.is_array or (labels.preprocessing is not None and labels.preprocessing.is_array):
+        raise InvalidOption(f"teacher={config.teacher!r}: distillation needs a teacher and a student for images")
+    half = torch.bfloat16 if config.half and world.device.type == "cuda" else None
+    _use_channels_last(model, world)
+    if config.compile == "whole":
+        model.compile()
+    return Teacher(
+        model, given=built.preprocessing, expects=labels.preprocessing,
+        features=config.distillation == "features" or config.feature_weight > 0,
+        outputs=outputs, device=world.device, dtype=half,
+    )  # fmt: skip
+
+
+def _teacher_outputs(name: str, teacher: nn.Module, known: Classes, classes: Classes) -> list[int] | None:
+    """Return the indices of the student's classes among the teacher's outputs; None if they are the same."""
+    teachers = [each for names in known.values() for each in names]
+    students = [each for names in classes.values() for each in names]
+    if teachers and teachers != students:
+        missing = [each for each in students if each not in teachers]
+        if missing:
+            raise InvalidOption(f"teacher={name!r} was not trained on the classes {', '.join(missing[:5])}")
+        return [teachers.index(each) for each in students]
+    heads = find_heads(teacher)
+    size = heads.sizes.get(heads.own[0]) if heads.own else None
+    if size not in (None, len(students)):
+        raise InvalidOption(
+            f"teacher={name!r} has {size} outputs, but there are {len(students)} classes; fine-tune it on the same "
+            "classes first, or use distillation='features'"
+        )
+    return None
+
+
+def build(config: Config, classes: Classes) -> Built:
+    """Build the model of a resolved config with heads for these classes, for the data's own size where it has one.
+
+    A trained model is rebuilt for the new classes; its heads are kept where the classes are the same.
+    """
+    arrays = config.data.tensor_spec if isinstance(config.data, Arrays | Dataset) else None
+    if arrays is not None:
+        own = {**config.options, "in_chans": arrays.channels}
+        config = replace(config, image_size=arrays.sizes, options=own)
+    size, trained_on = config.image_size, None
+    names = {column: tuple(each) for column, each in classes.items()}
+    request = ModelRequest(names, config.pretrained, size, config.drop_path, config.options)
     library, name = split_name(config.model)
-    if library is not None and not named(config.model).is_dir():
-        return _built(library.build(name, request), config.image_size)
-    return _go_on(config, request)
-
-
-def _built(made: tuple[nn.Module, dict[str, Any]], size: Size) -> Built:
-    model, architecture = made
-    return Built(model, architecture, _expected(model, size))
+    made: tuple[nn.Module, dict[str, Any]]
+    if config.own:
+        made = ViT(own_config(config, classes)), {}
+    elif library is not None and not named(config.model).is_dir():
+        made = library.build(name, request)
+    else:
+        trained, labels = load_trained(config.model)
+        trained_on = labels.preprocessing
+        if arrays is None and trained_on is not None and trained_on.is_array:
+            raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
+        made = library_of(labels.architecture).rebuild(
+            trained, labels.folder, labels.architecture, request, keep_heads=names == labels.classes
+        )
+    if arrays is not None:
+        return Built(*made, InputSpec.of_arrays((0.0,) * arrays.channels, (1.0,) * arrays.channels))
+    expected = _expected(made[0], size or (trained_on.size[0] if trained_on else None))
+    if trained_on is not None and not expected.is_array:
+        expected = replace(trained_on, size=expected.size)
+    return Built(*made, expected)
 
 
 def own_config(config: Config, classes: Classes) -> Any:
@@ -82,12 +189,10 @@ def own_config(config: Config, classes: Classes) -> Any:
             spec if spec.role is Role.REGISTER or spec.enters == -1 else replace(spec, enters=-1, position=False)
             for spec in tokens
         )
-    answered = {spec.name for spec in tokens if spec.role is Role.TASK}
+    own_tasks = {spec.name for spec in tokens if spec.role is Role.TASK}  # with heads of their own
     options: dict[str, Any] = {
         "tokens": tokens,
-        "num_classes": 0
-        if config.recipe != "labels"
-        else sum(count for name, count in counts.items() if name not in answered),
+        "num_classes": sum(counts[name] for name in counts if name not in own_tasks and config.recipe == "labels"),
         "drop_path": config.drop_path or 0.0,
         **{name: getattr(config, name) for name in ("image_size", "patch_size") if getattr(config, name) is not None},
     }
@@ -100,27 +205,10 @@ def own_config(config: Config, classes: Classes) -> Any:
         raise InvalidOption(f"model={config.model!r}: {error}") from error
 
 
-def _go_on(config: Config, request: ModelRequest) -> Built:
-    """Start from a trained model: the same with heads for the new classes, kept where the classes are the same."""
-    model, labels = load_trained(config.model)
-    expects = labels.preprocessing
-    if expects is not None and expects.is_array and own_form(config.data) is None:
-        raise InvalidOption(f"model={config.model!r} was trained on arrays; give Arrays as data, not images")
-    library = library_of(labels.architecture)
-    same = request.classes == labels.classes
-    made = library.rebuild(model, labels.folder, labels.architecture, request, keep_heads=same)
-    if expects is None or expects.is_array:
-        return _built(made, config.image_size)
-    built = _built(made, config.image_size or expects.size[0])
-    if built.preprocessing.is_array:
-        return built
-    return replace(built, preprocessing=replace(expects, size=built.preprocessing.size))
-
-
-def _expected(model: nn.Module, size: Size) -> InputSpec:
-    sides: Any = (size, size) if isinstance(size, int) else size and size[-2:]
-    found = declared_spec(model) or InputSpec(sides or (224, 224), MEAN, STD)
-    return replace(found, size=sides) if sides else found
+def _expected(model: nn.Module, size: Any) -> InputSpec:
+    found = declared_spec(model) or InputSpec((224, 224), MEAN, STD)
+    axes = len(found.size)
+    return replace(found, size=(size,) * axes if isinstance(size, int) else size[-axes:]) if size else found
 
 
 def load_teacher(name: str) -> tuple[nn.Module, Labels]:

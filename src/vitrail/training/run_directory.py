@@ -45,7 +45,7 @@ class Labels:
         preprocessing: preprocessing of images or arrays.
         trained: how it was trained, and its evaluation.
         architecture: content of ``config.json`` for models of other libraries.
-        folder: directory that it was loaded from.
+        folder: where it was loaded from.
     """
 
     classes: dict[str, tuple[str, ...]]
@@ -59,10 +59,8 @@ class Labels:
 class Run:
     """A finished run.
 
-    Attributes:
-        folder: run directory.
-        evaluation: last evaluation, without confusion matrices if it was read from the log; None without held-out data.
-        best: score and step of the best evaluation.
+    ``evaluation`` is the last one, without confusion matrices if it was read from the log; None without held-out data.
+    ``best`` has score and step of the best one.
     """
 
     folder: Path
@@ -94,31 +92,23 @@ def check_free(folder: Path, *, overwrite: bool) -> None:
         )
 
 
-def lock(folder: Path, until: ExitStack) -> None:
-    """Create the run directory if needed, and lock it for this run until the stack closes."""
+def claim(folder: Path, until: ExitStack, *, resume: bool, overwrite: bool) -> None:
+    """Create the run directory if needed, and lock it until the stack closes; remove a run that is overwritten."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         until.enter_context(directory_lock(folder))
+        if resume:
+            return
+        check_free(folder, overwrite=overwrite)
+        for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in (LOG, SETTINGS):
+            (folder / name).unlink(missing_ok=True)
+        (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except BlockingIOError as error:
         raise TrainingError(
             f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
         ) from error
-    except OSError as error:
-        raise TrainingError(
-            f"cannot create {folder} ({error.strerror or error}); choose another directory, out= (-o)"
-        ) from error
-
-
-def claim(folder: Path, *, overwrite: bool) -> None:
-    """Create the directory of a new run, and remove the files of the run that it overwrites."""
-    check_free(folder, overwrite=overwrite)
-    try:
-        if overwrite:
-            for name in (CHECKPOINTS, BEST, LAST, "tensorboard"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in (LOG, SETTINGS):
-                (folder / name).unlink(missing_ok=True)
-        (folder / CHECKPOINTS).mkdir(exist_ok=True)
     except OSError as error:
         raise TrainingError(
             f"cannot write to {folder} ({error.strerror or error}); choose another directory, out= (-o)"
@@ -158,19 +148,20 @@ def model_of(path: Path) -> Path:
     """Return the model directory in a directory; raise if there is none."""
     try:
         return model_folder(path)
-    except ModelLoadError:
+    except ModelLoadError as error:
+        why = error
         if (path / SETTINGS).is_file():
             folders = sorted((path / CHECKPOINTS).glob(f"step-*/{CONFIG}"))
             kept = f"; its newest checkpoint, {folders[-1].parent}, can be loaded" if folders else ""
-            raise ModelLoadError(
+            why = ModelLoadError(
                 f"{path} is a run without a model yet{kept}. If it was interrupted, use resume=True (--resume)"
-            ) from None
-        if (path / SHARDS).is_dir():
-            raise ModelLoadError(
+            )
+        elif (path / SHARDS).is_dir():
+            why = ModelLoadError(
                 f"{path} is a sharded checkpoint, not a model; use the run's {LAST}/, or resume it with resume=True "
                 "(--resume)"
-            ) from None
-        raise
+            )
+        raise why from None
 
 
 def last_evaluation(folder: Path) -> Evaluation | None:
@@ -190,14 +181,3 @@ def last_evaluation(folder: Path) -> Evaluation | None:
         rows = (torch.tensor(heads[name], dtype=torch.float64) for name in ("argmax", "divergence"))
         last["disagreement"] = Disagreement(tuple(heads["heads"]), *rows)
     return Evaluation(**{**last, "confusion": {}, "notes": tuple(last.get("notes", ()))})
-
-
-def gather_full(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with sharded ones gathered on the host; every rank must call it."""
-    from torch.distributed.tensor import DTensor
-
-    with torch.no_grad():
-        return {
-            name: value.full_tensor().cpu() if isinstance(value, DTensor) else value.detach()
-            for name, value in states.items()
-        }

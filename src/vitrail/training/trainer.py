@@ -16,11 +16,11 @@ from vitrail._distributed import World, distributed
 from vitrail.data.dataset import fingerprint_difference
 from vitrail.errors import InvalidOption, TrainingError
 from vitrail.training.config import OPTIONS, Config, read_yaml
-from vitrail.training.data_warnings import data_notes
-from vitrail.training.log import Event, OnEvent, ignore_event, tensorboard_writer
+from vitrail.training.data import data_notes, open_data
+from vitrail.training.log import Event, OnEvent, tensorboard_writer
 from vitrail.training.loop import Loop
-from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, lock, write_text
-from vitrail.training.setup import Models, Setup, make_models, make_setup, open_data
+from vitrail.training.model import Models, make_models
+from vitrail.training.run_directory import SETTINGS, Run, check_free, claim, write_text
 
 
 def train(
@@ -56,22 +56,17 @@ def train(
     if resume and overwrite:
         raise InvalidOption("resume continues a run and overwrite replaces it; give one of them")
     if config is not None:
-        options = {**_changed(config), **options}
+        default = Config(data=config.data)
+        changed = {name: getattr(config, name) for name in OPTIONS if getattr(config, name) != getattr(default, name)}
+        options = {"data": config.data, **changed, **options}
     with distributed(options.get("device")) as world, ExitStack() as stack:
         requested = world.run(lambda: _resume_config(options) if resume else Config.from_dict(options))
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if world.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
-        listener = on_event if on_event and world.is_main else ignore_event
+        listener = on_event if on_event and world.is_main else lambda event: None
         loop, start = _prepare(requested, world, resume, overwrite, listener, stack)
         return loop.run(start, until)
-
-
-def _changed(config: Config) -> dict[str, Any]:
-    """Return the options of a config that differ from their defaults."""
-    default = Config(data=config.data)
-    values = {name: getattr(config, name) for name in OPTIONS}
-    return {name: value for name, value in values.items() if name == "data" or value != getattr(default, name)}
 
 
 def _prepare(
@@ -86,7 +81,14 @@ def _prepare(
     folder = config.folder
 
     def check() -> Models:
-        _check_batch_size(config, world, len(dataset))
+        batch, pairs = config.batch_size or 0, 2 if config.mixup or config.cutmix else 1
+        if batch > len(dataset):
+            raise InvalidOption(f"batch_size={batch} exceeds the {len(dataset)} training images; reduce it")
+        if batch % (divisor := world.world_size * config.accumulate * pairs):
+            raise InvalidOption(
+                f"batch_size={batch} is not divisible by {divisor}: world size {world.world_size} × accumulate "
+                f"{config.accumulate}{' × 2, as images are mixed in pairs' if pairs == 2 else ''}"
+            )
         if config.tensorboard:
             tensorboard_writer()
         if config.graphs and (world.world_size > 1 or world.device.type != "cuda"):
@@ -98,67 +100,47 @@ def _prepare(
         return make_models(config, dataset.classes, world)
 
     models = world.run(check)
-    size = models.built.preprocessing.size
+    size = models.preprocessing.size
     config = replace(config, image_size=size[0] if size else None)
     config = replace(config, side=config.side or config.image_size)
-    setup = world.run(lambda: make_setup(config, world, dataset, held, models, on_event))
+    loop = world.run(lambda: Loop(config, world, dataset, held, models, on_event))
     directory = stack.enter_context(ExitStack())
-    for opened in (setup.log, setup.loader, setup.held_out):
+    for opened in (loop.log, loop.loader, loop.held_out):
         if opened is not None:
             stack.callback(opened.close)
-    loop = Loop(setup)
-
-    def create_directory() -> None:
-        lock(folder, directory)
-        if not resume:
-            claim(folder, overwrite=overwrite)
-
-    world.run_on_main(create_directory)
+    world.run_on_main(lambda: claim(folder, directory, resume=resume, overwrite=overwrite))
     start = _load_checkpoint(loop, len(dataset)) if resume else 0
     world.run_on_main(lambda: write_text(folder / SETTINGS, config.to_yaml()))
-    setup.log.trim(start)
+    loop.log.trim(start)
     world.barrier()
-    _introduce(setup, start, loop.total)
+    _introduce(loop, start)
     for text in data_notes(config, dataset, held):
-        setup.log.write("note", step=start, text=text)
-        setup.note(text)
+        loop.log.write("note", step=start, text=text)
+        loop.note(text)
     return loop, start
 
 
-def _introduce(setup: Setup, start: int, total: int) -> None:
-    """Log and report the size of data, model and run."""
-    config, held = setup.config, 0 if setup.held_out is None else setup.held_out.count
-    counts = {name: len(names) for name, names in setup.classes.items()}
-    parameters = sum(weight.numel() for weight in setup.models.model.parameters())
-    setup.log.write(
-        "setting", step=start, classes=counts, pictures=setup.loader.count, held_out=held, parameters=parameters,
-        steps=total, model=config.model,
+def _introduce(loop: Loop, start: int) -> None:
+    config, count, total = loop.config, loop.loader.count, loop.total
+    held = 0 if loop.held_out is None else loop.held_out.count
+    counts = {name: len(names) for name, names in loop.classes.items()}
+    parameters = sum(weight.numel() for weight in loop.models.model.parameters())
+    loop.log.write(
+        "setting", step=start, classes=counts, pictures=count, held_out=held, parameters=parameters, steps=total,
+        model=config.model,
     )  # fmt: skip
-    classes = ", ".join(f"{name}: {count} classes" for name, count in counts.items()) or "no labels"
+    classes = ", ".join(f"{name}: {number} classes" for name, number in counts.items()) or "no labels"
     text = (
-        f"{setup.loader.count:,} training images{f', {held:,} held out' if held else ''} ({classes}); {config.model} "
-        f"with {parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {total // (config.epochs or 1)} steps, "
-        f"batch size {config.batch_size}"
+        f"{count:,} training images{f', {held:,} held out' if held else ''} ({classes}); {config.model} with "
+        f"{parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {loop.per_epoch} steps, batch size "
+        f"{config.batch_size}"
     )
-    setup.on_event(Event("start", text=text))
+    loop.on_event(Event("start", text=text))
     if start >= total:
-        setup.note(f"All {total} steps are done; there is nothing left to train.")
+        loop.note(f"All {total} steps are done; there is nothing left to train.")
     elif config.compile not in (None, "off"):
-        wait = "up to a minute on a GPU" if setup.world.device.type == "cuda" else "up to some minutes on a CPU"
-        setup.note(f"The first steps compile (--compile {config.compile}), {wait}.")
-
-
-def _check_batch_size(config: Config, world: World, count: int) -> None:
-    batch = config.batch_size or 0
-    if batch > count:
-        raise InvalidOption(f"batch_size={batch} exceeds the {count} training images; reduce it")
-    pairs = 2 if (config.mixup or config.cutmix) else 1
-    divisor = world.world_size * config.accumulate * pairs
-    if batch % divisor:
-        raise InvalidOption(
-            f"batch_size={batch} is not divisible by {divisor}: world size {world.world_size} × accumulate "
-            f"{config.accumulate}{' × 2, as images are mixed in pairs' if pairs == 2 else ''}"
-        )
+        wait = "up to a minute on a GPU" if loop.world.device.type == "cuda" else "up to some minutes on a CPU"
+        loop.note(f"The first steps compile (--compile {config.compile}), {wait}.")
 
 
 def _resume_config(given: dict[str, Any]) -> Config:
@@ -185,8 +167,7 @@ def _resume_config(given: dict[str, Any]) -> Config:
 
 def _load_checkpoint(loop: Loop, count: int) -> int:
     """Load the newest complete checkpoint; return its step."""
-    setup = loop.setup
-    world, checkpoints = setup.world, setup.checkpoints
+    world, checkpoints = loop.world, loop.checkpoints
     step, skipped = world.run(checkpoints.newest)
     if step > loop.total:
         raise TrainingError(
@@ -195,33 +176,33 @@ def _load_checkpoint(loop: Loop, count: int) -> int:
         )
     meta = checkpoints.meta(step)
     for text in skipped:
-        setup.note(f"{text[0].upper()}{text[1:]}; resuming from step {step} instead.")
-    world.run(lambda: _check_data(setup, meta, count))
+        loop.note(f"{text[0].upper()}{text[1:]}; resuming from step {step} instead.")
+    world.run(lambda: _check_data(loop, meta, count))
     world.run(lambda: checkpoints.load(step, loop.tensors()))
     loop.meter.restore(meta["meter"])
     loop.best, loop.seconds = meta["best"], meta["seconds"]
     before, now = meta["processes"], world.world_size
     if before != now:
-        batch = setup.config.batch_size or 0
-        setup.note(
+        batch = loop.config.batch_size or 0
+        loop.note(
             f"The world size changed from {before} ({batch // before} images per rank) to {now} ({batch // now}). "
             "Batches, augmentation and schedule stay the same; dropout, drop path and rounding differ."
         )
     return step
 
 
-def _check_data(setup: Setup, meta: Mapping[str, Any], count: int) -> None:
+def _check_data(loop: Loop, meta: Mapping[str, Any], count: int) -> None:
     """Raise if the data is not the one that the run was started with."""
-    if meta["examples"] != count or {k: tuple(v) for k, v in meta["classes"].items()} != setup.classes:
-        before, now = ([name for names in each.values() for name in names] for each in (meta["classes"], setup.classes))
+    if meta["examples"] != count or {k: tuple(v) for k, v in meta["classes"].items()} != loop.classes:
+        before, now = ([name for names in each.values() for name in names] for each in (meta["classes"], loop.classes))
         new = [name for name in now if name not in before]
         raise TrainingError(
             f"data: the run was started with {meta['examples']} images of {len(before)} classes; got {count} of "
             f"{len(now)}{f', among them {new[0]!r}' if new else ''}. Resume with the same data"
         )
-    differs = fingerprint_difference(meta["data"], setup.data, setup.classes) if "data" in meta else None
+    differs = fingerprint_difference(meta["data"], loop.fingerprint, loop.classes) if "data" in meta else None
     if differs is not None:
         raise TrainingError(
             f"data: {differs}. Resume with the same data; for other data start another run, with "
-            f"model={setup.config.folder} to fine-tune its model"
+            f"model={loop.config.folder} to fine-tune its model"
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found
-from vitrail.bench._modes import output_tensor
+from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.timing import Clock, Spread, measure
 from vitrail.errors import SaturatedWarning, UnsupportedInput
 from vitrail.merging import Method
@@ -73,6 +73,8 @@ class Trials:
                 self.merging, self.method = merge(self.model, list(r), method=method, **self.options), method
             elif self.merging.r != list(r):
                 self.merging.r = list(r)
+            if self.merging.r != list(r):  # more than there are to merge
+                self.merging.r = self.merging.r
         return self.merging
 
     def cap(self, method: Any, r: Sequence[int]) -> Counts:

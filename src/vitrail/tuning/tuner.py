@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,15 +195,13 @@ class Tuner:
         path, index, values = self._decide(chosen)
         return self._result(path, index, values, began)
 
-    def _interruptible(self) -> Any:
-        tuner = self
-
-        class Interruptible(suppress):
-            def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-                tuner.interrupted = kind is KeyboardInterrupt
-                return bool(super().__exit__(kind, error, trace))
-
-        return Interruptible(KeyboardInterrupt)
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """End the work inside when the user interrupts it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
 
     def _constant(self, method: Any) -> list[Counts]:
         patches = self._patches
@@ -256,13 +254,11 @@ class Tuner:
             seed=self.seed,
         )
         last: list[Counts] | None = None
-        try:
+        with self._interruptible():
             for path in SEARCHES[name](problem):
                 last = path
                 if self._is_far_enough(method, path[-1], target) and name == "greedy":
                     break
-        except KeyboardInterrupt:
-            self.interrupted = True
         if last is not None:
             yield last
 

@@ -194,7 +194,7 @@ class TestPixels:
         assert measured(score.l2).mean == pytest.approx(0, abs=1e-6)
 
     def test_patches_of_other_tokens(self) -> None:
-        with pytest.raises(UnsupportedInput, match="one patch per token"):
+        with pytest.raises(UnsupportedInput, match=r"patches: shape .20, 8, 4. given; expected .20, 9, K."):
             probe_pixels(torch.randn(20, 9, 4), torch.zeros(20, 9) > 0, torch.randn(20, 8, 4))
 
 

@@ -60,7 +60,7 @@ def test_against_loops(kind: str, strength: str) -> None:
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("strength", REACH)
-def test_the_same_for_any_number_of_processes(kind: str, strength: str) -> None:
+def test_the_same_for_any_world_size(kind: str, strength: str) -> None:
     given = values(kind)
     augment = ArrayAugment(strength, NORMALIZING[given.shape[1]])
     whole = augment(given, generator("cpu", 5, 1))

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from tests.extras import always
 from vitrail.data.augment import images as augment
-from vitrail.data.augment.images import WIDTHS, Augment, Draws, Strength
+from vitrail.data.augment.images import DRAWS, Augment, Strength
 from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption
 
@@ -27,15 +27,11 @@ def images() -> Tensor:
 def numbers(count: int, **given: float | list[float]) -> Tensor:
     """Numbers as they are drawn, with some of them given: by default the whole image, unchanged."""
     usual = {"area": 1.0, "ratio": 0.5, "flip": 1.0, "choice": 0.99, "blur": 0.0, "warped": 1.0, "erased": 1.0}
-    table = torch.full((count, sum(WIDTHS)), 0.5)
-    found = Draws(*table.split(WIDTHS, 1))
+    table = torch.full((count, sum(DRAWS.values())), 0.5)
+    found = dict(zip(DRAWS, table.split([*DRAWS.values()], 1), strict=True))
     for name, value in (usual | given).items():
-        getattr(found, name).copy_(torch.tensor(value))
+        found[name].copy_(torch.tensor(value))
     return table
-
-
-def test_one_number_for_each_field() -> None:
-    assert len(WIDTHS) == len(Draws._fields)
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
@@ -47,7 +43,7 @@ def test_shapes_and_range(images: Tensor, strength: Strength) -> None:
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
-def test_the_same_for_any_number_of_processes(images: Tensor, strength: Strength) -> None:
+def test_the_same_for_any_world_size(images: Tensor, strength: Strength) -> None:
     augment = Augment(strength, 32)
     whole = augment(images, generator("cpu", 5, 1))
     parts = [augment(images[at : at + 4], generator("cpu", 5, 1), slice(at, at + 4), 12) for at in (0, 4, 8)]
@@ -139,7 +135,7 @@ def test_erasing() -> None:
 def test_compiles_as_one_graph_for_any_image(images: Tensor, strength: Strength) -> None:
     """The compiler traces one graph for any image: no shape depends on a value, and none is read back."""
     own = Augment(strength, 32)
-    table = torch.rand(12, sum(WIDTHS))
+    table = torch.rand(12, sum(DRAWS.values()))
     compiled = torch.compile(Augment.apply, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(own, images, table), own.apply(images, table))
 
@@ -161,7 +157,7 @@ def test_compiled_results_are_the_same(images: Tensor, monkeypatch: pytest.Monke
 def test_no_number_is_read_back_from_the_device(images: Tensor, strength: Strength) -> None:
     """On a device without numbers, reading one or making a shape of one is an error."""
     with torch.device("meta"):
-        table = torch.rand(12, sum(WIDTHS))
+        table = torch.rand(12, sum(DRAWS.values()))
     made = Augment(strength, 32).apply(images.to("meta"), table)
     assert made.shape == (12, 3, 32, 32)
 

@@ -83,7 +83,7 @@ def test_both_and_how_often() -> None:
     assert 0.34 < (~same & ~cut).float().mean() < 0.41
 
 
-def test_the_same_for_any_number_of_processes(images: Tensor) -> None:
+def test_the_same_for_any_world_size(images: Tensor) -> None:
     mix = Mix(0.8, 1.0, probability=0.8)
     whole = mix(images, generator("cpu", 3))
     parts = [mix(images[at : at + 2], generator("cpu", 3), slice(at, at + 2), 8) for at in (0, 2, 4, 6)]

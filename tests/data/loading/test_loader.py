@@ -1,4 +1,4 @@
-"""Data loaders: the same batches wherever images are kept, for any number of processes, from any step on."""
+"""Data loaders: the same batches wherever images are kept, for any world size, from any step on."""
 
 import os
 import signal
@@ -19,9 +19,9 @@ from vitrail.errors import ImageError, InvalidOption, TrainingError
 KINDS = ["device", "workers"]
 
 
-def loader(examples: Dataset, keep: Any, **more: Any) -> Loader:
+def loader(dataset: Dataset, keep: Any, **more: Any) -> Loader:
     return make_loader(
-        examples, **{"image_size": 12, "batch": 4, "seed": 3, "device": "cpu", "keep": keep, "workers": 0} | more
+        dataset, **{"image_size": 12, "batch": 4, "seed": 3, "device": "cpu", "keep": keep, "workers": 0} | more
     )
 
 
@@ -30,7 +30,7 @@ def same(one: LoadedBatch, other: LoadedBatch) -> bool:
 
 
 @pytest.fixture
-def examples(tmp_path: Path) -> Dataset:
+def dataset(tmp_path: Path) -> Dataset:
     return open_dataset(class_folders(tmp_path / "set", 12), labeled=True)
 
 
@@ -44,15 +44,15 @@ def damaged(tmp_path: Path) -> Dataset:
 
 
 @pytest.mark.parametrize("keep", KINDS)
-def test_batches_follow_the_order(examples: Dataset, keep: str) -> None:
-    made = loader(examples, keep)
+def test_batches_follow_the_order(dataset: Dataset, keep: str) -> None:
+    made = loader(dataset, keep)
     assert (made.count, made.steps_per_epoch, made.image_size) == (12, 3, 12)
     assert made.classes == {"label": ("a", "b")}
     batch = made.batch(0)
     assert (batch.images.shape, batch.images.dtype) == ((4, 3, 12, 12), torch.uint8)
     for image, label, index in zip(*batch, strict=True):
-        assert torch.equal(image, examples.tensor(int(index), 12))
-        assert torch.equal(label, examples.labels[index])
+        assert torch.equal(image, dataset.tensor(int(index), 12))
+        assert torch.equal(label, dataset.labels[index])
     epoch = torch.cat([made.batch(step).indices for step in range(3)])
     assert epoch.sort().values.tolist() == list(range(12))
     assert made.skipped == []
@@ -71,47 +71,47 @@ def source(kind: str, folder: Path) -> Dataset:
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("kind", ["folders", "parquet", "shards"])
 def test_loaders_agree_at_any_step(tmp_path: Path, kind: str, repeats: int) -> None:
-    examples = source(kind, tmp_path)
-    resident, workers = (loader(examples, keep, repeats=repeats) for keep in KINDS)
+    dataset = source(kind, tmp_path)
+    resident, workers = (loader(dataset, keep, repeats=repeats) for keep in KINDS)
     for step in (0, 1, 2, 3, 7, 8, 2):
         assert same(resident.batch(step), workers.batch(step))
-    assert same(loader(examples, "workers", repeats=repeats).batch(8), workers.batch(8))  # another run, from there on
+    assert same(loader(dataset, "workers", repeats=repeats).batch(8), workers.batch(8))  # another run, from there on
 
 
 @pytest.mark.parametrize("keep", KINDS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_processes_share_the_batch(examples: Dataset, keep: str, world: int) -> None:
-    whole = loader(examples, keep)
-    parts = [loader(examples, keep, rank=rank, world_size=world) for rank in range(world)]
+def test_ranks_share_the_batch(dataset: Dataset, keep: str, world: int) -> None:
+    whole = loader(dataset, keep)
+    parts = [loader(dataset, keep, rank=rank, world_size=world) for rank in range(world)]
     for step in range(4):
         together = [torch.cat(several) for several in zip(*(part.batch(step) for part in parts), strict=True)]
         assert same(whole.batch(step), LoadedBatch(*together))
 
 
 @pytest.mark.parametrize("keep", KINDS)
-def test_sweep(examples: Dataset, keep: str) -> None:
-    batches = list(loader(examples, keep).sweep(5))
+def test_sweep(dataset: Dataset, keep: str) -> None:
+    batches = list(loader(dataset, keep).sweep(5))
     assert [len(batch.images) for batch in batches] == [5, 5, 2]
     assert torch.cat([batch.indices for batch in batches]).tolist() == list(range(12))
-    assert torch.equal(torch.cat([batch.labels for batch in batches]), examples.labels)
-    parts = [list(loader(examples, keep, batch=10, rank=rank, world_size=5).sweep(2)) for rank in range(5)]
+    assert torch.equal(torch.cat([batch.labels for batch in batches]), dataset.labels)
+    parts = [list(loader(dataset, keep, batch=10, rank=rank, world_size=5).sweep(2)) for rank in range(5)]
     seen = torch.cat([batch.indices for part in parts for batch in part])
     assert seen.sort().values.tolist() == list(range(12))
     with pytest.raises(InvalidOption, match="batch=0"):
-        next(loader(examples, keep).sweep(0))
+        next(loader(dataset, keep).sweep(0))
 
 
 @pytest.mark.parametrize("keep", KINDS)
-def test_a_loader_for_sweeps_alone(examples: Dataset, keep: str) -> None:
-    made = loader(examples.take(0.1, 0), keep, batch=None)
+def test_a_loader_for_sweeps_alone(dataset: Dataset, keep: str) -> None:
+    made = loader(dataset.take(0.1, 0), keep, batch=None)
     assert (made.count, made.steps_per_epoch) == (1, 0)
     assert len(list(made.sweep(64))) == 1
     with pytest.raises(InvalidOption, match="no batch size"):
         made.batch(0)
 
 
-def test_sweeps_do_not_disturb_steps(examples: Dataset) -> None:
-    made, other = loader(examples, "workers"), loader(examples, "device")
+def test_sweeps_do_not_disturb_steps(dataset: Dataset) -> None:
+    made, other = loader(dataset, "workers"), loader(dataset, "device")
     made.batch(0)
     list(made.sweep(4))
     assert same(made.batch(1), other.batch(1))
@@ -150,54 +150,54 @@ def test_too_many_unreadable_images(damaged: Dataset) -> None:
 
 
 def test_nothing_readable_at_all(tmp_path: Path) -> None:
-    examples = open_dataset(class_folders(tmp_path / "set", 4, broken=(0, 1, 2, 3)), labeled=True)
+    dataset = open_dataset(class_folders(tmp_path / "set", 4, broken=(0, 1, 2, 3)), labeled=True)
     for keep in KINDS:
         with pytest.raises(ImageError, match="cannot be read"):
-            loader(examples, keep, max_unreadable=1.0).batch(0)
+            loader(dataset, keep, max_unreadable=1.0).batch(0)
 
 
 # ---------------------------------------------------------------- where images are kept
 
 
-def test_kernel_selection(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(loader(examples, "auto"), InMemoryLoader)
+def test_kernel_selection(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(loader(dataset, "auto"), InMemoryLoader)
     monkeypatch.setattr(module, "HOST_BYTES", 12 * 3 * 12 * 12 - 1)
-    assert isinstance(loader(examples, "auto"), WorkerLoader)
-    assert isinstance(loader(examples, "device"), InMemoryLoader)
+    assert isinstance(loader(dataset, "auto"), WorkerLoader)
+    assert isinstance(loader(dataset, "device"), InMemoryLoader)
 
 
-def test_progress(examples: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.loading.memory.CHUNK", 5)
     events: list[tuple[int, int]] = []
-    made = loader(examples, "device", workers=2, progress=lambda *done: events.append(done))
+    made = loader(dataset, "device", workers=2, progress=lambda *done: events.append(done))
     assert events == [(5, 12), (10, 12), (12, 12)]
     for index, image in enumerate(next(made.sweep(12)).images):
-        assert torch.equal(image, examples.tensor(index, 12))
+        assert torch.equal(image, dataset.tensor(index, 12))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"batch": 13}, "12 samples, fewer than one batch of 13"),
-        ({"batch": 5, "world_size": 2}, "batch=5 is not a multiple"),
+        ({"batch": 5, "world_size": 2}, "batch=5: expected a multiple"),
         ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
         ({"image_size": 0}, "image_size=0"),
         ({"workers": -1}, "workers=-1"),
         ({"keep": "disk"}, "keep='disk'"),
     ],
 )
-def test_refusals(examples: Dataset, given: dict[str, Any], message: str) -> None:
+def test_refusals(dataset: Dataset, given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
-        loader(examples, **({"keep": "auto"} | given))
+        loader(dataset, **({"keep": "auto"} | given))
 
 
-# ---------------------------------------------------------------- processes that read
+# ---------------------------------------------------------------- worker processes
 
 
 def test_workers_read_the_same_and_their_failure_is_reported(tmp_path: Path) -> None:
-    examples = open_dataset(class_folders(tmp_path / "set", 12, broken=(4,)), labeled=True)
-    made = loader(examples, "workers", workers=1, max_unreadable=0.1)
-    other = loader(examples, "device", max_unreadable=0.1)
+    dataset = open_dataset(class_folders(tmp_path / "set", 12, broken=(4,)), labeled=True)
+    made = loader(dataset, "workers", workers=1, max_unreadable=0.1)
+    other = loader(dataset, "device", max_unreadable=0.1)
     try:
         for step in (4, 5, 6):
             assert same(made.batch(step), other.batch(step))

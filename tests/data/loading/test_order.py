@@ -1,4 +1,4 @@
-"""The order of samples: a function of the seed and the step, the same for any number of processes."""
+"""The order of samples: a function of the seed and the step, the same for any world size."""
 
 import pytest
 import torch

@@ -54,9 +54,9 @@ def test_labels_and_names() -> None:
     both = open_dataset(arrays, labels=("voice", "tone"), labeled=True)
     assert both.labels.tolist() == [[1, 2], [0, 0]]
     named = Arrays(values, ["cat", "dog", "cat", "dog"], classes=["eel", "dog", "cat"], names=list("wxyz"))
-    examples = open_dataset(named, labeled=True)
-    assert examples.classes == {"label": ("eel", "dog", "cat")}
-    assert (examples.labels[:, 0].tolist(), examples.names) == ([2, 1, 2, 1], tuple("wxyz"))
+    dataset = open_dataset(named, labeled=True)
+    assert dataset.classes == {"label": ("eel", "dog", "cat")}
+    assert (dataset.labels[:, 0].tolist(), dataset.names) == ([2, 1, 2, 1], tuple("wxyz"))
     known = open_dataset(named, classes={"label": ("dog", "cat")}, labeled=True)
     assert known.labels[:, 0].tolist() == [1, 0, 1, 0]
     assert open_dataset(Arrays(values, [0, 1, 1, 0], classes=["x", "y"]), labeled=True).classes == {"label": ("x", "y")}

@@ -25,16 +25,16 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("source", ["wds:{}/set-{{000..002}}.tar", "{}/set-*.tar", "{}", "wds:{}/set-00{{0,1,2}}.tar"])
 def test_shards_one_after_the_other(folder: Path, source: str) -> None:
-    examples = open_dataset(source.format(folder), labeled=True)
-    assert examples.classes == {"label": ("0", "1", "2")}
-    assert numbers(examples) == list(range(12))
-    assert examples.labels[:, 0].tolist() == [number % 3 for number in range(12)]
-    assert examples.names[5] == "0005.png"
+    dataset = open_dataset(source.format(folder), labeled=True)
+    assert dataset.classes == {"label": ("0", "1", "2")}
+    assert numbers(dataset) == list(range(12))
+    assert dataset.labels[:, 0].tolist() == [number % 3 for number in range(12)]
+    assert dataset.names[5] == "0005.png"
 
 
 def test_paths_of_shards(folder: Path) -> None:
-    examples = open_dataset([folder / "set-002.tar", folder / "set-000.tar"], labeled=True)
-    assert numbers(examples) == [8, 9, 10, 11, 0, 1, 2, 3]
+    dataset = open_dataset([folder / "set-002.tar", folder / "set-000.tar"], labeled=True)
+    assert numbers(dataset) == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
 def test_columns(tmp_path: Path) -> None:
@@ -46,10 +46,10 @@ def test_columns(tmp_path: Path) -> None:
             "y/b": {"png": encoded(2), "json": {"breed": "pug"}, "colour": b"red", "txt": b"\xff"},
         },
     )
-    examples = open_dataset(path, labels=("breed", "colour"), labeled=True)
-    assert examples.classes == {"breed": ("cat", "pug"), "colour": ("blue", "red")}
-    assert examples.labels.tolist() == [[1, 1], [0, 0], [1, 1]]
-    assert numbers(examples) == [0, 1, 2]
+    dataset = open_dataset(path, labels=("breed", "colour"), labeled=True)
+    assert dataset.classes == {"breed": ("cat", "pug"), "colour": ("blue", "red")}
+    assert dataset.labels.tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert numbers(dataset) == [0, 1, 2]
     assert open_dataset(path, labels=("age",), labeled=True).num_unlabeled == 1
     with pytest.raises(InvalidOption, match=r"labels='kind'.*age, breed, colour"):
         open_dataset(path, labels=("kind",), labeled=True)
@@ -88,14 +88,14 @@ def test_broken_shards(tmp_path: Path, folder: Path) -> None:
 
 
 def test_a_shard_that_changes_under_us(folder: Path) -> None:
-    examples = open_dataset(folder / "set-000.tar", labeled=True)
+    dataset = open_dataset(folder / "set-000.tar", labeled=True)
     whole = (folder / "set-000.tar").read_bytes()
     (folder / "set-000.tar").write_bytes(whole[:600])
     with pytest.raises(ImageError, match=r"0002.png: the shard is cut off"):
-        examples.tensor(2, 8)
+        dataset.tensor(2, 8)
     (folder / "set-000.tar").unlink()
     with pytest.raises(ImageError, match="the shard cannot be read"):
-        examples.tensor(2, 8)
+        dataset.tensor(2, 8)
 
 
 def test_shards_that_are_not_there(folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_accepted_image_types(value: Any) -> None:
     assert open_dataset(Pairs([(value, 0)]), labeled=True).tensor(0, 12).eq(7).all()
 
 
-@pytest.mark.parametrize("value", [torch.randn(3, 8, 8), torch.rand(8, 8), "a.png", np.zeros((8, 8, 3)), None])
+@pytest.mark.parametrize("value", [torch.randn(3, 8, 8), torch.rand(8, 8), "a.png", np.full((8, 8, 3), 7.0), None])
 def test_rejected_image_types(value: Any) -> None:
     with pytest.raises(ImageError, match="Pairs, number 0: not an image"):
         open_dataset(Pairs([(value, 0)]), labeled=True).tensor(0, 8)

@@ -38,7 +38,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"model": "deit_tiny_patch16_distilled"},
         "model: a distillation token needs a teacher",
     ),
-    "answers about dropped patches": (
+    "outputs for dropped patches": (
         {"recipe": "dino", "recipe_options": {"patches": 1.0}, "options": {"patch_drop": 0.5}},
         "recipe_options: patches needs every patch",
     ),

@@ -154,7 +154,7 @@ def test_a_plain_net_has_no_tokens_to_inspect() -> None:
     assert (found.collapse, found.outliers, found.notes, found.disagreement) == ({}, {}, (), None)
 
 
-def test_logits_of_timm_distilled_models_are_recorded_per_head() -> None:
+def test_timm_distilled_models_have_logits_per_head() -> None:
     timm = pytest.importorskip("timm")
     name = "deit_tiny_distilled_patch16_224"
     model = timm.create_model(name, num_classes=3, depth=2, img_size=16, patch_size=4, embed_dim=24)
@@ -283,7 +283,7 @@ def _part(rank: int, store: str, out: str, empty: bool) -> None:
 
 
 @pytest.mark.parametrize("empty", always([True], [False, True]))
-def test_processes_add_up(tmp_path: Path, empty: bool) -> None:
+def test_ranks_add_up(tmp_path: Path, empty: bool) -> None:
     mp.spawn(_part, (str(tmp_path / "store"), str(tmp_path / "found"), empty), nprocs=2)
     torch.manual_seed(0)
     model = tiny(CLASS, DISTILLATION)

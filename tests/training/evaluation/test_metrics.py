@@ -21,16 +21,16 @@ def test_accuracy_loss_and_top_five() -> None:
     tally, logits, labels = filled()
     order = logits.argsort(1, descending=True)
     assert tally.count == 60
-    assert tally.accuracy == pytest.approx((order[:, 0] == labels).double().mean().item())
-    assert tally.top5 == pytest.approx((order[:, :5] == labels[:, None]).any(1).double().mean().item())
-    assert tally.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
+    assert tally.figures()["accuracy"] == pytest.approx((order[:, 0] == labels).double().mean().item())
+    assert tally.figures()["top5"] == pytest.approx((order[:, :5] == labels[:, None]).any(1).double().mean().item())
+    assert tally.figures()["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
 
 
 def test_confusion_is_scikit_learns() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     tally, logits, labels = filled()
     expected = metrics.confusion_matrix(labels.numpy(), logits.argmax(1).numpy(), labels=range(7))
-    assert tally.confusion.tolist() == expected.tolist()
+    assert tally.figures()["confusion"].tolist() == expected.tolist()
 
 
 def test_calibration_by_loop() -> None:
@@ -45,7 +45,7 @@ def test_calibration_by_loop() -> None:
         mean = sum(confidence for confidence, _ in group) / len(group)
         right = sum(hit for _, hit in group) / len(group)
         error += len(group) / 60 * abs(mean - right)
-    assert tally.calibration == pytest.approx(error, abs=1e-6)
+    assert tally.figures()["calibration"] == pytest.approx(error, abs=1e-6)
 
 
 def test_batches_do_not_matter_and_few_classes_do_neither() -> None:
@@ -56,14 +56,14 @@ def test_batches_do_not_matter_and_few_classes_do_neither() -> None:
     torch.testing.assert_close(one.sums, many.sums)
     pair = Tally(2)
     pair.add(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
-    assert (pair.accuracy, pair.top5) == (0.0, 1.0)
+    assert (pair.figures()["accuracy"], pair.figures()["top5"]) == (0.0, 1.0)
 
 
-def test_sums_add_up_over_processes() -> None:
+def test_sums_add_up_over_ranks() -> None:
     left, right = filled()[0], filled()[0]
     both = Tally(7)
     both.sums = left.sums + right.sums
-    assert both.accuracy == pytest.approx((left.accuracy + right.accuracy) / 2)
+    assert both.figures()["accuracy"] == pytest.approx((left.figures()["accuracy"] + right.figures()["accuracy"]) / 2)
     before = left.sums.clone()
     all_reduce(left.sums)  # alone, it changes nothing
     assert torch.equal(left.sums, before)

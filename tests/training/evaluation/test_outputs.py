@@ -90,7 +90,7 @@ def test_transformers_models() -> None:
     torch.testing.assert_close(forward_output(single, IMAGES).by_role["class"], single(IMAGES).logits)
 
 
-def test_merged_models_answer_too() -> None:
+def test_merged_models_have_outputs_too() -> None:
     model = tiny(CLASS, task("colour", 2)).eval()
     with vitrail.merge(model, r=2):
         output, features = forward_output_and_map(model, IMAGES)

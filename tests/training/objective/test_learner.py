@@ -1,4 +1,4 @@
-"""Rounded weights: the bits of a model in bfloat16, gradients for the float32 weights, and nothing left behind."""
+"""Weights cast to bfloat16: the bits of a model in bfloat16, gradients for the float32 weights, everything restored."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_weights_are_restored_after_an_error() -> None:
     assert all(weight is before[name] for name, weight in model.named_parameters())
 
 
-def test_learner_rounds_the_model_and_not_the_objective() -> None:
+def test_learner_casts_the_model_and_not_the_objective() -> None:
     model = tiny(CLASS, DISTILLATION)
     teacher = Teacher(Net(), features=True)
     objective = Objective(model, ANIMALS, distillation="soft", teacher=teacher, feature_weight=1.0)
@@ -109,7 +109,7 @@ def test_compiled_blocks_are_not_compiled_anew_for_each_step() -> None:
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_a_run_learns_with_rounded_weights(tmp_path: Path) -> None:
+def test_a_run_learns_with_bfloat16_weights(tmp_path: Path) -> None:
     photos = str(make_photos(tmp_path / "photos"))
     fields = {**FIELDS, "data": photos, "lr": 3e-3, "epochs": 8}
     runs = {name: train(**fields, dtype=name, out=str(tmp_path / name)) for name in ("fp32", "bf16", "bf16-weights")}

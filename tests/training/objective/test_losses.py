@@ -13,12 +13,9 @@ from vitrail.errors import UnsupportedInput
 from vitrail.training.objective.losses import (
     cross_entropy,
     feature_distillation,
-    hard_distillation,
     masked_cross_entropy,
-    patches_of,
     reconstruction,
     soft_distillation,
-    uncertainty,
 )
 
 
@@ -52,22 +49,11 @@ def test_cross_entropy_is_the_sum_over_targets(smoothing: float, mixed: bool) ->
     assert found.item() == pytest.approx(entropy_loop(logits, labels, smoothing, partner, share), abs=1e-12)
 
 
-def test_cross_entropy_is_torchs() -> None:
-    logits, labels = torch.randn(7, 9), torch.randint(9, (7,))
-    torch.testing.assert_close(cross_entropy(logits, labels, 0.2), F.cross_entropy(logits, labels, label_smoothing=0.2))
-
-
 def test_low_precision_is_widened_first() -> None:
     logits, labels = torch.randn(4, 1000).bfloat16() * 20, torch.randint(1000, (4,))
     found = cross_entropy(logits, labels)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, F.cross_entropy(logits.float(), labels))
-
-
-def test_hard_distillation_uses_the_most_likely_class() -> None:
-    student, teacher = torch.randn(5, 4), torch.randn(5, 4)
-    torch.testing.assert_close(hard_distillation(student, teacher), F.cross_entropy(student, teacher.argmax(1)))
-    torch.testing.assert_close(hard_distillation(student, teacher), hard_distillation(student, 100 * teacher))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
@@ -90,7 +76,7 @@ def test_soft_distillation_of_equal_logits_is_zero() -> None:
 
 
 def test_shapes_must_agree() -> None:
-    with pytest.raises(UnsupportedInput, match="same shape"):
+    with pytest.raises(UnsupportedInput, match=r"teacher: expected shape \(2, 3\)"):
         soft_distillation(torch.zeros(2, 3), torch.zeros(2, 4))
 
 
@@ -133,22 +119,3 @@ def test_only_predictions_of_masked_patches_count() -> None:
     assert masked_cross_entropy(logits, right, torch.zeros_like(mask)).item() == 0
     with pytest.raises(UnsupportedInput, match="mask"):
         masked_cross_entropy(logits, right, mask.T)
-
-
-def test_patches_are_cut_row_after_row() -> None:
-    images = torch.arange(2 * 3 * 4 * 6).view(2, 3, 4, 6)
-    cut = patches_of(images, (2, 3))
-    assert cut.shape == (2, 4, 18)
-    assert torch.equal(cut[1, 1], images[1, :, :2, 3:].flatten())
-    assert torch.equal(cut[0, 2], images[0, :, 2:, :3].flatten())
-
-
-def test_uncertainty_converges_as_in_the_paper() -> None:
-    losses, log_variance = torch.tensor([2.0, 0.5]), torch.zeros(2, requires_grad=True)
-    assert uncertainty(losses, log_variance).item() == pytest.approx(2.5)
-    optimizer = torch.optim.SGD([log_variance], lr=0.5)
-    for _ in range(200):
-        optimizer.zero_grad()
-        uncertainty(losses, log_variance).backward()
-        optimizer.step()
-    torch.testing.assert_close(log_variance.detach(), (2 * losses).log(), atol=1e-5, rtol=0)

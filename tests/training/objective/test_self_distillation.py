@@ -13,6 +13,7 @@ from vitrail.data.augment.images import Augment
 from vitrail.data.augment.views import Views, split_views
 from vitrail.data.loading.order import generator
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
+from vitrail.models.vit import undecayed
 from vitrail.tokens import TokenSpec
 from vitrail.training.evaluation.evaluator import evaluate_model
 from vitrail.training.objective.self_distillation import SelfLearner, balanced
@@ -43,7 +44,7 @@ def test_views_are_split_in_the_order_of_concatenation() -> None:
     assert none.shape[0] == 0
 
 
-def test_views_are_the_same_for_any_number_of_processes() -> None:
+def test_views_are_the_same_for_any_world_size() -> None:
     halves = [VIEWS(PICTURES[rows], generator("cpu", 1), rows, 4) for rows in (slice(0, 2), slice(2, 4))]
     assert torch.equal(torch.cat(halves), views())
     assert torch.equal(VIEWS.plain(PICTURES), VIEWS.augment.plain(PICTURES))
@@ -83,7 +84,7 @@ def test_the_loss_by_loop() -> None:
     assert set(terms.parts) == {"dino", "entropy"}
 
 
-def test_balanced_answers_use_all_classes_alike() -> None:
+def test_balanced_outputs_use_all_classes_alike() -> None:
     logits = torch.randn(64, 8, dtype=torch.float64) + torch.tensor([9.0, *[0.0] * 7])  # one class has it all
     found = balanced(logits, rounds=50)
     torch.testing.assert_close(found.sum(1), torch.ones(64, dtype=torch.float64))
@@ -119,7 +120,7 @@ def test_a_checkpoint_holds_the_complete_state() -> None:
     learner.after_step(0.1)
     other.load_state_dict(learner.state_dict())
     torch.testing.assert_close(other(views()).total, learner(views()).total)
-    assert "projection.prototypes" in learner.no_weight_decay()
+    assert "projection.prototypes" in undecayed(learner)
 
 
 def test_masked_patches_are_predicted() -> None:

@@ -20,7 +20,7 @@ def test_class_and_distillation_tokens_predict_the_one_task() -> None:
     assert plan.sizes == {"cls": 3, "distillation": 3}
 
 
-def test_pooled_patches_answer_before_class_tokens() -> None:
+def test_heads_of_pooled_patches_come_before_class_tokens() -> None:
     extra = TokenSpec("extra", "class", classes=3)
     assert assign_targets(tiny(extra, pool="mean"), ANIMALS)[0].heads == ("patch", "extra")
     assert assign_targets(tiny(CLASS, pool="mean"), ANIMALS)[0].heads == ("patch",)

@@ -7,7 +7,6 @@ The bins are fixed so that counts of batches and ranks add up. Bin i holds ``edg
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,6 @@ LOG_BIN = math.log(HIGHEST / LOWEST) / NUM_BINS
 EDGES: Floats = np.geomspace(LOWEST, HIGHEST, NUM_BINS + 1).astype(np.float32).astype(np.float64)
 
 
-@dataclass(frozen=True)
 class Histogram(Result):
     """Counts between neighboring ``edges``, which are evenly spaced in log norm."""
 

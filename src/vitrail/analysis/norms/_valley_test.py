@@ -41,19 +41,12 @@ def p_value(statistic: float) -> float:
 
 @dataclass(frozen=True)
 class Valleys:
-    """The clearest valley before each cell, for each way to end the mode above it.
+    """The clearest valley before each cell, for each way to end the mode above it."""
 
-    Attributes:
-        statistic: how clear the valley is; 0 without one.
-        start: the cell where the valley starts.
-        mode_end: the cell where the mode ends.
-        share: share of the tokens above each cell.
-    """
-
-    statistic: Floats
-    start: Counts
-    mode_end: Counts
-    share: Floats
+    statistic: Floats  # how clear the valley is; 0 without one
+    start: Counts  # the cell where the valley starts
+    mode_end: Counts  # the cell where the mode ends
+    share: Floats  # share of the tokens above each cell
 
     def best(self, share: float) -> float:
         """Return the statistic of the clearest valley with at most this share of the tokens above it."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, replace
 from fractions import Fraction
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.analysis._inputs import check_shape
 from vitrail.analysis.norms._histogram import (
     NUM_BINS,
     Counts,
@@ -36,27 +37,22 @@ MOST_NAMED = 100
 """How many places of non-finite norms are listed; all of them are counted."""
 
 
-@dataclass(frozen=True)
 class LayerNorms(Threshold):
     """Norms after one layer, with its own threshold and verdict.
 
     Attributes:
-        layer: index of the layer.
         quantiles: norm by percentage ("1", "5", "25", "50", "75", "95", "99"), to within a bin of 0.45 %, and "max".
         mean, std: of the finite norms.
-        share_above_last: share of this layer's tokens above the *last* layer's threshold; None without one.
-        pictures_with_outliers: images with at least one token above this layer's own threshold.
     """
 
-    layer: int
+    layer: int  # index of the layer
     quantiles: dict[str, float]
     mean: float
     std: float
-    share_above_last: float | None
-    pictures_with_outliers: int
+    share_above_last: float | None  # share of this layer's tokens above the *last* layer's threshold; None without one
+    pictures_with_outliers: int  # images with at least one token above this layer's own threshold
 
 
-@dataclass(frozen=True)
 class NotFinite(Result):
     """Number of tokens with a non-finite norm in one image after one layer."""
 
@@ -65,30 +61,22 @@ class NotFinite(Result):
     tokens: int
 
 
-@dataclass(frozen=True)
 class Norms(Threshold):
     """Norms over layers. Threshold, verdict and all other inherited fields are those of the last layer.
 
     Attributes:
         num_not_finite: tokens with a non-finite norm, over all layers.
-        num_pictures: number of images.
-        not_finite: where they are; the first hundred places by image and layer.
-        onset: first layer from which on every layer has artifacts; None if the last one has none.
-        pictures_with_outliers: images with at least one outlier.
-        per_layer: the same for each layer.
-        histogram: distribution after the last layer.
-        outliers_per_picture: number of outliers in each image; None from an accumulator.
         maps: (B, t, h, w), norms after the last layer; None from an accumulator.
         outliers: (B, P) bool, finite norms above the threshold; None from an accumulator.
     """
 
-    num_pictures: int
-    not_finite: list[NotFinite]
-    onset: int | None
-    pictures_with_outliers: int
-    per_layer: list[LayerNorms]
-    histogram: Histogram
-    outliers_per_picture: list[int] | None = None
+    num_pictures: int  # number of images
+    not_finite: list[NotFinite]  # where they are; the first hundred places by image and layer
+    onset: int | None  # first layer from which on every layer has artifacts; None if the last one has none
+    pictures_with_outliers: int  # images with at least one outlier
+    per_layer: list[LayerNorms]  # the same for each layer
+    histogram: Histogram  # distribution after the last layer
+    outliers_per_picture: list[int] | None = None  # number of outliers in each image; None from an accumulator
     maps: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
     outliers: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
 
@@ -111,11 +99,8 @@ def analyze_norms(
         false_alarm: how often a clean layer may get the verdict "artifacts".
     """
     counted = NormAccumulator(len(norms) if layers is None else layers, false_alarm=false_alarm).add(norms, images)
-    if norms.shape[2] != layout.num_patches:
-        raise UnsupportedInput(
-            f"norms have shape {tuple(norms.shape)}; expected (layers, images, {layout.num_patches} patches) "
-            f"for a grid of {layout.grid}. Remove class and register tokens: tokens[:, layout.patches]"
-        )
+    hint = f", for a grid of {layout.grid}. Remove class and register tokens: tokens[:, layout.patches]"
+    check_shape(norms, "norms", f"L B {layout.num_patches}", hint)
     result = counted.result()
     last = norms[-1].detach().float()
     outliers = torch.zeros_like(last, dtype=torch.bool)
@@ -151,11 +136,7 @@ class NormAccumulator:
 
         ``images`` are the indices of the images; by default they are numbered in order of arrival.
         """
-        if norms.ndim != 3 or len(norms) != len(self.layers) or 0 in norms.shape:
-            raise UnsupportedInput(
-                f"norms have shape {tuple(norms.shape)}; "
-                f"expected ({len(self.layers)} layers, images, patches), not empty"
-            )
+        check_shape(norms, "norms", f"{len(self.layers)} B P")
         number = norms.shape[1]
         indices = range(self.num_images, self.num_images + number) if images is None else images
         if len(indices) != number:
@@ -192,7 +173,7 @@ class NormAccumulator:
             for layer, state, own in zip(self.layers, self._counts, found, strict=True)
         ]
         return Norms(
-            **_fields(replace(last, num_not_finite=sum(state.not_finite for state in self._counts))),
+            **vars(replace(last, num_not_finite=sum(state.not_finite for state in self._counts))),
             num_pictures=self.num_images,
             not_finite=[NotFinite(*key, tokens) for key, tokens in sorted(self._not_finite.items())],
             onset=lasting[0] if lasting else None,
@@ -235,10 +216,10 @@ class _LayerCounts:
         return missing
 
     def merge(self, other: _LayerCounts) -> None:
+        self.largest = max(self.largest, other.largest)
         self.tokens += other.tokens
         self.medians += other.medians
         self.maxima += other.maxima
-        self.largest = max(self.largest, other.largest)
         self.total += other.total
         self.squares += other.squares
         self.not_finite += other.not_finite
@@ -258,7 +239,7 @@ class _LayerCounts:
         variance = float((self.squares - self.total**2 / number) / number) if number else math.nan
         above = count_above(self.tokens, last_threshold)
         return LayerNorms(
-            **_fields(found),
+            **vars(found),
             layer=layer,
             quantiles={**quantiles, "max": self.largest if number else math.nan},
             mean=float(self.total / number) if number else math.nan,
@@ -280,7 +261,3 @@ def exact_sum(values: Floats) -> Fraction:
         for power, upper, lower in zip(exponents.tolist(), high, low, strict=True):
             total += ((int(upper) << 27) + int(lower)) * Fraction(2) ** (power - 53)
     return total
-
-
-def _fields(found: Threshold) -> dict[str, Any]:
-    return {one.name: getattr(found, one.name) for one in fields(Threshold)}

@@ -7,8 +7,7 @@ histogram over fixed bins, so a tensor, a stream of batches and the sum over ran
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -30,37 +29,27 @@ EASIER = 10.0
 """Where the bulk's tail does not explain the tokens above it, a p-value this many times larger is enough."""
 
 
-@dataclass(frozen=True)
 class Threshold(Result):
     """Verdict on artifact tokens in one layer, and the norm they start at.
 
     Attributes:
-        threshold: tokens with ``norm > threshold`` are outliers; None if there is nothing to separate.
-        verdict: "artifacts", "none", or "uncertain" if these norms do not allow either answer.
         confidence: probability of being right, by the test's own model. "artifacts": one minus the probability that
             a clean distribution shows such a valley. "none": the probability that the usual artifacts (2 % of the
             tokens at five times the norm) would have been found among these tokens. "uncertain": 0.
-        method: "valley" between two modes, "robust" limit from median and spread, or "none".
-        outlier_share: share of the finite tokens above the threshold; 0 without a threshold.
-        typical: median norm of the tokens that are not outliers.
-        ratio: median norm of the outliers over ``typical``; NaN without outliers.
         p_value: probability that a clean distribution with one mode shows a valley as clear as the clearest one here.
-        num_tokens: all tokens, including those with a non-finite norm.
-        num_not_finite: tokens with a non-finite norm; nothing else counts them.
-        reason: the verdict in words.
     """
 
-    threshold: float | None
-    verdict: Verdict
+    threshold: float | None  # tokens with ``norm > threshold`` are outliers; None if there is nothing to separate
+    verdict: Verdict  # "artifacts", "none", or "uncertain" if these norms do not allow either answer
     confidence: float
-    method: Method
-    outlier_share: float
-    typical: float
-    ratio: float
+    method: Method  # "valley" between two modes, "robust" limit from median and spread, or "none"
+    outlier_share: float  # share of the finite tokens above the threshold; 0 without a threshold
+    typical: float  # median norm of the tokens that are not outliers
+    ratio: float  # median norm of the outliers over ``typical``; NaN without outliers
     p_value: float
-    num_tokens: int
-    num_not_finite: int
-    reason: str
+    num_tokens: int  # all tokens, including those with a non-finite norm
+    num_not_finite: int  # tokens with a non-finite norm; nothing else counts them
+    reason: str  # the verdict in words
 
 
 def find_threshold(norms: Tensor, *, false_alarm: float = FALSE_ALARM) -> Threshold:
@@ -90,18 +79,37 @@ def check_false_alarm(value: float) -> None:
 def threshold_from_counts(counts: Counts, num_not_finite: int, *, false_alarm: float) -> Threshold:
     """Find the threshold from counts over the fixed bins."""
     total = int(counts.sum())
-    describe = partial(_describe, counts, num_not_finite)
+
+    def describe(
+        at: int | None,
+        p: float,
+        reason: str,
+        method: Method = "none",
+        verdict: Verdict = "uncertain",
+        confidence: float = 0.0,
+    ) -> Threshold:
+        """Describe the tokens below and above the edge ``at``."""
+        edge = NUM_BINS if at is None else at
+        below, above = counts.copy(), counts.copy()
+        below[edge:], above[:edge] = 0, 0
+        typical, share = quantile(below, 0.5), int(above.sum()) / total if total else 0.0
+        threshold, ratio = None if at is None else float(EDGES[at]), quantile(above, 0.5) / typical
+        tokens = total + num_not_finite, num_not_finite
+        return Threshold(threshold, verdict, confidence, method, share, typical, ratio, p, *tokens, reason)
+
     if total < MIN_TOKENS:
-        why = f"only {total} tokens have a finite norm; at least {MIN_TOKENS} are needed; use more images"
-        return describe(None, 1.0, reason=why)
+        return describe(
+            None, 1.0, f"only {total} tokens have a finite norm; at least {MIN_TOKENS} are needed; use more images"
+        )
     tail = Tail.of(counts)
     valleys, shoulder = tail.scan(), tail.has_shoulder(false_alarm)
     p = p_value(valleys.best(MAX_SHARE))
     valley = valleys.lowest(_limit(false_alarm, shoulder), MAX_SHARE)
     if valley is not None:
-        result = describe(tail.bottom(*valley), p, method="valley")
+        why = f"a few tokens stand apart, but fewer than one in {1 / MIN_SHARE:,.0f}"
+        result = describe(tail.bottom(*valley), p, why, "valley")
         if result.outlier_share < MIN_SHARE:
-            return replace(result, reason=f"a few tokens stand apart, but fewer than one in {1 / MIN_SHARE:,.0f}")
+            return result
         if result.outlier_share <= MAX_SHARE and result.ratio >= MIN_RATIO:
             why = (
                 f"a second mode at {result.ratio:.3g} times the typical norm, apart from the bulk, "
@@ -114,48 +122,16 @@ def threshold_from_counts(counts: Counts, num_not_finite: int, *, false_alarm: f
     ):
         valley = valleys.lowest(limit, share)
         if valley is not None:
-            return describe(tail.bottom(*valley), p, method="valley", reason=why)
+            return describe(tail.bottom(*valley), p, why, "valley")
     if shoulder:
         why = "more tokens far above the bulk than its tail explains, but no clear valley before them; try more images"
-        return describe(_robust_bin(counts), p, method="robust", reason=why)
+        return describe(_robust_bin(counts), p, why, "robust")
     power = _power(counts, false_alarm)
     if power < 0.5:
         kind = f"{REFERENCE_SHARE:.0%} of the tokens at {REFERENCE_RATIO:g} times the norm"
         why = f"no second mode, but the usual artifacts ({kind}) would be missed: too few tokens, or norms too spread"
-        return describe(None, p, reason=why)
-    return describe(None, p, verdict="none", confidence=power, reason="no small group of tokens above the bulk")
-
-
-def _describe(
-    counts: Counts,
-    num_not_finite: int,
-    at: int | None,
-    p: float,
-    *,
-    verdict: Verdict = "uncertain",
-    confidence: float = 0.0,
-    method: Method = "none",
-    reason: str = "",
-) -> Threshold:
-    """Describe the tokens below and above the edge ``at``."""
-    total = int(counts.sum())
-    below, above = counts.copy(), counts.copy()
-    below[NUM_BINS if at is None else at :] = 0
-    above[: NUM_BINS if at is None else at] = 0
-    typical = quantile(below, 0.5)
-    return Threshold(
-        threshold=None if at is None else float(EDGES[at]),
-        verdict=verdict,
-        confidence=confidence,
-        method=method,
-        outlier_share=int(above.sum()) / total if total else 0.0,
-        typical=typical,
-        ratio=quantile(above, 0.5) / typical,
-        p_value=p,
-        num_tokens=total + num_not_finite,
-        num_not_finite=num_not_finite,
-        reason=reason,
-    )
+        return describe(None, p, why)
+    return describe(None, p, "no small group of tokens above the bulk", verdict="none", confidence=power)
 
 
 def _robust_bin(counts: Counts) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitrail.analysis._inputs import Array, as_features, as_labels, as_mask, check_count
+from vitrail.analysis._inputs import Array, as_features, as_labels, as_mask, check_count, check_shape
 from vitrail.analysis.probes.linear import fit_classifier
 from vitrail.analysis.result import Result
 from vitrail.analysis.statistics import Estimate, Split, split_images, wilson
@@ -34,38 +35,24 @@ class TokenPerImage:
 ByKind = Mapping[str, Tensor | TokenPerImage]
 
 
-@dataclass(frozen=True)
 class ClassScore(Result):
     """Score of the class probe for one kind of token.
 
     Attributes:
-        pictures: images that have a token of this kind.
-        left_out: images that have none.
-        test_pictures: images in the smallest test part.
-        accuracy: share of test images classified correctly; Wilson's interval for one test part.
-        balanced_accuracy: mean over classes of the accuracy within each class; has no interval.
-        majority: accuracy of always predicting the most common class of the training part.
-        note: why there is no score.
+        pictures, left_out: images that have a token of this kind, and images that have none.
     """
 
     pictures: int
     left_out: int
-    test_pictures: int = 0
-    accuracy: Estimate | None = None
-    balanced_accuracy: Estimate | None = None
-    majority: float | None = None
-    note: str | None = None
+    test_pictures: int = 0  # images in the smallest test part
+    accuracy: Estimate | None = None  # share of test images classified correctly; Wilson's interval for one test part
+    balanced_accuracy: Estimate | None = None  # mean over classes of the accuracy within each class; has no interval
+    majority: float | None = None  # accuracy of always predicting the most common class of the training part
+    note: str | None = None  # why there is no score
 
 
-@dataclass(frozen=True)
 class ClassProbe(Result):
-    """Classification from a single token, by kind of token.
-
-    Attributes:
-        kinds: the scores, in the order of the given kinds.
-        classes: number of classes.
-        seeds: number of splits.
-    """
+    """Classification from a single token, by kind of token; ``seeds`` is the number of splits."""
 
     kinds: dict[str, ClassScore]
     classes: int
@@ -85,10 +72,7 @@ def one_token_each(tokens: Tensor, layout: TokenLayout, outliers: Tensor, *, see
         ``"class"``, ``"register 1"``, ``"register 2"``, ... (all special tokens), then a random ``"normal"`` and a
         random ``"outlier"`` patch, which some images may not have.
     """
-    if tokens.ndim != 3 or tokens.shape[1] != layout.num_tokens:
-        raise UnsupportedInput(
-            f"tokens have shape {tuple(tokens.shape)}; expected (B, {layout.num_tokens}, D) for {layout}"
-        )
+    check_shape(tokens, "tokens", f"B {layout.num_tokens} D", f", for {layout}")
     patches = tokens[:, layout.patches]
     outliers = as_mask(outliers, patches)
     every = torch.arange(len(tokens), device=tokens.device)
@@ -153,8 +137,7 @@ def classification_scores(found: Tensor, true: Tensor, train: Tensor) -> tuple[f
     return float(right.mean()), sum(recalls) / len(recalls), majority
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     """One kind in one split; ``scores`` are those of :func:`classification_scores`."""
 
     images: int
@@ -166,10 +149,8 @@ class _Outcome:
 def _classify(one: TokenPerImage, truth: Tensor, split: Split, used: Tensor, seed: int) -> _Outcome:
     """Fit on the training images that have a token, and test on the test images that have one."""
     images = one.images.cpu()
-    testing = torch.zeros(len(truth), dtype=torch.bool)
-    testing[split.test] = True
-    train = (used[images] & ~testing[images]).nonzero()[:, 0]
-    test = (used[images] & testing[images]).nonzero()[:, 0]
+    testing = torch.isin(images, split.test)
+    train, test = ((used[images] & part).nonzero()[:, 0] for part in (~testing, testing))
     count, known = len(train) + len(test), truth[images[train]]
     if count < LEAST_IMAGES or not len(test):
         return _Outcome(count, len(test), note=f"only {count} images have one; at least {LEAST_IMAGES} are needed")

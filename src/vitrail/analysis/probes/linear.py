@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrail.analysis._inputs import Array, as_features, as_integers, check_count, chunks
+from vitrail.analysis._inputs import Array, as_features, as_integers, chunks, map_chunks
 from vitrail.analysis.statistics import hold_out
 from vitrail.errors import InvalidOption, UnsupportedInput
 
@@ -27,6 +27,9 @@ PENALTIES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 
 MIN_GAIN = 0.005
 """A weaker penalty must lower the held-out loss (natural logarithm) by this much, or the search ends."""
+
+MAX_ITER, TOLERANCE = 100, 1e-4
+"""A fit ends after so many iterations, or when no entry of the gradient is larger."""
 
 RIDGE_PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 """Penalties that a regressor chooses from."""
@@ -71,28 +74,24 @@ class LinearMap:
     def scores(self, features: Tensor) -> Tensor:
         """Map features (..., D) to scores (..., K)."""
         rows = features.reshape(-1, features.shape[-1])
-        out = torch.empty(len(rows), len(self.bias), dtype=self.bias.dtype, device=self.bias.device)
-        for part in chunks(len(rows), max(self.weight.shape)):
-            out[part] = torch.addmm(self.bias, self.scaling(rows[part]), self.weight)
-        return out.reshape(*features.shape[:-1], -1)
+        scores = map_chunks(self._scores, rows, max(self.weight.shape))
+        return scores.reshape(*features.shape[:-1], -1)
+
+    def _scores(self, rows: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.scaling(rows), self.weight)
 
 
 @dataclass(frozen=True)
 class LinearClassifier(LinearMap):
-    """A fitted classifier.
-
-    Attributes:
-        classes: (K,) label of each column of the scores, in rising order.
-        converged: whether the solver converged before ``max_iter``.
-    """
+    """A fitted classifier: the label of each column of the scores (K,), and whether the solver converged."""
 
     classes: Tensor
     converged: bool
 
     def predict(self, features: Tensor) -> Tensor:
         """Return the most likely label of each row (n, D), without holding all scores."""
-        parts = chunks(len(features), max(self.weight.shape))
-        return self.classes[torch.cat([self.scores(features[part]).argmax(-1) for part in parts])]
+        best = map_chunks(lambda rows: self._scores(rows).argmax(-1), features, max(self.weight.shape))
+        return self.classes[best]
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,6 @@ def fit_classifier(
     groups: Array | None = None,
     penalties: Sequence[float] = PENALTIES,
     seed: int = 0,
-    max_iter: int = 100,
-    tolerance: float = 1e-4,
 ) -> LinearClassifier:
     """Fit multinomial logistic regression by L-BFGS.
 
@@ -122,26 +119,19 @@ def fit_classifier(
         groups: (n,) the image of each row; by default each row is an image of its own.
         penalties: penalties to choose from; a single one is used as is.
         seed: seed of the held-out part.
-        max_iter: most iterations of one fit.
-        tolerance: the solver stops when no entry of the gradient is larger.
     """
-    grid = _check_penalties(penalties)
-    check_count(max_iter, "max_iter")
-    rows, group = _check_rows(features, groups)
-    classes, target = as_integers(labels, "labels", "n").to(rows.device).unique(return_inverse=True)
-    _check_same_length(target, rows, "labels")
+    rows = _as_rows(features)
+    classes, target = as_integers(labels, "labels", str(len(rows))).to(rows.device).unique(return_inverse=True)
     if len(classes) < 2:
         raise UnsupportedInput(
             f"all {len(target)} labels are {int(classes[0])}; a classifier needs two or more classes"
         )
-    held = hold_out(group, seed=seed) if len(grid) > 1 else None
-    scaling, x, order, kept = _standardize(rows, held)
-    y = target[order]
+    scaling, x, y, kept, grid = _prepare(rows, target, groups, penalties, seed)
     params = torch.zeros(x.shape[1] + 1, len(classes), dtype=x.dtype, device=x.device)
     penalty = grid[len(grid) // 2]
-    if held is not None:
-        params, penalty = _search_penalty(x, y, kept, params, grid, max_iter, tolerance)
-    params, converged = _minimize(x, y, params, penalty, max_iter, tolerance)
+    if kept < len(x):
+        params, penalty = _search_penalty(x, y, kept, params, grid)
+    params, converged = _minimize(x, y, params, penalty)
     return LinearClassifier(scaling, params[:-1], params[-1], penalty, classes, converged)
 
 
@@ -159,15 +149,12 @@ def fit_regressor(
     The penalty with the least squared error on the held-out part is chosen, for all targets together. A penalty of 0
     is plain linear regression; directions that the features do not span get weight 0.
     """
-    grid = _check_penalties(penalties)
-    rows, group = _check_rows(features, groups)
-    goal = as_features(targets, "targets", "n K").to(rows.device)
-    _check_same_length(goal, rows, "targets")
-    held = hold_out(group, seed=seed) if len(grid) > 1 else None
-    scaling, x, order, kept = _standardize(rows, held)
-    y = goal[order].to(x.dtype)
+    rows = _as_rows(features)
+    goal = as_features(targets, "targets", f"{len(rows)} K").to(rows.device)
+    scaling, x, y, kept, grid = _prepare(rows, goal, groups, penalties, seed)
+    y = y.to(x.dtype)
     penalty = grid[len(grid) // 2]
-    if held is not None:
+    if kept < len(x):
         errors = []
         for weight, bias in _solve_ridge(x[:kept], y[:kept], grid):
             parts = ((x[part] @ weight + bias - y[part]) for part in chunks(len(x), max(weight.shape), start=kept))
@@ -177,21 +164,27 @@ def fit_regressor(
     return LinearRegressor(scaling, weight, bias, penalty)
 
 
-def _standardize(rows: Tensor, held: Tensor | None) -> tuple[Scaling, Tensor, Tensor, int]:
-    """Standardize the rows and put the held-out ones last, so that both parts are views of one tensor."""
-    order = torch.arange(len(rows)) if held is None else held.int().argsort(stable=True)
-    kept = len(rows) if held is None else int((~held).sum())
-    order = order.to(rows.device)
-    scaling = Scaling.of(rows, torch.float64 if rows.dtype == torch.float64 else torch.float32)
-    x = torch.empty(rows.shape, dtype=scaling.mean.dtype, device=rows.device)
-    for part in chunks(*rows.shape):
-        x[part] = scaling(rows[order[part]])
-    return scaling, x, order, kept
+def _prepare(
+    rows: Tensor, targets: Tensor, groups: Array | None, penalties: Sequence[float], seed: int
+) -> tuple[Scaling, Tensor, Tensor, int, list[float]]:
+    """Standardize the rows, and put held-out ones last, so that both parts are views of one tensor.
+
+    Returns:
+        The standardization, rows and targets, how many rows are not held out, and the penalties from strong to weak.
+    """
+    grid = sorted((float(penalty) for penalty in penalties), reverse=True)
+    if not grid or not all(0 <= penalty < math.inf for penalty in grid):
+        raise InvalidOption(f"penalties must be one or more finite numbers, 0 or more; got {list(penalties)}")
+    group = torch.arange(len(rows)) if groups is None else as_integers(groups, "groups", str(len(rows)))
+    held = hold_out(group, seed=seed) if len(grid) > 1 else None
+    held = torch.zeros(len(rows), dtype=torch.bool) if held is None else held
+    order = held.int().argsort(stable=True).to(rows.device)
+    scaling = Scaling.of(rows, torch.promote_types(rows.dtype, torch.float32))
+    x = map_chunks(lambda part: scaling(rows[part]), order, rows.shape[1])
+    return scaling, x, targets[order], int((~held).sum()), grid
 
 
-def _search_penalty(
-    x: Tensor, y: Tensor, kept: int, params: Tensor, grid: list[float], max_iter: int, tolerance: float
-) -> tuple[Tensor, float]:
+def _search_penalty(x: Tensor, y: Tensor, kept: int, params: Tensor, grid: list[float]) -> tuple[Tensor, float]:
     """Choose the penalty on the rows from ``kept`` on; return it with the parameters fitted with it.
 
     Held-out rows of a class that no other row has are ignored.
@@ -202,7 +195,7 @@ def _search_penalty(
     held_x, held_y = x[judged], y[judged]
     best, least, chosen = params, math.inf, grid[len(grid) // 2]
     for penalty in grid if len(judged) else ():
-        params, _ = _minimize(x[:kept], y[:kept], params, penalty, max_iter, tolerance)
+        params, _ = _minimize(x[:kept], y[:kept], params, penalty)
         loss, _ = _logistic_loss(held_x, held_y, params, 0.0)
         if not float(loss) < least - MIN_GAIN:
             break
@@ -210,17 +203,15 @@ def _search_penalty(
     return best, chosen
 
 
-def _minimize(
-    x: Tensor, y: Tensor, start: Tensor, penalty: float, max_iter: int, tolerance: float
-) -> tuple[Tensor, bool]:
+def _minimize(x: Tensor, y: Tensor, start: Tensor, penalty: float) -> tuple[Tensor, bool]:
     """Minimize the loss from parameters (D+1, C), biases last; return the minimum, and whether the solver converged."""
     params = torch.nn.Parameter(start.clone(), requires_grad=True)
     solver = torch.optim.LBFGS(
         [params],
-        max_iter=max_iter,
-        max_eval=4 * max_iter,
-        tolerance_grad=tolerance,
-        tolerance_change=tolerance**2,
+        max_iter=MAX_ITER,
+        max_eval=4 * MAX_ITER,
+        tolerance_grad=TOLERANCE,
+        tolerance_change=TOLERANCE**2,
         line_search_fn="strong_wolfe",
     )
 
@@ -231,7 +222,7 @@ def _minimize(
 
     solver.step(closure)
     state = solver.state[params]
-    return params.detach(), state["n_iter"] < max_iter and state["func_evals"] < 4 * max_iter
+    return params.detach(), state["n_iter"] < MAX_ITER and state["func_evals"] < 4 * MAX_ITER
 
 
 def _logistic_loss(x: Tensor, y: Tensor, params: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
@@ -271,24 +262,7 @@ def _solve_ridge(x: Tensor, y: Tensor, grid: Sequence[float]) -> Iterator[tuple[
         yield weight.to(x.dtype), (mean_y - mean_x @ weight).to(x.dtype)
 
 
-def _check_rows(features: Array, groups: Array | None) -> tuple[Tensor, Tensor]:
-    """Return features and the image of each row, on the CPU for devices without float64 (mps)."""
+def _as_rows(features: Array) -> Tensor:
+    """Return features (n, D), on the CPU for devices without float64 (mps)."""
     rows = as_features(features, "features", "n D")
-    if rows.device.type == "mps":
-        rows = rows.cpu()
-    group = torch.arange(len(rows)) if groups is None else as_integers(groups, "groups", "n")
-    _check_same_length(group, rows, "groups")
-    return rows, group
-
-
-def _check_same_length(values: Tensor, rows: Tensor, name: str) -> None:
-    if len(values) != len(rows):
-        raise UnsupportedInput(f"got {len(values)} {name} for {len(rows)} rows of features; expected one per row")
-
-
-def _check_penalties(penalties: Sequence[float]) -> list[float]:
-    """Return the penalties from strong to weak."""
-    grid = [float(penalty) for penalty in penalties]
-    if not grid or not all(0 <= penalty < math.inf for penalty in grid):
-        raise InvalidOption(f"penalties must be one or more finite numbers, 0 or more; got {list(penalties)}")
-    return sorted(grid, reverse=True)
+    return rows.cpu() if rows.device.type == "mps" else rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Generic, Literal, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -34,79 +34,69 @@ MAX_TOKENS = 20_000
 """Default for the most tokens that train a probe, and for the most of each kind that test it."""
 
 TrainOn = Literal["all", "normal", "own"]
+S = TypeVar("S", bound="Score")
 
 
-@dataclass(frozen=True)
-class PositionScore(Result):
-    """Score of the position probe for one kind of token.
+class Options(TypedDict, total=False):
+    """Options that both probes have; see :func:`probe_positions`."""
 
-    Attributes:
-        tokens: tokens in the smallest test part.
-        pictures: images that these come from.
-        accuracy: share of tokens whose position among all patches is found.
-        distance: mean distance between predicted and true position, in patches.
-        note: why there is no score.
-    """
+    train_on: TrainOn
+    seed: int
+    seeds: int
+    test_share: float
+    max_tokens: int
+
+
+class Score(Result):
+    """Tokens of one kind in the smallest test part, the images that they come from, and why there is no score."""
 
     tokens: int
     pictures: int
-    accuracy: Estimate | None = None
-    distance: Estimate | None = None
-    note: str | None = None
+    note: str | None
 
 
-@dataclass(frozen=True)
-class PositionProbe(Result):
-    """Position from a single token, for ``"normal"`` and ``"outlier"`` tokens.
+class PositionScore(Score):
+    """Share of tokens whose position is found, and mean distance between predicted and true position in patches."""
 
-    Attributes:
-        kinds: the score of each kind.
-        grid: (t, h, w) of the patches.
-        chance_accuracy: accuracy of a random guess.
-        chance_distance: mean distance of a random guess.
-        trained_on: tokens that trained the probe: ``"all"``, ``"normal"``, or each kind's ``"own"``.
-        train_tokens: tokens that trained it, in the smallest training part.
-        seeds: number of splits.
-    """
-
-    kinds: dict[str, PositionScore]
-    grid: tuple[int, int, int]
-    chance_accuracy: float
-    chance_distance: float
-    trained_on: str
-    train_tokens: int
-    seeds: int
+    accuracy: Estimate | None
+    distance: Estimate | None
 
 
-@dataclass(frozen=True)
-class PixelScore(Result):
-    """Score of the pixel probe for one kind of token.
+class PixelScore(Score):
+    """Reconstruction of pixels.
 
     Attributes:
-        tokens: tokens in the smallest test part.
-        pictures: images that these come from.
-        l2: mean over patches of ‖pixels − reconstruction‖, in the unit of the pixels.
         r2: explained share of the variance: 1 − squared errors / squared distances from the mean patch of the same
             kind. Outliers often are on uniform ground, whose pixels are easy; this score allows for that. None if all
             patches of the kind are equal.
-        note: why there is no score.
     """
 
-    tokens: int
-    pictures: int
-    l2: Estimate | None = None
-    r2: Estimate | None = None
-    note: str | None = None
+    l2: Estimate | None  # mean over patches of ‖pixels − reconstruction‖, in the unit of the pixels
+    r2: Estimate | None
 
 
-@dataclass(frozen=True)
-class PixelProbe(Result):
-    """Pixels from a single token; fields as in :class:`PositionProbe`."""
+class LocalProbe(Result, Generic[S]):
+    """Scores of ``"normal"`` and ``"outlier"`` tokens over ``seeds`` splits, and what trained the probe.
 
-    kinds: dict[str, PixelScore]
+    ``train_tokens`` is the number of tokens in the smallest training part.
+    """
+
+    kinds: dict[str, S]
     trained_on: str
     train_tokens: int
     seeds: int
+
+
+class PixelProbe(LocalProbe[PixelScore]):
+    """Pixels from a single token."""
+
+
+class PositionProbe(LocalProbe[PositionScore]):
+    """Position from a single token, and what a random guess scores."""
+
+    grid: tuple[int, int, int]
+    chance_accuracy: float
+    chance_distance: float
 
 
 def cut_patches(images: Tensor, patch: int | tuple[int, int]) -> Tensor:
@@ -127,15 +117,7 @@ def cut_patches(images: Tensor, patch: int | tuple[int, int]) -> Tensor:
 
 @torch.no_grad()
 def probe_positions(
-    tokens: Tensor,
-    outliers: Tensor,
-    grid: tuple[int, ...],
-    *,
-    train_on: TrainOn = "all",
-    seed: int = 0,
-    seeds: int = 3,
-    test_share: float = 0.3,
-    max_tokens: int = MAX_TOKENS,
+    tokens: Tensor, outliers: Tensor, grid: tuple[int, ...], **options: Unpack[Options]
 ) -> PositionProbe:
     """Predict the position of single patch tokens by logistic regression.
 
@@ -149,17 +131,18 @@ def probe_positions(
         outliers: (B, P) bool mask of the outliers.
         grid: (h, w) or (t, h, w).
         train_on: tokens of the training images that train the probe.
-        seed: seed of the first split; each further split takes the next one.
-        seeds: number of splits.
-        test_share: share of the test images.
-        max_tokens: most tokens that train (a random sample of all kinds), and most of each kind that test.
+        seed: seed of the first split, 0 by default; each further split takes the next one.
+        seeds: number of splits, 3 by default.
+        test_share: share of the test images, 0.3 by default.
+        max_tokens: most tokens that train (a random sample of all kinds), and most of each kind that test; by default
+            20,000.
     """
     tokens, shape = as_patches(tokens, grid, "tokens")
     if tokens.shape[1] < 2:
         raise UnsupportedInput("a grid of one patch has only one position; there is nothing to probe")
     places = torch.cartesian_prod(*(torch.arange(n, device=tokens.device) for n in shape)).double()
 
-    def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Score:
+    def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Scores:
         only = place.unique()  # outliers that are all in one place need no classifier
         model = fit_classifier(rows, place, groups=image, seed=seed) if len(only) > 1 else None
 
@@ -171,28 +154,15 @@ def probe_positions(
 
         return score
 
-    mask = as_mask(outliers, tokens)
-    numbers = range(seed, seed + check_count(seeds, "seeds"))
-    tallies, trained = _run(tokens, mask, fit, train_on, numbers, test_share, max_tokens)
+    tallies, training = _run(tokens, outliers, fit, **options)
     kinds = {
-        kind: PositionScore(tally.tokens, tally.images, tally.mean(0), tally.mean(1), tally.note)
-        for kind, tally in tallies.items()
+        kind: PositionScore(one.tokens, one.images, one.note, one.mean(0), one.mean(1)) for kind, one in tallies.items()
     }
-    return PositionProbe(kinds, shape, 1 / len(places), _chance_distance(shape), train_on, trained, seeds)
+    return PositionProbe(kinds, *training, shape, 1 / len(places), _chance_distance(shape))
 
 
 @torch.no_grad()
-def probe_pixels(
-    tokens: Tensor,
-    outliers: Tensor,
-    patches: Tensor,
-    *,
-    train_on: TrainOn = "all",
-    seed: int = 0,
-    seeds: int = 3,
-    test_share: float = 0.3,
-    max_tokens: int = MAX_TOKENS,
-) -> PixelProbe:
+def probe_pixels(tokens: Tensor, outliers: Tensor, patches: Tensor, **options: Unpack[Options]) -> PixelProbe:
     """Reconstruct the pixels of single patches from their tokens by ridge regression.
 
     Args:
@@ -203,13 +173,9 @@ def probe_pixels(
     The other arguments are those of :func:`probe_positions`.
     """
     tokens = as_features(tokens, "tokens", "B P D")
-    pixels = as_features(patches, "patches", "B P K").to(tokens.device)
-    if pixels.shape[:2] != tokens.shape[:2]:
-        raise UnsupportedInput(
-            f"got patches {tuple(pixels.shape[:2])} and tokens {tuple(tokens.shape[:2])}; expected one patch per token"
-        )
+    pixels = as_features(patches, "patches", f"{tokens.shape[0]} {tokens.shape[1]} K").to(tokens.device)
 
-    def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Score:
+    def fit(rows: Tensor, image: Tensor, place: Tensor, seed: int) -> _Scores:
         model = fit_regressor(rows, pixels[image, place], groups=image, seed=seed)
 
         def score(rows: Tensor, image: Tensor, place: Tensor) -> Tensor:
@@ -221,44 +187,33 @@ def probe_pixels(
 
         return score
 
-    mask = as_mask(outliers, tokens)
-    numbers = range(seed, seed + check_count(seeds, "seeds"))
-    tallies, trained = _run(tokens, mask, fit, train_on, numbers, test_share, max_tokens)
+    tallies, training = _run(tokens, outliers, fit, **options)
     kinds = {}
-    for kind, tally in tallies.items():
-        r2 = tally.estimate(lambda sums: 1 - sums[:, 0] / sums[:, 1])
-        kinds[kind] = PixelScore(tally.tokens, tally.images, tally.mean(2), r2, tally.note)
-    return PixelProbe(kinds, train_on, trained, seeds)
+    for kind, one in tallies.items():
+        r2 = one.estimate(lambda sums: 1 - sums[:, 0] / sums[:, 1])
+        kinds[kind] = PixelScore(one.tokens, one.images, one.note, one.mean(2), r2)
+    return PixelProbe(kinds, *training)
 
 
 def _chance_distance(grid: tuple[int, int, int]) -> float:
     """Return the mean distance between two random positions, from how often each offset occurs along each axis."""
-    weights = torch.ones(1, 1, 1, dtype=torch.float64)
-    square = torch.zeros(1, 1, 1, dtype=torch.float64)
-    for axis, length in enumerate(grid):
-        offsets = torch.arange(length, dtype=torch.float64)
-        share = torch.where(offsets > 0, 2.0, 1.0) * (length - offsets) / length**2
-        shape = [-1 if other == axis else 1 for other in range(3)]
-        weights = weights * share.reshape(shape)
-        square = square + offsets.square().reshape(shape)
-    return float((weights * square.sqrt()).sum())
+    size = torch.tensor(grid, dtype=torch.float64)
+    offset = torch.cartesian_prod(*map(torch.arange, grid)).double()
+    share = (torch.where(offset > 0, 2.0, 1.0) * (size - offset) / size**2).prod(1)
+    return float((share * offset.norm(dim=1)).sum())
 
 
-_Score = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From tokens (n, D), their images (n,) and their places (n,) to values (n, K); the last column is 1."""
-
-_Fit = Callable[[Tensor, Tensor, Tensor, int], _Score]
-"""From such rows and a seed to the score of a fitted probe."""
+# From tokens (n, D), their images (n,) and their places (n,) to values (n, K), the last of which is 1; and from such
+# rows and a seed to the score of a fitted probe.
+_Scores = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Fit = Callable[[Tensor, Tensor, Tensor, int], _Scores]
 
 
 @dataclass
 class _Tally:
     """Values of one kind of token, summed by image over all splits, and by split.
 
-    Attributes:
-        tokens: tokens in the smallest test part, before subsampling.
-        images: images in the smallest test part that have such tokens.
-        note: why nothing is measured.
+    ``tokens`` and ``images`` are those of the smallest test part; ``note`` is why nothing is measured.
     """
 
     tokens: int
@@ -291,30 +246,42 @@ class _Tally:
 
 
 def _run(
-    tokens: Tensor, outliers: Tensor, fit: _Fit, train_on: TrainOn, seeds: range, test_share: float, most: int
-) -> tuple[dict[str, _Tally], int]:
-    """Fit and score probes on tokens (B, P, D); return tallies by kind, and the least number of training tokens."""
+    tokens: Tensor,
+    outliers: Tensor,
+    fit: _Fit,
+    *,
+    train_on: TrainOn = "all",
+    seed: int = 0,
+    seeds: int = 3,
+    test_share: float = 0.3,
+    max_tokens: int = MAX_TOKENS,
+) -> tuple[dict[str, _Tally], tuple[str, int, int]]:
+    """Fit and score probes on tokens (B, P, D); return tallies by kind, and the fields of their training."""
+    outliers = as_mask(outliers, tokens)
+    check_count(seeds, "seeds")
     if train_on not in get_args(TrainOn):
         raise InvalidOption(f"train_on must be one of {', '.join(get_args(TrainOn))}; got {train_on!r}")
-    check_count(most, "max_tokens", least=LEAST_TOKENS)
+    check_count(max_tokens, "max_tokens", least=LEAST_TOKENS)
     check_share(test_share, "test_share")
     masks = {"normal": ~outliers, "outlier": outliers}
     train_masks = {"all": torch.ones_like(outliers), **masks}
     least = next(count for count in itertools.count(LEAST_IMAGES + 2) if round(test_share * count) >= LEAST_IMAGES)
     if len(tokens) < least:
         note = f"at least {least} images are needed, to leave {LEAST_IMAGES} for testing; got {len(tokens)}"
-        return {kind: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for kind, mask in masks.items()}, 0
+        tallies = {kind: _Tally(int(mask.sum()), int(mask.any(1).sum()), note) for kind, mask in masks.items()}
+        return tallies, (train_on, 0, seeds)
 
     def sample(mask: Tensor, images: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sample tokens under a mask from some images: tokens (n, D), their images and their places."""
         images = images.to(tokens.device)
-        found = subsample(mask[images].nonzero(), most, seed)
+        found = subsample(mask[images].nonzero(), max_tokens, seed)
         image, place = images[found[:, 0]], found[:, 1]
         return tokens[image, place], image, place
 
-    splits = {seed: split_images(len(tokens), test_share=test_share, seed=seed) for seed in seeds}
+    numbers = range(seed, seed + seeds)
+    splits = {number: split_images(len(tokens), test_share=test_share, seed=number) for number in numbers}
     tallies = {kind: _count_tests(kind, mask, splits.values()) for kind, mask in masks.items()}
-    fitted: dict[tuple[str, int], _Score] = {}
+    fitted: dict[tuple[str, int], _Scores] = {}
     trained = []
     for kind, tally in tallies.items():
         source = kind if train_on == "own" else train_on
@@ -324,13 +291,13 @@ def _run(
             tally.note = f"only {count} tokens to train the probe on; at least {LEAST_TOKENS} are needed"
         if tally.note is not None:
             continue
-        trained.append(min(count, most))
-        for seed, split in splits.items():
-            if (source, seed) not in fitted:
-                fitted[source, seed] = fit(*sample(train_mask, split.train, seed), seed)
-            rows = sample(masks[kind], split.test, seed)
-            tally.add(fitted[source, seed](*rows), rows[1], len(tokens))
-    return tallies, min(trained, default=0)
+        trained.append(min(count, max_tokens))
+        for number, split in splits.items():
+            if (source, number) not in fitted:
+                fitted[source, number] = fit(*sample(train_mask, split.train, number), number)
+            rows = sample(masks[kind], split.test, number)
+            tally.add(fitted[source, number](*rows), rows[1], len(tokens))
+    return tallies, (train_on, min(trained, default=0), seeds)
 
 
 def _count_tests(kind: str, mask: Tensor, splits: Collection[Split]) -> _Tally:

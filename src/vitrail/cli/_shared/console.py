@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.errors import VitrailError, VitrailWarning
+from vitrail.errors import VitrailWarning
 
 
 class PipeConsole(Console):
@@ -46,16 +45,6 @@ def note(text: str) -> None:
 def error(text: str) -> None:
     """Print a red error."""
     err.print(Text.assemble(("Error: ", "bold red"), (" ".join(text.split()), "red")), soft_wrap=True)
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Report a ``VitrailError`` without a traceback and exit with code 2; other errors propagate."""
-    try:
-        yield
-    except VitrailError as problem:
-        error(str(problem))
-        raise typer.Exit(2) from problem
 
 
 @contextmanager
@@ -92,14 +81,15 @@ def progress() -> Progress:
 
 
 @contextmanager
-def bars() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yield a callback ``(stage, done, total)`` that draws one progress bar per stage."""
+def bars() -> Iterator[Callable[..., None]]:
+    """Yield a callback ``(stage, done, total, detail="")`` that draws a progress bar for each stage until done."""
     with progress() as shown:
         tasks: dict[str, TaskID] = {}
 
-        def update(stage: str, done: int, total: int | None) -> None:
+        def update(stage: str, done: int, total: int | None, detail: str = "") -> None:
+            title = f"{stage[:1].upper()}{stage[1:]}{detail}"
             if stage not in tasks:
-                tasks[stage] = shown.add_task(stage[:1].upper() + stage[1:], total=total)
-            shown.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = shown.add_task(title, total=total)
+            shown.update(tasks[stage], description=title, completed=done, total=total, visible=done != total)
 
         yield update

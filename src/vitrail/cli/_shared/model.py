@@ -2,64 +2,53 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from typing import Any
 
 import torch
 from torch import nn
 
 import vitrail
-from vitrail.adapters import LIBRARIES, Found, find, size_options
-from vitrail.adapters.registry import library, split_name
-from vitrail.adapters.saved import is_saved, model_folder, named, read_labels
+from vitrail.adapters import LIBRARIES, find, hub, size_options
+from vitrail.adapters.registry import library, sized, split_name
+from vitrail.cli._shared.media import MEDIA, Medium, check_accepted, input_spec
 from vitrail.data import InputSpec
-from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, UnsupportedModel, VitrailError
-from vitrail.models import ViT
-
-if TYPE_CHECKING:
-    from vitrail.training.objective.targets import Target
+from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
+from vitrail.training.objective.targets import Target, assign_targets
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model; ``questions`` are the tasks it answers, if its classes have names."""
+    """A loaded model; ``size`` is the requested one, ``questions`` the tasks it answers, if its classes have names."""
 
     name: str
     model: nn.Module
-    preprocessing: InputSpec
+    spec: InputSpec
     layout: vitrail.TokenLayout
     device: torch.device
-    random: bool
+    weights: str
+    size: tuple[int, ...] | None
     questions: tuple[Target, ...] = ()
 
     @property
-    def weights(self) -> str:
-        """Origin of the weights: random or pretrained."""
-        return "random" if self.random else "pretrained"
+    def medium(self) -> Medium:
+        """What the model's inputs are."""
+        return MEDIA[self.spec.modality]
 
 
 def load(
     name: str,
+    command: str,
     *,
-    random: bool,
+    random: bool = False,
     size: tuple[int, ...] | None = None,
     device: str | None = None,
     seed: int = 0,
-    shown: bool = True,
 ) -> Loaded:
-    """Load a model by name for an input size; random weights depend on ``seed`` only.
-
-    With ``shown=False`` the model need not accept images, only tensors of their shape.
-    """
+    """Load a model by name for a command and an input size; random weights depend on ``seed`` only."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise InvalidOption("--device cuda: no CUDA device is available. Use --device cpu, or leave it out.")
@@ -67,56 +56,20 @@ def load(
     options = size_options(name, size)
     torch.manual_seed(seed)
     origin, rest = split_name(name)
-    unreachable = _unreachable_hub() if origin and origin.uses_hub(rest, not random) else None
+    unreachable = hub.unreachable() if origin and origin.uses_hub(rest, not random) else None
     try:
-        with _quiet_hub(offline=unreachable is not None), origin.quiet() if origin else nullcontext():
+        with hub.quiet(offline=unreachable is not None), origin.quiet() if origin else nullcontext():
             model = vitrail.load_model(name, pretrained=not random, **options)
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)
-    _check_takes_images(name, found, shown)
-    expected = found.adapter.input_spec(found.trunk)
-    if size is not None:
-        expected = replace(expected, size=size)
-    try:
-        layout = found.adapter.layout(found.trunk, expected.size)
-    except ValueError:
-        layout = None
-    if layout is None or (size is not None and (size[0] % layout.grid[1] or size[1] % layout.grid[2])):
-        raise InvalidOption(
-            f"--size {expected.size[0]}x{expected.size[1]} is not a whole number of patches of {name}. Choose a "
-            "multiple of its patch size (often 16 or 14) in each direction, or leave --size out."
-        )
-    questions: tuple[Target, ...] = ()
-    if names := vitrail.class_names(model):
-        from vitrail.training.objective.targets import assign_targets
-
-        questions = assign_targets(model, names)
-    return Loaded(name, model.to(place), expected, layout, place, random, questions)
-
-
-def _check_takes_images(name: str, found: Found, shown: bool) -> None:
-    """Raise if a model takes other arrays than images: spectrograms, clips, unnormalized numbers."""
-    told = read_labels(model_folder(named(name))).get("preprocessing") if is_saved(name) else None
-    trunk = found.trunk
-    shape: tuple[int, ...] = (3, *found.adapter.input_spec(trunk).size)
-    if isinstance(trunk, ViT):
-        shape = (trunk.config.in_chans, *trunk.config.image)
-    numbers = False
-    if told:
-        expects = InputSpec.from_dict(told)
-        shape = (len(expects.mean), *shape[1:])
-        numbers = expects.is_array and not expects.of_bytes
-    if len(shape) == 3 and shape[0] == 3 and not (numbers and shown):
-        return
-    kind = " of floating point numbers" if numbers else ""
-    looks = "vitrail.record" if len(shape) > 3 else "vitrail.record or vitrail.inspect"
-    raise UnsupportedInput(
-        f"{name} takes arrays{kind}, {' × '.join(map(str, shape))}, and this command is for models that take images. "
-        "From Python, measure it with vitrail.training.evaluate on Arrays, merged or not, look inside with "
-        f"{looks}, and export it with vitrail.export.export; vitrail.training.load_trained gives the model, and its "
-        "labels.preprocessing normalizes arrays for it."
-    )
+    spec = input_spec(model, found)
+    check_accepted(name, spec, command)
+    resized, layout = sized(found, size, name)
+    names = vitrail.class_names(model)
+    questions = assign_targets(model, names) if names else ()
+    weights = "random" if random else "pretrained"
+    return Loaded(name, model.to(place), replace(spec, size=resized.size), layout, place, weights, size, questions)
 
 
 def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, Any], unreachable: str | None) -> str:
@@ -131,32 +84,25 @@ def _explain(name: str, error: ModelLoadError, random: bool, options: dict[str, 
     if cause is None or isinstance(cause, ImportError):
         return str(error)
     why = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
-    obstacle = _obstacle(name, options)
-    if obstacle is not None and options:  # is it the size?
-        other = _obstacle(name)
-        if other is None:
-            return f"{name} cannot be built for inputs of another size ({why}). Leave --size out."
-        obstacle = other
+    obstacle = _obstacle(name)
+    if obstacle is None and options and _obstacle(name, options):
+        return f"{name} cannot be built for inputs of another size ({why}). Leave --size out."
     if isinstance(obstacle, UnsupportedModel):  # weights would not help
         return f"{name}: {obstacle}"
     network = isinstance(cause, OSError) and not Path(rest).is_dir()
-    if network and unreachable:
-        what = "it is" if obstacle else "its trained weights are"
-        why = f"{name}: {what} not on this machine, and {unreachable} cannot be reached. Check the network, or"
-        step = f"name a directory, like {origin.directory}" if obstacle else "add --random-weights"
-        return f"{why} {step}."
-    if random:
+    if random and not (network and unreachable):
         return str(error)
+    missing, step = "it could not be loaded", f"name a directory, like {origin.directory}"
     if obstacle is None:
-        step = "Check the network, or add" if network else "Add"
-        return f"{name}: its trained weights could not be loaded ({why}). {step} --random-weights to use random ones."
-    return f"{name} could not be loaded: {why}. Name a directory instead, like {origin.directory}."
+        missing, step = "its trained weights could not be loaded", "add --random-weights to use random ones"
+    if network:
+        why, step = f"{unreachable} cannot be reached" if unreachable else why, f"check the network, or {step}"
+    return f"{name}: {missing} ({why}). {step[0].upper()}{step[1:]}."
 
 
 def _guess(name: str) -> str | None:
     """Return the full name of a model whose prefix was left out, where one fits."""
-    likely = [one for one in map(library, LIBRARIES) if one.looks_like(name)]
-    for one in likely:
+    for one in (one for one in map(library, LIBRARIES) if one.looks_like(name)):
         if one.uses_hub(name, pretrained=False) or _obstacle(f"{one.prefix}:{name}") is None:
             return f"{one.prefix}:{name}"
     return None
@@ -164,48 +110,10 @@ def _guess(name: str) -> str | None:
 
 def _obstacle(name: str, options: dict[str, Any] | None = None) -> VitrailError | None:
     """Return why a model cannot be merged even with random weights, or None; uses neither memory nor network."""
-    with _quiet_hub(offline=True), warnings.catch_warnings(), torch.device("meta"):
+    with hub.quiet(offline=True), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
             find(vitrail.load_model(name, pretrained=False, **(options or {})))
         except VitrailError as error:
             return error
     return None
-
-
-def _unreachable_hub(seconds: float = 3.0) -> str | None:
-    """Return the Hub's host if it cannot be reached; its own library would retry for most of a minute.
-
-    Behind a proxy, only the proxy knows.
-    """
-    try:
-        settings: Any = import_module("huggingface_hub.constants")
-        url = urlsplit(settings.ENDPOINT)
-        if settings.HF_HUB_OFFLINE or url.hostname is None or {"https", "http", "all"} & getproxies().keys():
-            return None
-        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), seconds).close()
-    except OSError:
-        return url.hostname
-    except (ImportError, AttributeError):  # no such library, or a much older or newer one: do as usual
-        return None
-    return None
-
-
-@contextmanager
-def _quiet_hub(offline: bool) -> Iterator[None]:
-    """Silence the Hub library's retries; with ``offline``, do not let it connect."""
-    try:
-        settings: Any = import_module("huggingface_hub.constants")
-        log: Any = import_module("huggingface_hub.utils.logging")  # sets its level when it is imported, so before us
-        before = settings.HF_HUB_OFFLINE, log.get_verbosity()
-    except (ImportError, AttributeError):
-        yield
-        return
-    try:
-        settings.HF_HUB_OFFLINE = before[0] or offline
-        if "HF_HUB_VERBOSITY" not in os.environ:
-            log.set_verbosity(log.ERROR)
-        yield
-    finally:
-        settings.HF_HUB_OFFLINE = before[0]
-        log.set_verbosity(before[1])

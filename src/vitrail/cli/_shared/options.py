@@ -2,92 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from vitrail.merging import METHODS
-
 MAX_SIDE = 4096
-
-
-class Order(StrEnum):
-    """Orders of the merged tokens."""
-
-    paper = "paper"
-    original = "original"
-
-
-class Device(StrEnum):
-    """Devices to run on."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
-]
-Method = Annotated[
-    str, typer.Option("--method", metavar="NAME", help="Merging method: tome, or prune and random for comparison.")
-]
-R = Annotated[
-    str | None,
-    typer.Option("-r", "--r", metavar="N", help="Tokens to merge per layer, or comma-separated, one for each layer."),
-]
-Keep = Annotated[
-    float | None,
-    typer.Option(metavar="F", help="Instead of -r: the share of patches left at the end."),
-]
-Gflops = Annotated[
-    float | None,
-    typer.Option(metavar="G", help="Instead of -r: a budget per image, in 10⁹ multiply-adds."),
-]
-Schedule = Annotated[
-    str,
-    typer.Option(metavar="S", help="constant, decreasing, increasing, or an inflection from -1 to 1."),
-]
-OrderOf = Annotated[Order, typer.Option(help="Order of the merged tokens.")]
-Proportional = Annotated[
-    bool,
-    typer.Option("--proportional/--no-proportional", help="Weight merged tokens by size in attention."),
-]
-Size = Annotated[
-    str | None,
-    typer.Option(metavar="N or HxW", help="Input size in pixels, if the model supports another one."),
-]
-RandomWeights = Annotated[
-    bool,
-    typer.Option("--random-weights", help="Use random weights (always the same) instead of a download."),
-]
-Batch = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Images per batch.")]
-DeviceOf = Annotated[
-    Device | None,
-    typer.Option(help="Device; CUDA if available by default.", show_default=False),
-]
-Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
-
-
-def merge_options(
-    r: str | None,
-    keep: float | None,
-    gflops: float | None,
-    schedule: str,
-    order: Order,
-    proportional: bool,
-    method: str = "tome",
-) -> dict[str, Any]:
-    """Return keyword arguments for ``vitrail.merge``."""
-    given: dict[str, Any] = {"r": None if r is None else parse_r(r), "keep": keep, "gflops": gflops}
-    amount = {name: value for name, value in given.items() if value is not None}
-    if len(amount) != 1:
-        raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
-    if method not in METHODS:
-        raise typer.BadParameter(f"--method {method!r} is not a method. Expected one of {', '.join(sorted(METHODS))}.")
-    settings = {"schedule": number_or_word(schedule), "order": order.value, "proportional": proportional}
-    return amount | settings | {"method": method}
 
 
 def parse_r(text: str) -> int | list[int]:
@@ -104,7 +26,7 @@ def parse_r(text: str) -> int | list[int]:
     return values[0] if len(values) == 1 else values
 
 
-def number_or_word(text: str) -> str | float:
+def parse_schedule(text: str) -> str | float:
     """Parse a number; return anything else unchanged, for the library to check."""
     try:
         return float(text)
@@ -112,10 +34,22 @@ def number_or_word(text: str) -> str | float:
         return text
 
 
-def parse_size(text: str | None) -> tuple[int, int] | None:
+def parse_method(text: str) -> str | dict[str, Any]:
+    """Parse the name of a merging method, or a JSON object with its name and options."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"--method {text!r} is not JSON ({error}). Expected a name, or an object such as "
+            '\'{"name": "tome", "features": "values"}\'.'
+        ) from error
+    return found
+
+
+def parse_size(text: str) -> tuple[int, int]:
     """Parse ``384``, or ``384x512`` for height and width."""
-    if text is None:
-        return None
     sides = text.lower().replace("×", "x").split("x")
     if len(sides) > 2 or not all(side.isascii() and side.isdigit() and 0 < int(side) <= MAX_SIDE for side in sides):
         raise typer.BadParameter(
@@ -123,3 +57,41 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
             "width, like --size 384x512."
         )
     return int(sides[0]), int(sides[-1])
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
+]
+METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its name and options."
+Method = Annotated[Any, typer.Option(metavar="NAME", parser=parse_method, help=METHODS)]
+COUNTS = "Tokens to merge per layer, or comma-separated, one for each layer."
+R = Annotated[Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help=COUNTS)]
+Keep = Annotated[float | None, typer.Option(metavar="F", help="Instead of -r: the share of patches left at the end.")]
+Gflops = Annotated[
+    float | None, typer.Option(metavar="G", help="Instead of -r: a budget per image, in 10⁹ multiply-adds.")
+]
+SCHEDULES = "constant, decreasing, increasing, or an inflection from -1 to 1; by default the method's own."
+Schedule = Annotated[Any, typer.Option(metavar="S", parser=parse_schedule, help=SCHEDULES, show_default=False)]
+Order = Annotated[Literal["paper", "original"], typer.Option(help="Order of the merged tokens.")]
+Proportional = Annotated[
+    bool, typer.Option("--proportional/--no-proportional", help="Weight merged tokens by size in attention.")
+]
+SIZES = "Input size in pixels, if the model supports another one."
+Size = Annotated[Any, typer.Option(metavar="N or HxW", parser=parse_size, help=SIZES)]
+RandomWeights = Annotated[
+    bool, typer.Option("--random-weights", help="Use random weights (always the same) instead of a download.")
+]
+Batch = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="Images per batch.")]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None, typer.Option(help="Device; CUDA if available by default.", show_default=False)
+]
+Limit = Annotated[int, typer.Option(min=0, metavar="N", help="Most images, spread over the data; 0 for all.")]
+Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
+
+
+def merge_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments for ``vitrail.merge`` from a command's options."""
+    amount = {name: given[name] for name in ("r", "keep", "gflops") if given[name] is not None}
+    if len(amount) > 1 or (not amount and given["method"] == "tome"):  # other methods may decide by themselves
+        raise typer.BadParameter("Pass one of -r, --keep and --gflops, such as -r 16; -r 0 merges nothing.")
+    return amount | {name: given[name] for name in ("schedule", "order", "proportional", "method")}

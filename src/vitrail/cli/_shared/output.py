@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import IO
 from PIL import Image
 
 from vitrail._atomic_files import temporary_files
+from vitrail.data import Dataset
 from vitrail.errors import VitrailError
 
 
@@ -83,40 +85,30 @@ def make_directory(path: Path) -> Path:
 
 
 class Names:
-    """File names for results, after their images; they collide neither with each other nor with an input.
+    """File names for results, after their samples; they collide neither with each other nor with an input.
 
-    Results of ``cat.jpg`` are called ``cat``. Images that share a name get a longer one: ``cat.gif`` and ``cat.webp``
-    keep their suffixes, ``a/cat.jpg`` and ``b/cat.jpg`` become ``a-cat`` and ``b-cat``. Case is ignored, as on some
-    file systems.
+    Results of ``cat.jpg`` are called ``cat``, those of ``dogs/rex.jpg`` beside it ``dogs-rex``; ``cat.gif`` and
+    ``cat.webp`` keep their suffixes. Case is ignored, as on some file systems.
     """
 
-    def __init__(self, directory: Path, endings: Iterable[str], inputs: Iterable[Path]) -> None:
+    def __init__(self, directory: Path, dataset: Dataset) -> None:
         self.directory = directory
-        self.endings = tuple(endings)
-        paths = list(inputs)
-        self.taken = {str(path.resolve()).casefold() for path in paths}
-        self.shared = Counter(label for path in paths for label in {label.casefold() for label in _labels(path)})
+        paths = dataset.paths or [re.sub(r"[^\w./-]+", "-", name) for name in dataset.names]
+        inputs = [Path(os.path.normpath(Path(path).absolute())) for path in paths]
+        root = os.path.commonpath([path.parent for path in inputs])
+        full = ["-".join(path.relative_to(root).parts) for path in inputs]
+        count = Counter(Path(label).stem.casefold() for label in full)
+        self.labels = [label if count[Path(label).stem.casefold()] > 1 else Path(label).stem for label in full]
+        self.taken = {str(Path(path).resolve()).casefold() for path in paths}
 
-    def for_image(self, image: Path) -> dict[str, Path]:
-        """Return the files for an image's results, by ending."""
-        label = next((label for label in _labels(image) if self.shared[label.casefold()] <= 1), image.stem)
+    def of(self, index: int, endings: Iterable[str]) -> dict[str, Path]:
+        """Return the files for the results of a sample, by ending."""
         number = 1
         while True:
-            stem = label if number == 1 else f"{label}-{number}"
-            paths = {ending: self.directory / f"{stem}-{ending}.png" for ending in self.endings}
+            stem = self.labels[index] + (f"-{number}" if number > 1 else "")
+            paths = {ending: self.directory / f"{stem}-{ending}.png" for ending in endings}
             keys = {str(path.resolve()).casefold() for path in paths.values()}
             if self.taken.isdisjoint(keys):
                 self.taken |= keys
                 return paths
             number += 1
-
-
-def _labels(path: Path) -> Iterator[str]:
-    """Yield possible labels of an image, shortest first."""
-    yield path.stem
-    yield path.name
-    parents = Path(os.path.normpath(path.absolute())).parent.parts[1:]
-    for start in reversed(range(len(parents))):
-        prefix = "-".join(parents[start:])
-        yield f"{prefix}-{path.stem}"
-        yield f"{prefix}-{path.name}"

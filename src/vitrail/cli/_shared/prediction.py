@@ -1,9 +1,8 @@
-"""Run a model on one image, with and without merging, and compare its predictions and cost."""
+"""Run a model on one sample, with and without merging, and compare its predictions and cost."""
 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +11,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
-from vitrail.bench._modes import output_tensor
+from vitrail.adapters.outputs import output_tensor
+from vitrail.bench.timing import Clock
 from vitrail.cli._shared.model import Loaded
 from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result
-from vitrail.data import to_tensor
-from vitrail.drawing import stained_glass
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
+from vitrail.training.evaluation.outputs import forward_output
 
 GUESSES = 3
 """Number of most likely classes to name."""
@@ -35,43 +34,36 @@ class Prediction:
 
 
 def cost_of(loaded: Loaded, merging: vitrail.Merging) -> Cost:
-    """Count tokens and FLOPs for one image."""
-    size = loaded.preprocessing.size
-    after = merging.tokens_per_layer(size)
+    """Count tokens and FLOPs for one input."""
+    after = merging.tokens_per_layer(loaded.size)
     before = [loaded.layout.num_tokens] * len(after)
-    return Cost(before, after, merging.flops(size, merged=False), merging.flops(size))
+    return Cost(before, after, merging.flops(loaded.size, merged=False), merging.flops(loaded.size))
 
 
 @torch.inference_mode()
-def predict(loaded: Loaded, image: Image.Image) -> Prediction:
-    """Run the model, merged or not, on one image."""
-    batch = to_tensor([image], loaded.preprocessing).to(loaded.device)
-    start = _now(loaded.device)
+def predict(loaded: Loaded, batch: Tensor) -> Prediction:
+    """Run the model, merged or not, on a batch of one."""
+    batch, clock = batch.to(loaded.device), Clock(loaded.device)
+    start = clock.now()
     try:
-        if loaded.questions:
-            from vitrail.training.evaluation.outputs import forward_output
-
-            output: Any = forward_output(loaded.model, batch)
-        else:
-            output = loaded.model(batch)
+        output: Any = forward_output(loaded.model, batch) if loaded.questions else loaded.model(batch)
     except (AssertionError, ValueError) as error:  # how libraries refuse a size
-        height, width = loaded.preprocessing.size
+        size = " × ".join(map(str, loaded.spec.size))
         raise UnsupportedInput(
-            f"{loaded.name} does not take images of {height} × {width} pixels ({error}); leave --size out"
+            f"{loaded.name} does not take {loaded.medium.noun} of {size} ({error}); leave --size out"
         ) from error
-    seconds = _now(loaded.device) - start
+    seconds = clock.now() - start
     values, is_classes = _values(loaded.model, output)
     return Prediction(values.flatten().double().cpu(), is_classes, seconds, _guesses(loaded, output))
 
 
-def paint(
-    loaded: Loaded, merging: vitrail.Merging, image: Image.Image, name: str, before: Prediction
-) -> tuple[Image.Image, Result]:
-    """Run the merged model on one image; return its stained glass, and the comparison with the unmerged model."""
+def compare_merged(
+    loaded: Loaded, merging: vitrail.Merging, sample: Any, name: str, before: Prediction
+) -> tuple[dict[str, Image.Image], Result]:
+    """Run the merged model on one sample; return drawings of its groups, and the comparison with the unmerged model."""
     with merging.track() as trace:
-        after = predict(loaded, image)
+        after = predict(loaded, loaded.medium.batch(sample, loaded.spec))
     groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
-    panes = int(trace.groups[0].unique().numel())
     norms = float(before.values.norm() * after.values.norm())
     cosine = float(before.values @ after.values) / norms if norms > 0 else math.nan
     same = None
@@ -81,7 +73,7 @@ def paint(
         same = bool(before.values.argmax() == after.values.argmax())
     result = Result(
         picture=name,
-        panes=panes,
+        panes=int(trace.groups[0].unique().numel()),
         cosine=None if math.isnan(cosine) else min(max(cosine, -1.0), 1.0),
         same_top1=same,
         seconds_before=before.seconds,
@@ -89,7 +81,7 @@ def paint(
         guesses_before=before.guesses,
         guesses_after=after.guesses,
     )
-    return stained_glass(image, groups), result
+    return loaded.medium.draw(sample, groups), result
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:
@@ -104,16 +96,10 @@ def _guesses(loaded: Loaded, output: Any) -> Guesses:
 
 
 def _values(model: nn.Module, output: Any) -> tuple[Tensor, bool]:
-    """Return a model's output for the whole image: class scores, else pooled features, else all tokens."""
+    """Return a model's output for the whole input: class scores, else pooled features, else all tokens."""
     if isinstance(output, Output) and output.logits is None:  # task tokens alone
         return torch.cat([scores.flatten(1) for scores in output.by_role.values()], 1), False
     values = output_tensor(output)
     if values is output:
         return values, values.dim() == 2 and int(getattr(model, "num_classes", 0) or 0) > 0
     return values, values is getattr(output, "logits", None)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

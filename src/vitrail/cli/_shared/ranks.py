@@ -1,4 +1,4 @@
-"""Commands under torchrun: only the first rank prints, and all ranks exit cleanly."""
+"""What every command runs in: errors without a traceback; under torchrun, one rank that prints and a clean exit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 import typer
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from vitrail._distributed import ConnectionLost, ReportedByMain, torchrun_rank
 from vitrail.cli._shared import console
+from vitrail.errors import VitrailError
 
 EXIT_DELAY = 2.0
 """Seconds that other ranks wait before they exit with an error: torchrun then stops the first one, too."""
@@ -34,32 +35,28 @@ def exit_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def first_rank_prints(*silent: Console) -> Iterator[None]:
-    """Silence these consoles (results by default) on all ranks but the first; errors of their own are still printed."""
-    rank, _ = torchrun_rank() or (0, 1)
-    before = {each: each.quiet for each in (silent or (console.out,) if rank else ())}
-    try:
-        for each in before:
-            each.quiet = True
-        yield
-    finally:
-        for each, quiet in before.items():
-            each.quiet = quiet
+def command(*silent: Console) -> Iterator[None]:
+    """Report a ``VitrailError`` without a traceback (exit code 2), and each warning of Vitrail once, as a note.
 
-
-@contextmanager
-def first_rank_reports() -> Iterator[None]:
-    """Let the first rank report an error that all ranks share, and wait until it did.
-
-    A rank that lost the others exits at once, because threads of a broken connection would crash its teardown.
+    All ranks but the first print nothing to the consoles in ``silent`` (results by default). An error that all ranks
+    share is reported by the first; a rank that lost the others exits at once, because threads of a broken connection
+    would crash its teardown.
     """
+    rank, _ = torchrun_rank() or (0, 1)
     try:
-        yield
-    except ConnectionLost as problem:
-        console.error(str(problem))
-        _exit(2)
+        with ExitStack() as stack:
+            for each in (silent or (console.out,)) if rank else ():
+                stack.callback(setattr, each, "quiet", each.quiet)
+                each.quiet = True
+            stack.enter_context(console.notes())
+            yield
     except ReportedByMain as problem:
         time.sleep(EXIT_DELAY)
+        raise typer.Exit(2) from problem
+    except VitrailError as problem:
+        console.error(str(problem))
+        if isinstance(problem, ConnectionLost):
+            _exit(2)
         raise typer.Exit(2) from problem
 
 

@@ -1,4 +1,4 @@
-"""Results of ``vitrail merge`` and ``vitrail demo``: a table, Markdown, and JSON."""
+"""Results of ``vitrail merge`` and ``vitrail demo``: a table, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vitrail import __version__
-from vitrail.cli._shared import console
 from vitrail.cli._shared.output import write_text
-
-COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
-LEGEND = (
-    "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
-    "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
-    "most likely class stays the same. Ms: latency of a single pass each, so a rough figure."
-)
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """Comparison of the merged with the unmerged model on one image; field names are JSON keys.
+    """Comparison of the merged with the unmerged model on one sample; field names are JSON keys.
 
     ``cosine`` and ``same_top1`` are None where they are undefined; guesses are empty without class names.
     """
@@ -68,24 +58,17 @@ class Result:
             return "–"
         if not self.guesses_before:
             return "same" if self.same_top1 else "other"
-        before, after = (
-            ", ".join(best[0].name for best in guesses.values())
-            for guesses in (self.guesses_before, self.guesses_after)
-        )
+        both = (self.guesses_before, self.guesses_after)
+        before, after = (", ".join(best[0].name for best in guesses.values()) for guesses in both)
         return f"same: {before}" if before == after else f"{before} → {after}"
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """An image that could not be read."""
-
-    picture: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Summary:
-    """One model, merged in one way at one input size, over some images; field names are JSON keys."""
+    """One model, merged in one way at one input size, over some samples; field names are JSON keys.
+
+    ``skipped`` are the samples that could not be read: name (``picture``) and ``reason``.
+    """
 
     model: str
     weights: str
@@ -94,62 +77,17 @@ class Summary:
     merging: dict[str, Any]
     cost: Cost
     pictures: list[Result]
-    skipped: list[Skipped] = field(default_factory=list)
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of the table, one for each image."""
-        cost = self.cost
-        return [
-            (
-                result.picture,
-                str(result.panes),
-                f"{cost.tokens_before[-1]} → {cost.tokens_after[-1]}",
-                f"{cost.flops_before / 1e9:.3g} → {cost.flops_after / 1e9:.3g}",
-                "–" if result.cosine is None else f"{result.cosine:.4f}",
-                result.top1,
-                f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
-            )
-            for result in self.pictures
-        ]
+    skipped: list[dict[str, str]] = field(default_factory=list)
 
 
-def table(runs: Sequence[Summary], title: str) -> Table:
-    """Return the table for the terminal."""
-    made = console.table(*COLUMNS, title=title)
-    for run in runs:
-        for row in run.rows():
-            made.add_row(*row)
-    return made
-
-
-def markdown(runs: Sequence[Summary], heading: str, remarks: Sequence[str] = ()) -> str:
-    """Return the Markdown text: the table, its legend, tokens per layer, and skipped images."""
-    lines = [f"# {heading}", ""]
-    lines += [line for remark in remarks for line in (remark, "")]
-    lines += [markdown_row(COLUMNS), "| --- |" + " ---: |" * (len(COLUMNS) - 1)]
-    lines += [markdown_row(row) for run in runs for row in run.rows()]
-    lines += ["", LEGEND, ""]
-    details = []
-    for run in runs:
-        height, width = run.input_size
-        settings = ", ".join(f"{name}={value}" for name, value in run.merging.items())
-        tokens = " ".join(str(count) for count in run.cost.tokens_after)
-        details.append(
-            f"- {run.model} ({run.weights} weights, {run.device}), input {height} × {width}, merged with "
-            f"{settings}: {tokens} tokens after each block, instead of {run.cost.tokens_before[-1]}."
-        )
-        details += [f"- Skipped: {skipped.reason}" for skipped in run.skipped]
-    lines += dict.fromkeys(details)  # once where runs agree
-    return "\n".join([*lines, "", f"Written by Vitrail {__version__}.", ""])
-
-
-def markdown_row(cells: Sequence[str]) -> str:
-    """Return a row of a Markdown table."""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table; all columns but the first are numbers."""
+    cells = ([cell.replace("|", "\\|") for cell in row] for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows))
+    return [f"| {' | '.join(row)} |" for row in cells]
 
 
 def write_summary(folder: Path, data: dict[str, Any], text: str) -> None:
     """Write ``summary.json`` and ``summary.md``."""
     content = json.dumps({"vitrail": __version__, **data}, indent=2, ensure_ascii=False, allow_nan=False)
     write_text(folder / "summary.json", content + "\n")
-    write_text(folder / "summary.md", text)
+    write_text(folder / "summary.md", f"{text}\n\nWritten by Vitrail {__version__}.\n")

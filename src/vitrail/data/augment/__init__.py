@@ -1,5 +1,5 @@
 """Augmentation of whole batches on the device.
 
-Not torchvision's transforms: every number is drawn beforehand from one generator, for the batch over all processes, so
-that a step gives the same bits for any number of processes and when a run resumes; and a batch is a few GPU kernels.
+Not torchvision's transforms: every number is drawn beforehand from one generator, for the global batch, so that a
+step gives the same bits for any world size and when a run resumes; and a batch is a few GPU kernels.
 """

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vitrail._checks import check_choice
 from vitrail.data.augment.images import drawn
 from vitrail.data.spec import InputSpec
-from vitrail.errors import InvalidOption
 
 REACH = {"none": 0.0, "light": 1 / 8, "medium": 1 / 8, "strong": 1 / 4}
 """Largest shift and width of a masked band, as shares of an axis."""
@@ -41,8 +41,7 @@ class ArrayAugment:
     spec: InputSpec
 
     def __post_init__(self) -> None:
-        if self.strength not in REACH:
-            raise InvalidOption(f"augment={self.strength!r}: expected one of {', '.join(REACH)} for arrays")
+        check_choice("augment", self.strength, REACH)
 
     def __call__(
         self, values: Tensor, draw: torch.Generator, rows: slice | None = None, total: int | None = None
@@ -55,12 +54,13 @@ class ArrayAugment:
         made = self.plain(values)
         if self.strength == "none":
             return made
-        by_axis = numbers.unflatten(1, (-1, DRAWS)).unbind(1)
-        for axis, (offset, _, _) in enumerate((one.unbind(1) for one in by_axis), start=2):
-            made = shift(made, axis, whole_number(offset, -self._most(made, axis), self._most(made, axis)))
-        for axis, (_, width, place) in enumerate((one.unbind(1) for one in by_axis), start=2):
+        by_axis = [one.unbind(1) for one in numbers.unflatten(1, (-1, DRAWS)).unbind(1)]
+        most = [int(length * REACH[self.strength]) for length in made.shape[2:]]
+        for axis, ((offset, _, _), reach) in enumerate(zip(by_axis, most, strict=True), start=2):
+            made = shift(made, axis, whole_number(offset, -reach, reach))
+        for axis, ((_, width, place), reach) in enumerate(zip(by_axis, most, strict=True), start=2):
             if self.strength in MASKING:
-                wide = whole_number(width, 0, self._most(made, axis))
+                wide = whole_number(width, 0, reach)
                 made = mask_band(made, axis, whole_number(place, 0, made.shape[axis] - wide), wide)
         return made
 
@@ -71,9 +71,6 @@ class ArrayAugment:
     def plain(self, values: Tensor) -> Tensor:
         """Prepare a batch for evaluation: normalized."""
         return self.spec.normalize(values)
-
-    def _most(self, values: Tensor, axis: int) -> int:
-        return int(values.shape[axis] * REACH[self.strength])
 
 
 def whole_number(numbers: Tensor, low: int, high: int | Tensor) -> Tensor:

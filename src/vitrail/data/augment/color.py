@@ -23,10 +23,11 @@ def jitter(images: Tensor, brightness: Tensor, contrast: Tensor, saturation: Ten
 
     Apart from clipping the three commute, so that a fixed order loses little against a random one.
     """
-    images = (images * _each(brightness)).clamp(0, 1)
+    brightness, contrast, saturation = (one[:, None, None, None] for one in (brightness, contrast, saturation))
+    images = (images * brightness).clamp(0, 1)
     mean = gray(images).mean((2, 3), keepdim=True)
-    images = torch.lerp(mean, images, _each(contrast)).clamp(0, 1)
-    return torch.lerp(gray(images), images, _each(saturation)).clamp(0, 1)
+    images = torch.lerp(mean, images, contrast).clamp(0, 1)
+    return torch.lerp(gray(images), images, saturation).clamp(0, 1)
 
 
 def solarize(images: Tensor, threshold: float = 128 / 255) -> Tensor:
@@ -71,7 +72,3 @@ def box_mask(start: Tensor, end: Tensor, height: int, width: int) -> Tensor:
     down = (rows >= start[:, :1]) & (rows < end[:, :1])
     across = (columns >= start[:, 1:]) & (columns < end[:, 1:])
     return down[:, :, None] & across[:, None, :]
-
-
-def _each(amounts: Tensor) -> Tensor:
-    return amounts[:, None, None, None]

@@ -27,14 +27,9 @@ def random_boxes(
 ) -> tuple[Tensor, Tensor]:
     """Map numbers from 0 to 1 to boxes (top, left) and (height, width), each (b, 2): a random resized crop.
 
-    Args:
-        areas: (b, tries): share of the image, within ``scale``.
-        ratios: (b, tries): width over height, uniform in the logarithm.
-        places: (b, 2): where the box is.
-        side: height and width of the image.
-        scale: smallest and largest area.
-        ratio: smallest and largest width over height.
-        otherwise: height and width of the box if no try fits into the image; otherwise the first that fits is taken.
+    ``areas`` (b, tries) are shares of the image within ``scale``, ``ratios`` (b, tries) widths over heights within
+    ``ratio``, uniform in the logarithm, ``places`` (b, 2) where the box is. The first try that fits into the image, of
+    height and width ``side``, is taken; if none does, a square of the side ``otherwise``.
     """
     area = (scale[0] + (scale[1] - scale[0]) * areas) * side**2
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -81,10 +76,8 @@ def cubic(distance: Tensor) -> Tensor:
 def affine(angle: Tensor, shear: Tensor, shift: Tensor) -> Tensor:
     """Return maps (b, 2, 3) from output to input coordinates, both from -1 to 1.
 
-    Args:
-        angle: (b,), clockwise, in radians.
-        shear: (b, 2), along x and y, per distance along the other axis.
-        shift: (b, 2), along x and y, as a share of the side.
+    Angles (b,) are clockwise, in radians; shears and shifts (b, 2) along x and y, per distance along the other axis
+    and as shares of the side.
     """
     cos, sin = angle.cos(), angle.sin()
     turn = torch.stack([torch.stack([cos, sin], -1), torch.stack([-sin, cos], -1)], 1)
@@ -98,15 +91,8 @@ def warp(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, maps: Tensor
     """Crop, warp and resize boxes to (b, C, out, out) in one bicubic sampling.
 
     Pixels outside of the box come from the image, and outside of the image from its mirror image. Boxes that shrink to
-    a half or less are sampled from an image of that size.
-
-    Args:
-        images: the images.
-        start: top and left of the boxes.
-        size: their height and width.
-        flip: (b,) which to mirror horizontally.
-        maps: of :func:`affine`, relative to the box.
-        out: height and width of the output.
+    a half or less are sampled from an image of that size. Boxes and ``flip`` are as for :func:`crop`; ``maps``, of
+    :func:`affine`, are relative to the box.
     """
     side = images.shape[-1]
     half = (size / side).flip(1)
@@ -117,12 +103,9 @@ def warp(images: Tensor, start: Tensor, size: Tensor, flip: Tensor, maps: Tensor
     grid = F.affine_grid(placed, [len(images), images.shape[1], out, out], align_corners=False)
     levels = max(int(math.log2(side / out)), 0)
     wanted = (size.amax(1) / out).log2().floor().clamp(0, levels)[:, None, None, None]
-    made = _sample(images, grid)
-    for level in range(1, levels + 1):
-        small = F.avg_pool2d(images, 2**level, ceil_mode=True)
-        made = torch.where(wanted == level, _sample(small, grid), made)
+    made = images
+    for level in range(levels + 1):
+        small = F.avg_pool2d(images, 2**level, ceil_mode=True) if level else images
+        sampled = F.grid_sample(small, grid, "bicubic", "reflection", align_corners=False)
+        made = torch.where(wanted == level, sampled, made) if level else sampled
     return made
-
-
-def _sample(images: Tensor, grid: Tensor) -> Tensor:
-    return F.grid_sample(images, grid, "bicubic", "reflection", align_corners=False)

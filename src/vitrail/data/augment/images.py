@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail._checks import check, check_choice, check_int, check_share
 from vitrail.data.augment.color import blur, erase, gray, jitter, solarize
 from vitrail.data.augment.geometry import affine, crop, random_boxes, warp
 from vitrail.data.spec import full_precision, normalize
@@ -39,29 +40,26 @@ WARPED = 0.5
 ANGLE, SHEAR, SHIFT = math.radians(15), 0.15, 0.1
 
 
-class Draws(NamedTuple):
-    """Random numbers of each image, from 0 to 1."""
-
-    area: Tensor
-    ratio: Tensor
-    place: Tensor
-    flip: Tensor
-    choice: Tensor
-    blur: Tensor
-    jitter: Tensor
-    warped: Tensor
-    angle: Tensor
-    shear: Tensor
-    shift: Tensor
-    erased: Tensor
-    erased_area: Tensor
-    erased_ratio: Tensor
-    erased_place: Tensor
-    erased_color: Tensor
-
-
-WIDTHS = (TRIES, TRIES, 2, 1, 1, 1, 3, 1, 1, 2, 2, 1, TRIES, TRIES, 2, 3)
-"""Numbers for each of them; all are drawn at every strength, so that runs differ in nothing else."""
+DRAWS = {
+    "area": TRIES,
+    "ratio": TRIES,
+    "place": 2,
+    "flip": 1,
+    "choice": 1,
+    "blur": 1,
+    "jitter": 3,
+    "warped": 1,
+    "angle": 1,
+    "shear": 2,
+    "shift": 2,
+    "erased": 1,
+    "erased_area": TRIES,
+    "erased_ratio": TRIES,
+    "erased_place": 2,
+    "erased_color": 3,
+}
+"""How many random numbers an image takes for what; all are drawn at every strength, so that runs differ in nothing
+else."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,8 @@ class Augment:
         strength: ``none``; ``flip``; ``light``: a random resized crop and a flip; ``medium``: also one of
             grayscale, solarize and blur, and color jitter; ``strong``: also rotation, shear, shift and random erasing.
         size: height and width of the result.
-        mean: value subtracted from red, green and blue, on a scale of 0 to 1.
-        std: value that they are divided by afterwards.
-        crop_min: smallest share of an image that a crop takes.
-        crop_max: largest share.
+        mean, std: values subtracted from red, green and blue, from 0 to 1, and that they are divided by afterwards.
+        crop_min, crop_max: smallest and largest share of an image that a crop takes.
         ratio: smallest and largest width over height of a crop.
         jitter: largest change of brightness, contrast and saturation.
         erasing: share of images in which a box is erased; by default none, and a quarter if ``strong``.
@@ -100,20 +96,16 @@ class Augment:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        if self.strength not in get_args(Strength):
-            raise InvalidOption(f"strength={self.strength!r}: expected one of {', '.join(get_args(Strength))}")
-        if self.size < 1:
-            raise InvalidOption(f"size={self.size}: expected 1 or more pixels")
+        check_choice("strength", self.strength, get_args(Strength))
+        check_int("size", self.size)
         if not 0 < self.crop_min <= self.crop_max <= 1:
             raise InvalidOption(
                 f"crop_min={self.crop_min}, crop_max={self.crop_max}: expected shares above 0, up to 1, in this order"
             )
-        if not 0 < self.ratio[0] <= 1 <= self.ratio[1]:
-            raise InvalidOption(f"ratio={self.ratio}: expected the smallest, up to 1, and the largest, from 1 on")
-        if not 0 <= self.jitter < 1:
-            raise InvalidOption(f"jitter={self.jitter}: expected a number from 0, below 1")
-        if self.erasing is not None and not 0 <= self.erasing <= 1:
-            raise InvalidOption(f"erasing={self.erasing}: expected a share from 0 to 1")
+        right = 0 < self.ratio[0] <= 1 <= self.ratio[1]
+        check("ratio", self.ratio, right, "the smallest, up to 1, and the largest, from 1 on")
+        check_share("jitter", self.jitter, one=False)
+        check_share("erasing", self.erasing or 0.0)
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise InvalidOption(f"mean={self.mean}, std={self.std}: expected three numbers each, and std above 0")
 
@@ -122,14 +114,10 @@ class Augment:
     ) -> Tensor:
         """Augment a batch: (b, 3, S, S) in uint8 to (b, 3, size, size) in float32.
 
-        Args:
-            images: the images of this process.
-            draw: generator of all random numbers.
-            rows: rows of the global batch that these images are; by default all.
-            total: size of the global batch, over all processes: numbers are drawn for all of it, so that they are the
-                same for any number of processes.
+        Numbers are drawn for the global batch of ``total`` images, of which these are some ``rows``, so that they are
+        the same for any world size.
         """
-        numbers = drawn(sum(WIDTHS), images, draw, rows, total)
+        numbers = drawn(sum(DRAWS.values()), images, draw, rows, total)
         apply = compiled(Augment.apply) if self.compiled else Augment.apply
         with full_precision(images.device):
             prepared: Tensor = apply(self, images, numbers)
@@ -137,7 +125,7 @@ class Augment:
 
     def apply(self, images: Tensor, numbers: Tensor) -> Tensor:
         """Augment a batch by drawn numbers (b, 60), from 0 to 1. Nothing here is random."""
-        found = Draws(*numbers.split(WIDTHS, 1))
+        found = dict(zip(DRAWS, numbers.split([*DRAWS.values()], 1), strict=True))
         images = self._cropped(images.float() / 255, found)
         if self.strength in ("medium", "strong"):
             images = self._recolored(images.clamp(0, 1), found)
@@ -163,8 +151,8 @@ class Augment:
             return images
         return F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
 
-    def _cropped(self, images: Tensor, found: Draws) -> Tensor:
-        flip = found.flip[:, 0] < 0.5
+    def _cropped(self, images: Tensor, found: dict[str, Tensor]) -> Tensor:
+        flip = found["flip"][:, 0] < 0.5
         if self.strength == "none":
             return self._resized(images)
         if self.strength == "flip":
@@ -172,34 +160,35 @@ class Augment:
             return torch.where(flip[:, None, None, None], images.flip(-1), images)
         side = images.shape[-1]
         scale = (self.crop_min, self.crop_max)
-        start, size = random_boxes(found.area, found.ratio, found.place, side, scale, self.ratio, otherwise=side)
+        start, size = random_boxes(
+            found["area"], found["ratio"], found["place"], side, scale, self.ratio, otherwise=side
+        )
         if self.strength != "strong":
             return crop(images, start, size, flip, self.size)
-        amount = (found.warped < WARPED).to(found.angle.dtype)
-        maps = affine(
-            (_signed(found.angle, ANGLE) * amount)[:, 0],
-            _signed(found.shear, SHEAR) * amount,
-            _signed(found.shift, SHIFT) * amount,
+        amount = (found["warped"] < WARPED).to(found["angle"].dtype)
+        angle, shear, shift = (
+            _signed(numbers, most) * amount
+            for numbers, most in ((found["angle"], ANGLE), (found["shear"], SHEAR), (found["shift"], SHIFT))
         )
-        return warp(images, start, size, flip, maps, self.size)
+        return warp(images, start, size, flip, affine(angle[:, 0], shear, shift), self.size)
 
-    def _recolored(self, images: Tensor, found: Draws) -> Tensor:
-        choice = (found.choice * 3)[..., None, None]
+    def _recolored(self, images: Tensor, found: dict[str, Tensor]) -> Tensor:
+        choice = (found["choice"] * 3)[..., None, None]
         low, high = BLUR[0] * self.size, BLUR[1] * self.size
-        sigma = torch.where(found.choice * 3 >= 2, low + (high - low) * found.blur, 0.0)[:, 0]
+        sigma = torch.where(found["choice"] * 3 >= 2, low + (high - low) * found["blur"], 0.0)[:, 0]
         images = blur(images, sigma)
         images = torch.where(choice < 1, gray(images), images)
         images = torch.where((choice >= 1) & (choice < 2), solarize(images, SOLARIZE), images)
-        return jitter(images, *(1 + _signed(found.jitter, self.jitter)).unbind(1))
+        return jitter(images, *(1 + _signed(found["jitter"], self.jitter)).unbind(1))
 
-    def _with_boxes_erased(self, images: Tensor, found: Draws) -> Tensor:
+    def _with_boxes_erased(self, images: Tensor, found: dict[str, Tensor]) -> Tensor:
         start, size = random_boxes(
-            *(found.erased_area, found.erased_ratio, found.erased_place),
+            *(found["erased_area"], found["erased_ratio"], found["erased_place"]),
             *(self.size, ERASED_AREA, ERASED_RATIO),
             otherwise=0,
         )
-        size = torch.where(found.erased < self._erased, size, 0.0)
-        return erase(images, start, size, found.erased_color)
+        size = torch.where(found["erased"] < self._erased, size, 0.0)
+        return erase(images, start, size, found["erased_color"])
 
 
 @cache
@@ -210,7 +199,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drawn(width: int, images: Tensor, draw: torch.Generator, rows: slice | None, total: int | None) -> Tensor:
-    """Draw numbers from 0 to 1 for the global batch and return those of this process: (b, width)."""
+    """Draw numbers from 0 to 1 for the global batch and return those of this rank: (b, width)."""
     count = len(images) if total is None else total
     numbers = torch.rand(count, width, generator=draw, device=draw.device)
     numbers = numbers if rows is None else numbers[rows]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vitrail._checks import check, check_share, is_number
 from vitrail.data.augment.color import box_mask
 from vitrail.data.augment.images import compiled, drawn
 from vitrail.errors import InvalidOption
@@ -32,7 +33,7 @@ class Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class Mix:
-    """Mix each image with its neighbor: 0 with 1, 2 with 3, ..., so that pairs stay within a process.
+    """Mix each image with its neighbor: 0 with 1, 2 with 3, ..., so that pairs stay within a rank.
 
     Attributes:
         mixup: alpha of the Beta distribution of an image's own share (Zhang et al., 2018); 0 for no Mixup.
@@ -50,12 +51,10 @@ class Mix:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("mixup", "cutmix"):
-            if not getattr(self, name) >= 0:
-                raise InvalidOption(f"{name}={getattr(self, name)}: expected 0 (off) or a number above it")
-        for name in ("probability", "switch"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidOption(f"{name}={getattr(self, name)}: expected a share from 0 to 1")
+        for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
+            check(name, alpha, is_number(alpha) and alpha >= 0, "0 (off) or a number above it")
+        check_share("probability", self.probability)
+        check_share("switch", self.switch)
 
     @property
     def does_anything(self) -> bool:
@@ -73,7 +72,11 @@ class Mix:
             raise InvalidOption(f"a batch of {count} images cannot be mixed in pairs; expected an even number")
         numbers = drawn(6, images, draw, rows, total)
         apply = compiled(Mix.apply) if self.compiled else Mix.apply
-        mixed: Mixed = apply(self, images, numbers, self._wanted(numbers))
+        shares = [
+            beta(numbers[:, place], alpha) if alpha > 0 else torch.ones_like(numbers[:, place])
+            for place, alpha in enumerate((self.mixup, self.cutmix))
+        ]
+        mixed: Mixed = apply(self, images, numbers, torch.stack(shares, 1))
         return mixed
 
     def idle(self, images: Tensor) -> Mixed:
@@ -81,16 +84,8 @@ class Mix:
         partner = torch.arange(len(images), device=images.device) if self.does_anything else None
         return Mixed(images, partner, torch.ones(len(images), device=images.device))
 
-    def _wanted(self, numbers: Tensor) -> Tensor:
-        """Map drawn numbers to the shares that Mixup and CutMix leave of an image, (b, 2)."""
-        shares = [
-            beta(numbers[:, place], alpha) if alpha > 0 else torch.ones_like(numbers[:, place])
-            for place, alpha in enumerate((self.mixup, self.cutmix))
-        ]
-        return torch.stack(shares, 1)
-
     def apply(self, images: Tensor, numbers: Tensor, shares: Tensor) -> Mixed:
-        """Mix a batch by numbers (b, 6) from 0 to 1 and shares (b, 2) of :func:`beta`. Nothing here is random."""
+        """Mix a batch by numbers (b, 6) from 0 to 1, and the shares (b, 2) that Mixup and CutMix leave of an image."""
         height, width = images.shape[-2:]
         _, _, place_down, place_across, chosen, switched = numbers.unbind(1)
         mixed = chosen < self.probability

@@ -24,8 +24,8 @@ class Views:
     Attributes:
         augment: augmentation of global crops; ``size`` is theirs, ``crop_min`` the smallest share of the image in them.
         sheets: number of sheets of four local crops; 0 for global crops alone.
-        small_min: smallest share of the image in a local crop.
-        small_max: largest share; with ``crop_min`` about the same, local crops are parts of global ones.
+        small_min, small_max: smallest and largest share of the image in a local crop; with ``crop_min`` about the same
+            as the largest, local crops are parts of global ones.
 
     Example:
         >>> views = Views(Augment("medium", 32, crop_min=0.4))

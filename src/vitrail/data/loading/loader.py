@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from vitrail._checks import check, check_choice, check_int, check_rank, check_share
 from vitrail._distributed import cpu_count
 from vitrail.data.dataset import Dataset
 from vitrail.data.loading.order import Order
@@ -32,8 +33,7 @@ class LoadedBatch(NamedTuple):
 
     Attributes:
         images: (b, 3, S, S) in uint8; arrays (b, C, ...) as they are.
-        labels: (b, T) in int64, columns in the order of the loader's classes.
-        indices: (b,) in int64: positions in the dataset.
+        labels, indices: (b, T), with the dataset's columns, and (b,): positions in the dataset; both in int64.
     """
 
     images: Tensor
@@ -46,13 +46,7 @@ class Loader(ABC):
     """Loads the samples of any step, and all of them in order.
 
     A sample that cannot be read is replaced in steps by the next one that can be, and left out of a sweep. Attributes
-    are the arguments of :func:`make_loader`, and:
-
-    Attributes:
-        order: order of the samples in steps; None for a loader of sweeps alone.
-        classes: names of the classes, by label column.
-        count: number of samples, readable or not.
-        steps_per_epoch: number of steps in an epoch; 0 for a loader without a batch size.
+    are the arguments of :func:`make_loader`; ``order`` is None and ``steps_per_epoch`` 0 for a loader of sweeps alone.
     """
 
     dataset: Dataset
@@ -79,26 +73,25 @@ class Loader(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> LoadedBatch:
-        """Return this process's part of a step's batch."""
+        """Return this rank's part of a step's batch."""
 
     @abstractmethod
     def sweep(self, batch: int) -> Iterator[LoadedBatch]:
-        """Yield every readable sample of this process once, in order."""
+        """Yield every readable sample of this rank once, in order."""
 
     @abstractmethod
     def close(self) -> None:
         """Release workers and images."""
 
     def _step_indices(self, step: int) -> Tensor:
-        """Return the indices of this process's part of a step."""
+        """Return the indices of this rank's part of a step."""
         if self.order is None:
             raise InvalidOption("this loader has no batch size, and so no steps; make it with one")
         return self.order.indices(step, self.rank, self.world_size)
 
     def _sweep_indices(self, batch: int) -> list[Tensor]:
-        """Return all indices of this process in order, split into batches."""
-        if batch < 1:
-            raise InvalidOption(f"batch={batch}: expected 1 or more samples")
+        """Return all indices of this rank in order, split into batches."""
+        check_int("batch", batch)
         return [part for part in torch.arange(self.count)[self.rank :: self.world_size].split(batch) if len(part)]
 
     def _add_unreadable(self, index: int, reason: str) -> None:
@@ -131,14 +124,11 @@ def make_loader(
     """Make a data loader. Batches are the same wherever images are kept.
 
     Args:
-        dataset: what to load.
         image_size: height and width of images, before augmentation; arrays stay as they are.
         device: where batches are needed.
-        batch: samples in a step, over all processes; None for a loader of sweeps alone.
-        seed: seed of the order.
-        repeats: how often a batch holds each of its samples.
-        rank: rank of this process.
-        world_size: number of processes.
+        batch: samples in a step, over all ranks; None for a loader of sweeps alone.
+        seed, repeats: as in :class:`~vitrail.data.loading.order.Order`.
+        rank, world_size: which part of each batch this rank takes.
         keep: ``device``: decode all images once and keep them there. ``workers``: decode them again each time, in
             worker processes. ``auto``: the first if it takes at most 40 % of the device's free memory (4 GiB on a CPU),
             otherwise the second.
@@ -146,30 +136,20 @@ def make_loader(
             are in memory already, need none.
         max_unreadable: share of images that may be unreadable; more are an error.
         progress: called with the number of decoded images and the total.
-
-    Raises:
-        ImageError: too many images cannot be read.
-        InvalidOption: the batch is not a multiple of the processes, or the dataset has fewer samples than that.
     """
     from vitrail.data.loading.memory import InMemoryLoader
     from vitrail.data.loading.workers import WorkerLoader
 
     device = torch.device(device)
     order = None if batch is None else Order(len(dataset), batch, seed, repeats)
-    if image_size < 1:
-        raise InvalidOption(f"image_size={image_size}: expected 1 or more pixels")
-    if not 0 <= rank < world_size:
-        raise InvalidOption(f"rank={rank}, world_size={world_size}: expected a rank from 0 to world_size - 1")
-    if batch is not None and batch % world_size:
-        raise InvalidOption(f"batch={batch} is not a multiple of the {world_size} processes")
-    if workers is not None and workers < 0:
-        raise InvalidOption(f"workers={workers}: expected 0 or more")
-    if keep not in ("auto", "device", "workers"):
-        raise InvalidOption(f"keep={keep!r}: expected 'auto', 'device' or 'workers'")
+    check_int("image_size", image_size)
+    check_rank(rank, world_size)
+    check("batch", batch, not (batch or 0) % world_size, f"a multiple of the world size, {world_size}")
+    check_choice("keep", keep, get_args(Keep))
+    check_share("max_unreadable", max_unreadable)
     if workers is None:
         workers = 0 if dataset.tensor_spec is not None else min(cpu_count(), MAX_WORKERS)
-    if not 0 <= max_unreadable <= 1:
-        raise InvalidOption(f"max_unreadable={max_unreadable}: expected a share from 0 to 1")
+    check_int("workers", workers, 0)
     room = torch.cuda.mem_get_info(device)[0] * DEVICE_SHARE if device.type == "cuda" else HOST_BYTES
     fits = dataset.spec_at(image_size).nbytes * len(dataset) <= room
     kind = InMemoryLoader if keep == "device" or (keep == "auto" and fits) else WorkerLoader

@@ -27,7 +27,10 @@ class InMemoryLoader(Loader):
         self._labels = self.dataset.labels.to(self.device)
         self._images = torch.empty(self.count, *self._spec.shape, dtype=self._spec.dtype, device=self.device)
         self._fill()
-        self._places = self._replacements()
+        self._places = torch.arange(self.count)  # for each sample itself, or the next that can be read
+        for index in range(2 * self.count - 1, -1, -1) if self._unreadable else ():
+            if index % self.count in self._unreadable:
+                self._places[index % self.count] = self._places[(index + 1) % self.count]
 
     def batch(self, step: int) -> LoadedBatch:
         return self._at(self._places[self._step_indices(step)])
@@ -60,14 +63,6 @@ class InMemoryLoader(Loader):
                 start = index + 1
                 if self.progress is not None:
                     self.progress(start, self.count)
-
-    def _replacements(self) -> Tensor:
-        """Return for each sample the one that replaces it: itself, or the next that can be read."""
-        places = torch.arange(self.count)
-        for index in range(2 * self.count - 1, -1, -1) if len(self._unreadable) else ():
-            if index % self.count in self._unreadable:
-                places[index % self.count] = places[(index + 1) % self.count]
-        return places
 
 
 def _decoders(dataset: Dataset, image_size: int, workers: int) -> Iterator[Decode]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from vitrail._checks import check, check_int, is_int
 from vitrail.errors import InvalidOption
 
 _MASK = (1 << 64) - 1
@@ -46,7 +47,7 @@ class Order:
 
     Attributes:
         count: number of samples.
-        batch: samples in a step, over all processes.
+        batch: samples in a step, over all ranks.
         seed: seed of the order, together with the number of the pass.
         repeats: how often a batch holds each of its samples.
 
@@ -61,13 +62,12 @@ class Order:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise InvalidOption(f"batch={self.batch}: expected 1 or more samples")
-        if self.repeats < 1 or self.batch % self.repeats:
-            raise InvalidOption(f"repeats={self.repeats}: expected a divisor of the batch, {self.batch}")
+        check_int("batch", self.batch)
+        divides = is_int(self.repeats, 1) and self.batch % self.repeats == 0
+        check("repeats", self.repeats, divides, f"a divisor of the batch, {self.batch}")
         if self.count < self.batch:
             raise InvalidOption(
-                f"there are {self.count} samples, fewer than one batch of {self.batch} (over all processes); choose a "
+                f"there are {self.count} samples, fewer than one batch of {self.batch} (over all ranks); choose a "
                 "smaller batch, or train on more samples"
             )
 
@@ -77,9 +77,8 @@ class Order:
         return self.count // self.batch
 
     def indices(self, step: int, rank: int = 0, world_size: int = 1) -> Tensor:
-        """Return the samples of a step, or one process's slice of them: (batch / world_size,) in int64, on the CPU."""
-        if step < 0:
-            raise InvalidOption(f"step={step}: expected 0 or more")
+        """Return the samples of a step, or one rank's slice of them: (batch / world_size,) in int64, on the CPU."""
+        check_int("step", step, 0)
         distinct = self.batch // self.repeats
         number, place = divmod(step, self.count // distinct)
         chosen = _permutation(self.count, self.seed, number)[place * distinct : (place + 1) * distinct]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -53,10 +54,8 @@ class WorkerLoader(Loader):
         return self._at(read)
 
     def sweep(self, batch: int) -> Iterator[LoadedBatch]:
-        for read in self._loader(self._sweep_indices(batch), replace=False):
-            made = self._at(read)
-            if len(made.indices):
-                yield made
+        made = map(self._at, self._loader(self._sweep_indices(batch), replace=False))
+        return (one for one in made if len(one.indices))
 
     def close(self) -> None:
         self._batches, self._next = iter(()), -1
@@ -85,13 +84,13 @@ class WorkerLoader(Loader):
         )
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Reads the samples of one batch; runs in a worker."""
 
-    def __init__(self, dataset: Dataset, image_size: int, replace: bool) -> None:
-        self._dataset = dataset
-        self._image_size = image_size
-        self._replace = replace
+    dataset: Dataset
+    image_size: int
+    replace: bool
 
     def __getitem__(self, indices: Tensor) -> _Read:
         """Read a batch in rising order, which is faster in some files, and return it in the given order."""
@@ -100,18 +99,18 @@ class _Reader:
         faults: dict[int, str] = {}
         for index in indices.unique().tolist():
             place = index
-            for _ in range(len(self._dataset) if self._replace else 1):
+            for _ in range(len(self.dataset) if self.replace else 1):
                 if place not in found and place not in faults:
                     try:
-                        found[place] = self._dataset.tensor(place, self._image_size)
+                        found[place] = self.dataset.tensor(place, self.image_size)
                     except ImageError as error:
                         faults[place] = str(error)
                 if place in found:
                     replacements[index] = place
                     break
-                place = (place + 1) % len(self._dataset)
+                place = (place + 1) % len(self.dataset)
         places = [replacements[index] for index in indices.tolist() if index in replacements]
         images = [found[place] for place in places]
-        spec = self._dataset.spec_at(self._image_size)
+        spec = self.dataset.spec_at(self.image_size)
         empty = torch.empty(0, *spec.shape, dtype=spec.dtype)
         return _Read(torch.stack(images) if images else empty, torch.tensor(places).long(), sorted(faults.items()))

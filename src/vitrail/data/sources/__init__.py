@@ -41,6 +41,8 @@ def open_source(source: Any, columns: Sequence[str] = ()) -> Source:
     if not are_paths(source):
         return TorchSource(source, columns)
     given = [source] if isinstance(source, str | os.PathLike) else list(source)
+    if any(os.fspath(path) == "" for path in given):
+        raise InvalidOption("an empty path; expected an image file, a folder, or another source of images")
     if len(given) == 1:
         kind, _, rest = os.fspath(given[0]).partition(":")
         if kind == "hf":
@@ -79,7 +81,11 @@ def _find_tables(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     others: list[Path] = []
     for path in paths:
-        inside = _tables_in(path) if path.is_dir() else [path] if is_parquet(path) else []
+        inside = [path] if is_parquet(path) else []
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*.parquet") if file.is_file())
+            if inside and any(file.suffix.lower() in EXTENSIONS for file in path.rglob("*")):
+                inside = []
         found += inside
         others += [] if inside else [path]
     if found and others:
@@ -87,9 +93,3 @@ def _find_tables(paths: Sequence[Path]) -> list[Path]:
             f"{found[0]} is a parquet file, and {others[0]} is not; open images and parquet files one after the other"
         )
     return found
-
-
-def _tables_in(folder: Path) -> list[Path]:
-    tables = sorted(path for path in folder.rglob("*.parquet") if path.is_file())
-    has_images = bool(tables) and any(path.suffix.lower() in EXTENSIONS for path in folder.rglob("*"))
-    return [] if has_images else tables

@@ -23,13 +23,12 @@ class Arrays(Source):
     """Samples of one shape, in memory, with their labels. They are never resized: a model is built for their shape.
 
     Args:
-        values: (N, C, H, W) or (N, C, T, H, W), a tensor or a numpy array: bytes, which are scaled as images are, or
-            floating point numbers, which are normalized by the mean and standard deviation of each channel of the
-            training data.
+        values: (N, C, H, W) or (N, C, T, H, W), a tensor or a numpy array: bytes, scaled as images are, or floating
+            point numbers, normalized by the statistics of each channel of the training data.
         labels: N class numbers or names, in a sequence or a tensor; for several tasks a mapping of columns to such.
             None or a negative number: the sample has no label, and is left out of training.
-        classes: names of the classes, by column where labels are; by default the names that occur, in alphabetical
-            order, or the numbers.
+        classes: names of the classes, by column where labels are; by default the names that occur, sorted, or the
+            numbers.
         names: name of each sample.
 
     Example:
@@ -88,9 +87,8 @@ class Arrays(Source):
 
 def byte_statistics(channels: int) -> InputSpec:
     """Return how to normalize bytes: three channels as ImageNet's colors, others to −1 … 1."""
-    if channels == len(MEAN):
-        return InputSpec.of_arrays(MEAN, STD, 255)
-    return InputSpec.of_arrays((0.5,) * channels, (0.5,) * channels, 255)
+    half = (0.5,) * channels
+    return InputSpec.of_arrays(*((MEAN, STD) if channels == len(MEAN) else (half, half)), 255)
 
 
 def _moments(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,7 @@ class Source:
     Attributes:
         names: name of each sample; their number is the length of the source.
         paths: file of each sample, if each has one of its own.
-        has_masks: whether samples may have masks.
-        has_boxes: whether samples may have boxes.
+        has_masks, has_boxes: whether samples may have masks, or boxes.
         tensor_spec: shape and dtype of samples that are never resized (arrays); None for images.
     """
 
@@ -52,34 +51,20 @@ class Source:
         return len(self.names)
 
     def labels(self, column: str | None) -> Labels:
-        """Return a label column; None for the column that is most likely the class. By default there are none.
-
-        Raises:
-            InvalidOption: there is no such column.
-        """
+        """Return a label column, or raise ``InvalidOption``; None for the one that is most likely the class."""
         if column is not None:
             raise InvalidOption(f"labels={column!r}: {type(self).__name__} has no label columns")
         return Labels([None] * len(self))
 
     def read(self, row: int) -> Sample:
-        """Read one sample.
-
-        Raises:
-            ImageError: it cannot be read.
-        """
+        """Read one sample, or raise ``ImageError``."""
         return self.fetch(row)()
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         """Read the bytes of a sample and return a function that decodes them; by default both are :meth:`read`.
 
-        Called by one thread, fastest in rising order; the returned function may run in any thread.
-
-        Args:
-            row: number of the sample.
-            annotations: whether to decode mask and boxes as well.
-
-        Raises:
-            ImageError: the sample cannot be read; so does the returned function.
+        Called by one thread, fastest in rising order; the returned function may run in any thread. Both raise
+        ``ImageError``. Masks and boxes are decoded only with ``annotations``.
         """
         return partial(self.read, row)
 

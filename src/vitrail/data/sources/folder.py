@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vitrail.data.decode import read_image
 from vitrail.data.sample import Sample
-from vitrail.data.sources.base import LABEL, Labels, Source, clean
+from vitrail.data.sources.base import LABEL, Labels, Source, clean, number_classes
 from vitrail.errors import InvalidOption
 
 
@@ -27,11 +27,7 @@ class FolderSource(Source):
                 f"labels={column!r} names a column, and these are image files, labeled by the names of their folders; "
                 "leave it out (parquet files, shards and datasets may have several columns)"
             )
-        if self._folders is None:
-            return Labels([None] * len(self))
-        names = tuple(sorted(set(self._folders)))
-        numbers = {name: number for number, name in enumerate(names)}
-        return Labels([numbers[folder] for folder in self._folders], names)
+        return number_classes(self._folders or [None] * len(self))
 
     def read(self, row: int) -> Sample:
         return Sample(read_image(self.paths[row]), self.names[row])

@@ -23,17 +23,20 @@ class HubSource(Source):
         # Images are decoded here, as all others are: orientation and color profile applied.
         stored = type(dataset.features[image])(decode=False)
         self._images = dataset.select_columns([image]).cast_column(image, stored)
-        self._dataset = dataset
-        self._image = image
-        self._kinds = kinds
+        self._dataset, self._image, self._kinds = dataset, image, kinds
         self.names = [f"{name}, row {row}" for row in range(len(dataset))]
 
     def labels(self, column: str | None) -> Labels:
-        possible = [name for name in self._kinds if self._is_label(name)]
+        kinds = ("int", "uint", "string", "large_string")
+        possible = [
+            name for name, kind in self._kinds.items() if kind == "ClassLabel" or self._dtype(name).startswith(kinds)
+        ]
         if column is None:
-            column = LABEL if LABEL in possible else self._likely(possible)
-            if column is None:
-                return Labels([None] * len(self))
+            declared = [name for name in possible if self._kinds[name] == "ClassLabel"]
+            whole = [name for name in possible if self._dtype(name).startswith(("int", "uint"))]
+            column = LABEL if LABEL in possible else next(iter(declared), likely_label(whole))
+        if column is None:
+            return Labels([None] * len(self))
         if column not in possible:
             raise InvalidOption(f"labels={column!r}: no such label column; expected one of {', '.join(possible)}")
         found = number_classes(list(self._dataset[column]))
@@ -49,16 +52,6 @@ class HubSource(Source):
 
     def _dtype(self, name: str) -> str:
         return str(getattr(self._dataset.features[name], "dtype", ""))
-
-    def _is_label(self, name: str) -> bool:
-        return self._kinds[name] == "ClassLabel" or self._dtype(name).startswith(
-            ("int", "uint", "string", "large_string")
-        )
-
-    def _likely(self, names: list[str]) -> str | None:
-        """Return the first ``ClassLabel`` column, or else the first likely one of whole numbers."""
-        declared = [name for name in names if self._kinds[name] == "ClassLabel"]
-        return next(iter(declared), likely_label([n for n in names if self._dtype(n).startswith(("int", "uint"))]))
 
 
 def open_hub(source: str) -> HubSource:

@@ -75,30 +75,25 @@ class ParquetSource(Source):
 
     def labels(self, column: str | None) -> Labels:
         """Return a column of whole numbers or text; by default ``label``, or else the first likely one."""
-        schemas = [(path, _open(path).schema_arrow) for path in self._paths]
-        columns = {_label_column(path, schema, column) for path, schema in schemas}
+        schema = _open(self._paths[0]).schema_arrow
+        columns = {_label_column(path, _open(path).schema_arrow, column) for path in self._paths}
         if len(columns) > 1:
             raise ImageError(f"{self._paths[0]}: its label column is not in all files; name a column")
         (column,) = columns
         if column is None:
             return Labels([None] * len(self))
-        schema = schemas[0][1]
-        found = number_classes(self._read_column(column))
-        named = _hugging_face(schema).get(column, {}).get("names")
+        found, beside = number_classes(self._read_column(column)), f"{column}_name"
         if found.names is not None:
             return found
-        if isinstance(named, list):
-            return Labels(found.numbers, tuple(clean(str(name)) for name in named))
-        beside = f"{column}_name"
-        if beside in schema.names and _is_text(schema.field(beside).type):
-            return Labels(found.numbers, _names_beside(found.numbers, self._read_column(beside)))
-        return found
+        names = _declared_names(schema, column)
+        if names is None and beside in schema.names and _is_text(schema.field(beside).type):
+            names = _names_beside(found.numbers, self._read_column(beside))
+        return found._replace(names=names)
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         number = bisect_right(self._ends, row)
         path, place = self._paths[number], row - (self._ends[number - 1] if number else 0)
-        name = self.names[row]
-        where = f"{path.name}, row {place}"
+        name, where = self.names[row], f"{path.name}, row {place}"
         where = where if name == where else f"{where} ({name})"
         if self._rows is None or self._rows.path != path:
             self._rows = _Rows(path, self._columns.read)
@@ -197,10 +192,8 @@ def _decode(values: dict[str, Any], columns: Columns, name: str, where: str, ann
 def _read_mask(data: bytes, column: str, size: tuple[int, int], where: str) -> np.ndarray:
     found = decode_values(data, f"{where}, {column}")
     if found.shape != (size[1], size[0]):
-        raise ImageError(
-            f"{where}: its {column} has {found.shape[1]} × {found.shape[0]} pixels, and the image has {size[0]} × "
-            f"{size[1]}"
-        )
+        theirs, ours = " × ".join(map(str, found.shape[::-1])), " × ".join(map(str, size))
+        raise ImageError(f"{where}: its {column} has {theirs} pixels, and the image has {ours}")
     if column != "trimap":
         return (found > 0).astype(np.uint8)
     mask = np.full(found.shape, UNKNOWN, dtype=np.uint8)
@@ -305,13 +298,13 @@ def _values(column: Any) -> list[Any]:
         return [None] * len(column)
 
 
-def _hugging_face(schema: Any) -> dict[str, Any]:
-    """Return the features that Hugging Face wrote into the file's metadata."""
+def _declared_names(schema: Any, column: str) -> tuple[str, ...] | None:
+    """Return the class names that Hugging Face wrote into the file's metadata."""
     try:
-        found = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-        return {name: entry for name, entry in found.items() if isinstance(entry, dict)}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        names = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]["names"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return tuple(clean(str(name)) for name in names) if isinstance(names, list) else None
 
 
 def _is_text(kind: Any) -> bool:

@@ -38,24 +38,22 @@ class ShardSource(Source):
         self._paths = list(paths)
         self._shards, self._offsets, self._sizes = array("q"), array("q"), array("q")
         self._columns: dict[str, dict[int, Any]] = {}
-        names: list[str] = []
+        self.names: list[str] = []
         for number, path in enumerate(self._paths):
             for name, (offset, size), texts in _samples(path):
                 for column, value in texts.items():
-                    self._columns.setdefault(column, {})[len(names)] = value
-                names.append(clean(name))
+                    self._columns.setdefault(column, {})[len(self.names)] = value
+                self.names.append(clean(name))
                 self._shards.append(number)
                 self._offsets.append(offset)
                 self._sizes.append(size)
-        if not names:
+        if not self.names:
             raise ImageError(f"{self._paths[0]}: no images found in {len(self._paths)} shards")
-        self.names = names
 
     def labels(self, column: str | None) -> Labels:
+        column = column or next((name for name in LABELS if name in self._columns), None)
         if column is None:
-            column = next((name for name in LABELS if name in self._columns), None)
-            if column is None:
-                return Labels([None] * len(self))
+            return Labels([None] * len(self))
         if column not in self._columns:
             known = ", ".join(sorted(self._columns)) or "none: there is nothing beside the images"
             raise InvalidOption(f"labels={column!r}: the shards have no such label column; expected one of {known}")
@@ -63,7 +61,7 @@ class ShardSource(Source):
         return number_classes([found.get(row) for row in range(len(self))])
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
-        path, size = self._paths[self._shards[row]], self._sizes[row]
+        path, size, name = self._paths[self._shards[row]], self._sizes[row], self.names[row]
         try:
             with path.open("rb") as file:
                 file.seek(self._offsets[row])
@@ -71,17 +69,12 @@ class ShardSource(Source):
         except OSError as error:
             raise ImageError(f"{path}: the shard cannot be read ({error.strerror}); check that it is there") from error
         if len(data) < size:
-            raise ImageError(f"{path.name}, {self.names[row]}: the shard is cut off; fetch or write it again")
-        name = self.names[row]
+            raise ImageError(f"{path.name}, {name}: the shard is cut off; fetch or write it again")
         return lambda: Sample(decode_image(data, f"{path.name}, {name}"), name)
 
 
 def find_shards(source: str) -> list[Path]:
-    """Find tar files by a pattern: ``{000..012}`` counts, ``{a,b}`` lists, ``*`` matches anything; or in a folder.
-
-    Raises:
-        ImageError: there is no such file.
-    """
+    """Find tar files by a pattern: ``{000..012}`` counts, ``{a,b}`` lists, ``*`` matches anything; or in a folder."""
     found: list[Path] = []
     for text in _expanded(source):
         matches = sorted(Path(text).glob("*.tar")) if Path(text).is_dir() else matching(text)

@@ -19,13 +19,7 @@ from vitrail.errors import ImageError, InvalidOption
 
 
 class TorchSource(Source):
-    """Anything with a length whose items are an image, (image, label) or (image, labels).
-
-    Args:
-        dataset: the dataset.
-        columns: names of the labels, where items have several.
-        name: name of the dataset in the names of samples.
-    """
+    """Anything with a length whose items are an image, (image, label) or (image, labels), which ``columns`` names."""
 
     def __init__(self, dataset: Any, columns: Sequence[str] = (), name: str = "") -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -33,22 +27,21 @@ class TorchSource(Source):
                 f"{type(dataset).__name__}: expected a map-style dataset, with a length and items by number; a stream "
                 "has no order that a run could resume from"
             )
-        self._dataset = dataset
-        self._columns = tuple(columns)
-        name = name or type(dataset).__name__
-        self.names = [f"{name}, number {row}" for row in range(len(dataset))]
+        self._dataset, self._columns = dataset, tuple(columns)
+        self.names = [f"{name or type(dataset).__name__}, number {row}" for row in range(len(dataset))]
 
     def labels(self, column: str | None) -> Labels:
-        place = 0
-        if column is not None and self._columns and column in self._columns:
-            place = self._columns.index(column)
-        elif len(self._columns) > 1 or (column is not None and self._columns):
+        known = column in self._columns
+        if not known and (len(self._columns) > 1 or (column is not None and self._columns)):
             raise InvalidOption(f"labels={column!r}: expected one of {', '.join(self._columns)}")
+        place = self._columns.index(str(column)) if known else 0
         values = [one[place] if len(one) > place else None for one in self._all_labels()]
         numbers = [class_number(value, name) for value, name in zip(values, self.names, strict=True)]
         names = getattr(self._dataset, "classes", None)
         listed = isinstance(names, Sequence) and not isinstance(names, str) and len(self._columns) < 2
-        return Labels(numbers, tuple(clean(_first(name)) for name in names) if listed and names else None)
+        named: Sequence[Any] = names if listed and names else ()
+        several = [name if isinstance(name, tuple | list) and name else (name,) for name in named]
+        return Labels(numbers, tuple(clean(str(synonyms[0])) for synonyms in several) or None)
 
     def fetch(self, row: int, *, annotations: bool = True) -> Callable[[], Sample]:
         value, name = self._item(row)[0], self.names[row]
@@ -108,25 +101,22 @@ def open_torchvision(source: str, columns: Sequence[str]) -> TorchSource:
 def as_image(value: Any, name: str) -> Image.Image:
     """Convert whatever a dataset calls an image.
 
-    Tensors are (C, H, W) with one or three channels, bytes or numbers from 0 to 1; arrays are (H, W, C) or (H, W), in
-    bytes.
+    Tensors are (C, H, W), arrays (H, W, C) or (H, W), with one or three channels, in bytes or from 0 to 1.
     """
     if isinstance(value, Image.Image):
         return as_rgb(value)
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        good = value.dim() == 3 and value.shape[0] in (1, 3)
-        if good and value.is_floating_point():
-            good = bool(((value >= 0) & (value <= 1)).all())
-            value = (value * 255).round()
-        value = value.byte().permute(1, 2, 0).numpy() if good else None
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
-        value = value[..., 0] if value.ndim == 3 and value.shape[-1] == 1 else value
-        if value.ndim == 2 or (value.ndim == 3 and value.shape[-1] == 3):
+    if isinstance(value, Tensor) and value.dim() == 3:
+        value = value.detach().cpu().movedim(0, -1)
+        value = (value.float() if value.is_floating_point() else value.byte()).numpy()
+    if isinstance(value, np.ndarray) and (value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (1, 3))):
+        if np.issubdtype(value.dtype, np.floating) and bool(((value >= 0) & (value <= 1)).all()):
+            value = np.rint(value * 255).astype(np.uint8)
+        if value.dtype == np.uint8:
+            value = value[..., 0] if value.shape[2:] == (1,) else value
             return Image.fromarray(np.ascontiguousarray(value)).convert("RGB")
     raise ImageError(
-        f"{name}: not an image; expected a PIL image, or a tensor (3, H, W) of bytes or of numbers from 0 to 1. Leave "
-        "out transforms that normalize: that is done here"
+        f"{name}: not an image; expected a PIL image, a tensor (3, H, W) or an array (H, W, 3), in bytes or from 0 to "
+        "1. Leave out transforms that normalize: that is done here"
     )
 
 
@@ -137,8 +127,3 @@ def _as_sequence(value: Any) -> Sequence[Any]:
     if isinstance(value, Tensor | np.ndarray):
         value = value.tolist()
     return value if isinstance(value, tuple | list) else (value,)
-
-
-def _first(name: Any) -> str:
-    """Return the name of a class; the first of several synonyms."""
-    return str(name[0]) if isinstance(name, tuple | list) and name else str(name)

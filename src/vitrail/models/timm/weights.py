@@ -14,9 +14,11 @@ from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import resample
 from vitrail.models.saving import Fit, check_fit
-from vitrail.models.timm.config import TIMM_TOKENS
 from vitrail.models.vit import ViT
 from vitrail.tokens import Role
+
+TIMM_TOKENS = {Role.CLASS: "cls_token", Role.DISTILLATION: "dist_token", Role.REGISTER: "reg_token"}
+"""timm's parameter names of tokens by role, in timm's order."""
 
 _ORIGINAL = (
     (re.compile(r"\bgamma_([12])$"), r"ls\1.gamma"),  # CaiT and DeiT III
@@ -131,14 +133,18 @@ def _to_timm(name: str, table: Mapping[str, str], config: ViTConfig) -> str:
     for ours, theirs in table.items():
         if name == ours or (ours.endswith(".") and name.startswith(ours)):
             return theirs + name[len(ours) :]
-    # timm's Cait keeps the names of the original.
-    return re.sub(r"\bls([12])\.gamma$", r"gamma_\1", name) if config.class_attention else name
+    return _scale_name(name, config)
 
 
 def _canonical(name: str, config: ViTConfig) -> str:
     """Return timm's name for an original name."""
     for pattern, spelling in _ORIGINAL:
         name = pattern.sub(spelling, name)
+    return _scale_name(name, config)
+
+
+def _scale_name(name: str, config: ViTConfig) -> str:
+    """Return the name of a layer scale; timm's Cait keeps that of the original."""
     return re.sub(r"\bls([12])\.gamma$", r"gamma_\1", name) if config.class_attention else name
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, dataclass_transform
 
 
+@dataclass_transform(frozen_default=True)
 class Block:
-    """Base of all blocks."""
+    """Base of all blocks, which are frozen dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
-@dataclass(frozen=True)
 class Text(Block):
     """A paragraph, unless the text is empty. Styles: "soft" (less prominent), "strong"."""
 
@@ -22,28 +25,24 @@ class Text(Block):
     style: str = ""
 
 
-@dataclass(frozen=True)
 class Note(Block):
     """A remark, such as why there is no number, unless there is none."""
 
     text: str | None
 
 
-@dataclass(frozen=True)
 class Heading(Block):
     """A heading inside a section."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class Bullets(Block):
     """A list. Text between backticks is set as code."""
 
     items: Sequence[str]
 
 
-@dataclass(frozen=True)
 class Table(Block):
     """A table whose first column names the rows. An empty head is left out, and so is a table without rows."""
 
@@ -59,7 +58,6 @@ class Key(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
 class Legend(Block):
     """The meaning of lines in a chart or on an image."""
 
@@ -74,7 +72,6 @@ class Shape(NamedTuple):
     text: str = ""
 
 
-@dataclass(frozen=True)
 class Svg(Block):
     """A drawing. Styles: "chart", "panel" (an image or a map)."""
 
@@ -85,7 +82,6 @@ class Svg(Block):
     shapes: Sequence[Shape]
 
 
-@dataclass(frozen=True)
 class Figure(Block):
     """A chart, or panels side by side, with a caption."""
 
@@ -94,7 +90,6 @@ class Figure(Block):
     keys: Sequence[Key] = ()
 
 
-@dataclass(frozen=True)
 class Columns(Block):
     """Blocks side by side where the page is wide enough. Styles: "pair", "images", "images small"."""
 
@@ -102,7 +97,6 @@ class Columns(Block):
     style: str = "pair"
 
 
-@dataclass(frozen=True)
 class Strip(Block):
     """A row of small panels, each with a few words below."""
 
@@ -110,7 +104,6 @@ class Strip(Block):
     title: str = ""
 
 
-@dataclass(frozen=True)
 class Ramp(Block):
     """The color scale of maps, with the values at its ends."""
 
@@ -120,7 +113,6 @@ class Ramp(Block):
     colors: Sequence[Sequence[float]]
 
 
-@dataclass(frozen=True)
 class Details(Block):
     """Blocks that are hidden until the reader opens them."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vitrail.report.page.blocks import Block, Note, Shape, Svg
 from vitrail.report.page.formatting import number
@@ -52,8 +53,7 @@ class Scale:
         return inside[:: math.ceil(len(inside) / 8)] if inside else [self.low, self.high]
 
 
-@dataclass(frozen=True)
-class Distribution:
+class Distribution(NamedTuple):
     """Counts between edges, and the threshold if there is one."""
 
     edges: Sequence[float]
@@ -64,8 +64,8 @@ class Distribution:
     def density(self) -> list[float]:
         """Share of the tokens per factor of ten in norm: comparable between bins of different widths."""
         total = sum(self.counts)
-        widths = [math.log10(right / left) for left, right in zip(self.edges[:-1], self.edges[1:], strict=True)]
-        return [many / total / width for many, width in zip(self.counts, widths, strict=True)]
+        steps = zip(self.counts, self.edges[:-1], self.edges[1:], strict=True)
+        return [many / total / math.log10(right / left) for many, left, right in steps]
 
 
 def histogram(series: Sequence[Distribution], label: str) -> Block:
@@ -81,20 +81,19 @@ def histogram(series: Sequence[Distribution], label: str) -> Block:
     y = Scale(floor, max(max(values) for values in heights) * 1.3, BASE, TOP, log=True)
     shapes = _axes(x, y, ("norm of the token", "tokens" if single else "density"))
     for place, (one, values) in enumerate(zip(used, heights, strict=True)):
-        path = [f"M{x(one.edges[0]):.1f} {BASE}"]
+        outline = [(x(one.edges[0]), float(BASE))]
         for left, right, value in zip(one.edges[:-1], one.edges[1:], values, strict=True):
             top = y(value) if value else BASE
-            path.append(f"L{x(left):.1f} {top:.1f}L{x(right):.1f} {top:.1f}")
-        path.append(f"L{x(one.edges[-1]):.1f} {BASE}Z")
-        shapes.append(Shape("path", {"class": f"area s{place}", "d": "".join(path)}))
+            outline += [(x(left), top), (x(right), top)]
+        outline.append((x(one.edges[-1]), BASE))
+        shapes.append(Shape("path", {"class": f"area s{place}", "d": _path(outline) + "Z"}))
         if one.threshold is not None:
             text = f"threshold {number(one.threshold)}" if single else f"{'AB'[place]}: {number(one.threshold)}"
             shapes += _vertical_mark(x(one.threshold), text, line=place)
     return Svg("chart", WIDTH, HEIGHT, label, shapes)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Values over layers, None for missing ones; the style is a class of the style sheet."""
 
     style: str
@@ -122,24 +121,24 @@ def over_layers(
     y = Scale(low, high, BASE, TOP, log=log)
     ticks = None if depths else list(layers)[:: math.ceil(len(layers) / 12)]
     shapes = _axes(x, y, ("depth" if depths else "layer", unit), ticks)
+
+    def points(values: Sequence[float | None]) -> list[tuple[float, float]]:
+        return [(x(layer), y(value)) for layer, value in zip(layers, values, strict=True) if value is not None]
+
     if band is not None:
-        pairs = [(layer, a, b) for layer, a, b in zip(layers, *band, strict=True) if a is not None and b is not None]
-        outline = [(x(layer), y(b)) for layer, _, b in pairs] + [(x(layer), y(a)) for layer, a, _ in reversed(pairs)]
-        shapes += [Shape("path", {"class": "band", "d": _path(outline) + "Z"})] if pairs else []
-    for line in lines:
-        points = [(x(layer), y(value)) for layer, value in zip(layers, line.values, strict=True) if value is not None]
-        if points:
-            shapes.append(Shape("path", {"class": f"line {line.style}", "d": _path(points)}))
-        for left, top in points:
-            position = {"cx": f"{left:.1f}", "cy": f"{top:.1f}", "r": 2.5}
-            shapes.append(Shape("circle", {"class": f"dot {line.style}", **position}))
+        bottom, top = map(points, band)
+        shapes += [Shape("path", {"class": "band", "d": _path([*top, *reversed(bottom)]) + "Z"})] if top else []
+    for style, values in lines:
+        line = points(values)
+        shapes += [Shape("path", {"class": f"line {style}", "d": _path(line)})] if line else []
+        for left, height in line:
+            shapes.append(_shape("circle", f"dot {style}", cx=left, cy=height, r=2.5))
     if onset is not None:
         shapes += _vertical_mark(x(onset), f"since layer {onset}")
     return Svg("chart", WIDTH, HEIGHT, label, shapes)
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A share between 0 and 1, its interval if there is one, and the text behind it."""
 
     name: str
@@ -158,9 +157,8 @@ def bars(rows: Sequence[Bar], label: str, reference: tuple[float, str] | None = 
     shapes: list[Shape] = []
     for place, row in enumerate(rows):
         y, end = TOP + step * place, x(row.share)
-        width = f"{max(0.5, end - left):.1f}"
         shapes.append(_text(row.name, left - 8, y + 14, "end"))
-        shapes.append(Shape("rect", {"class": "bar", "x": left, "y": y + 3, "width": width, "height": 15}))
+        shapes.append(_shape("rect", "bar", x=left, y=y + 3, width=max(0.5, end - left), height=15))
         if row.low is not None and row.high is not None:
             shapes.append(_line("interval", x(row.low), y + 10.5, x(row.high), y + 10.5))
             end = max(end, x(row.high))
@@ -194,9 +192,12 @@ def _vertical_mark(place: float, text: str, line: int = 0) -> list[Shape]:
     return [_line("mark", place, TOP - 6, place, BASE), words]
 
 
+def _shape(tag: str, style: str, **places: float) -> Shape:
+    return Shape(tag, {"class": style, **{name: f"{place:.1f}" for name, place in places.items()}})
+
+
 def _line(style: str, x1: float, y1: float, x2: float, y2: float) -> Shape:
-    ends = {"x1": f"{x1:.1f}", "y1": f"{y1:.1f}", "x2": f"{x2:.1f}", "y2": f"{y2:.1f}"}
-    return Shape("line", {"class": style, **ends})
+    return _shape("line", style, x1=x1, y1=y1, x2=x2, y2=y2)
 
 
 def _text(text: str, x: float, y: float, anchor: str = "start", style: str | None = None) -> Shape:

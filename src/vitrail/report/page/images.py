@@ -35,9 +35,6 @@ VIRIDIS = np.array(
 )
 
 
-# ---------------------------------------------------------------- data URIs
-
-
 def photo_uri(pixels: Tensor) -> str:
     """Return an image (C, H, W) from 0 to 255 as a data URI, reduced if it is large."""
     array = pixels.numpy()
@@ -73,9 +70,6 @@ def _data_uri(image: Image.Image, kind: str, **options: Any) -> str:
     buffer = io.BytesIO()
     image.save(buffer, format=kind, **options)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-# ---------------------------------------------------------------- panels
 
 
 def photos(images: Sequence[ShownImage]) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ of one layer and one image is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,6 @@ ROLLOUT_BYTES = 2**31
 
 STRIP_IMAGES, HEAD_IMAGES = 4, 1
 """Images that are drawn token by token, and head by head: 12 heads of 5 tokens are 60 maps."""
-
-
-# ---------------------------------------------------------------- compute
 
 
 def compute(context: Context) -> Values:
@@ -82,14 +79,11 @@ def _on_outliers(context: Context, special: int) -> Values | None:
     return {"pictures": int(has_some.sum()), "mass": shares, "fair": fair}
 
 
-@dataclass(frozen=True, eq=False)
-class CloserMaps:
+class CloserMaps(NamedTuple):
     """Attention maps of S special tokens of one image; each sums to one.
 
-    Attributes:
-        layers: (S, h, w) for some layers, the mean over heads.
-        heads: (H, S, h, w) in the last layer.
-        rollout: (S, h, w) share of each input patch in a token after all layers; None if not computed.
+    Maps of some layers (S, h, w) are means over heads, those of heads (H, S, h, w) are of the last layer. Rollout
+    (S, h, w) is the share of each input patch in a token after all layers; None if not computed.
     """
 
     layers: dict[int, Tensor]
@@ -103,34 +97,29 @@ def drawn_layers(depth: int, most: int = CLOSER_LAYERS) -> tuple[int, ...]:
     >>> drawn_layers(12), drawn_layers(4)
     ((0, 2, 4, 7, 9, 11), (0, 1, 2, 3))
     """
-    if depth <= most:
-        return tuple(range(depth))
-    return tuple(round(place * (depth - 1) / (most - 1)) for place in range(most))
+    most = min(depth, most)
+    return tuple(round(place * (depth - 1) / max(most - 1, 1)) for place in range(most))
 
 
 def _closer(context: Context) -> Values:
     """Compute maps layer by layer for a few of the shown images, in a second pass."""
     layers = drawn_layers(len(find(context.model).blocks))
-    reason = _no_rollout(context)
+    values: Values = {"layers": list(layers), "rollout": False}
+    size = 4 * context.attention.shape[1] * context.layout.num_tokens**2
+    if merged_trunk(context.model) is not None:
+        values["note"] = "rollout follows single tokens, and those of this model are merged"
+    elif size > ROLLOUT_BYTES:
+        values["note"] = f"no rollout: the attention of one layer and one image would take {size / 2**30:.1f} GiB"
+    else:
+        values["rollout"] = True
     found: dict[int, CloserMaps] = {}
     for batch in context.second_pass(spread_evenly(context.chosen, CLOSER_IMAGES), 1).batches():
         for index, image in zip(batch.indices, batch.images, strict=True):
-            found[index] = _closer_maps(context.model, image.unsqueeze(0), context.layout, layers, reason is None)
+            found[index] = _closer_maps(context.model, image.unsqueeze(0), context.layout, layers, values["rollout"])
     for one in context.shown:
         if one.index in found:
             one.maps["closer"] = found[one.index]
-    values = {"pictures": sorted(found), "layers": list(layers), "rollout": reason is None}
-    return values if reason is None else {**values, "note": reason}
-
-
-def _no_rollout(context: Context) -> str | None:
-    """Return why rollout cannot be computed; None if it can."""
-    if merged_trunk(context.model) is not None:
-        return "rollout follows single tokens, and those of this model are merged"
-    size = 4 * context.attention.shape[1] * context.layout.num_tokens**2
-    if size > ROLLOUT_BYTES:
-        return f"no rollout: the attention of one layer and one image would take {size / 2**30:.1f} GiB"
-    return None
+    return {"pictures": sorted(found), **values}
 
 
 @torch.no_grad()
@@ -157,9 +146,6 @@ def _closer_maps(
         maps(rows[layers[-1]]),
         maps(rollout.result[:, None, :special])[0].cpu() if with_rollout else None,
     )
-
-
-# ---------------------------------------------------------------- render
 
 
 def render(report: Report) -> list[Block]:
@@ -205,32 +191,25 @@ def _closer_blocks(images: Sequence[ShownImage], values: Values) -> list[Block]:
             " Rollout follows attention back through all layers, each with half of its weight on the token itself: it "
             "shows which input patches a token is made of in the end."
         )
-    names = list(values["tokens"])[:MAX_TOKENS]
-    heads = [_head_strip(one, place, name) for one in chosen[:HEAD_IMAGES] for place, name in enumerate(names)]
-    return [
-        *blocks,
-        Text(text + " Artifacts appear as single bright spots that stay in place."),
-        *(_layer_strip(one, place, name) for one in chosen for place, name in enumerate(names)),
-        Details("Each head of the last layer", heads),
-    ]
+    blocks.append(Text(text + " Artifacts appear as single bright spots that stay in place."))
+    heads: list[Block] = []
+    for order, one in enumerate(chosen):
+        maps: CloserMaps = one.maps["closer"]
+        for place, name in enumerate(values["tokens"][:MAX_TOKENS]):
+            layers = {f"layer {layer}": weights[place] for layer, weights in maps.layers.items()}
+            rollout = {} if maps.rollout is None else {"rollout": maps.rollout[place]}
+            blocks.append(_strip(one, name, layers | rollout))
+            if order < HEAD_IMAGES:
+                by_head = {f"head {head}": weights[place] for head, weights in enumerate(maps.heads)}
+                heads.append(_strip(one, name, by_head, photo=False))
+    return [*blocks, Details("Each head of the last layer", heads)]
 
 
-def _layer_strip(one: ShownImage, place: int, name: str) -> Strip:
-    maps: CloserMaps = one.maps["closer"]
-    panels = [(photo_panel(one, one.title), "the image")]
-    for layer, weights in maps.layers.items():
-        label = f"Attention of {name} in layer {layer}, {one.name}"
-        panels.append((weight_panel(one, weights[place], label), f"layer {layer}"))
-    if maps.rollout is not None:
-        panels.append((weight_panel(one, maps.rollout[place], f"Rollout of {name}, {one.name}"), "rollout"))
-    return Strip(panels, f"{name} token, {one.title}")
-
-
-def _head_strip(one: ShownImage, place: int, name: str) -> Strip:
-    panels = [
-        (weight_panel(one, head[place], f"Attention of {name}, head {number}, {one.name}"), f"head {number}")
-        for number, head in enumerate(one.maps["closer"].heads)
-    ]
+def _strip(one: ShownImage, name: str, maps: Mapping[str, Any], photo: bool = True) -> Strip:
+    """Draw maps of one token, each with what it shows, after the image."""
+    panels = [(photo_panel(one, one.title), "the image")] if photo else []
+    for what, weights in maps.items():
+        panels.append((weight_panel(one, weights, f"Attention of {name}, {what}, {one.name}"), what))
     return Strip(panels, f"{name} token, {one.title}")
 
 
@@ -270,15 +249,8 @@ def _outlier_bars(values: Values) -> Figure:
     return Figure([chart], caption)
 
 
-SECTION = Section(
-    anchor="attention",
-    title="Attention",
-    link="Attention",
-    key="attention",
-    compute=compute,
-    render=render,
-    intro=(
-        "In each layer every token reads from all tokens, with weights that sum to one: its attention. Unless "
-        "stated otherwise this is the last layer, averaged over heads."
-    ),
+INTRO = (
+    "In each layer every token reads from all tokens, with weights that sum to one: its attention. Unless "
+    "stated otherwise this is the last layer, averaged over heads."
 )
+SECTION = Section("attention", "Attention", "Attention", INTRO, render, compute, "attention")

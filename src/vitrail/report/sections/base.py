@@ -22,25 +22,20 @@ class Section:
     """One section of a report.
 
     Attributes:
-        anchor: id of the section on the page.
-        title: heading.
+        anchor, title, link: id on the page, heading, and text in the navigation (empty for no link).
         render: return the blocks of the page, from the values of a report; the introduction and the ``note`` of the
             values come before them.
-        intro: introduction, for readers who do not know the method.
-        link: text in the navigation; empty for no link.
-        key: key of the values in the JSON; empty if the section has no values of its own.
         compute: return the values, and add maps to ``context.shown``; None if there is nothing to compute.
-        option: argument of :func:`vitrail.inspect` that turns the section off.
     """
 
     anchor: str
     title: str
+    link: str
+    intro: str  # introduction, for readers who do not know the method
     render: Callable[[Report], list[Block]]
-    intro: str = ""
-    link: str = ""
-    key: str = ""
     compute: Callable[[Context], Values] | None = None
-    option: str | None = None
+    key: str = ""  # key of the values in the JSON; empty if the section has no values of its own
+    option: str | None = None  # argument of :func:`vitrail.inspect` that turns the section off
 
     def blocks(self, report: Report) -> list[Block]:
         """Return the introduction, the note of the values if there is one, and what ``render`` returns."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
+import torch.nn.functional as F
 
-from vitrail.analysis.features import Pca, fit_pca, pca_maps
-from vitrail.errors import VitrailError
+from vitrail.analysis.features import fit_pca, pca_maps
 from vitrail.report.context import Context
 from vitrail.report.page.blocks import Block, Columns, Figure, Text
 from vitrail.report.page.formatting import count, percent
@@ -21,23 +19,14 @@ def compute(context: Context) -> Values:
     tokens = context.patch_tokens
     components = min(3, tokens.shape[2])
     pca = fit_pca(tokens, components=components, leave_out=context.outliers(context.featured))
-    maps = _color_maps(context, pca)
-    for one, colors in zip(context.shown, () if maps is None else maps, strict=False):
-        one.maps["pca"] = colors
-    return {"pictures": len(tokens), **pca.to_dict()}
-
-
-def _color_maps(context: Context, pca: Pca) -> Tensor | None:
-    """Return colors (B, h, w, 3) of the shown images, all on one scale."""
     rows = [row for row, image in enumerate(context.featured) if image in context.chosen]
     outliers = context.outliers(context.chosen)
-    try:
-        maps = pca_maps(context.patch_tokens[rows], context.layout.grid, basis=pca, leave_out=outliers).cpu()
-    except VitrailError:  # every patch is an outlier, so there is no scale
-        return None
-    colors = torch.full((*maps.shape[:-1], 3), 0.5)
-    colors[..., : maps.shape[-1]] = maps
-    return colors.flatten(1, 2)
+    if not outliers.all():  # otherwise there is no scale
+        maps = pca_maps(tokens[rows], context.layout.grid, basis=pca, leave_out=outliers).cpu()
+        maps = F.pad(maps, (0, 3 - components), value=0.5).flatten(1, 2)
+        for one, colors in zip(context.shown, maps, strict=True):
+            one.maps["pca"] = colors
+    return {"pictures": len(tokens), **pca.to_dict()}
 
 
 def render(report: Report) -> list[Block]:
@@ -57,15 +46,8 @@ def render(report: Report) -> list[Block]:
     return [Text(summary, "soft"), Columns(figures, "images")]
 
 
-SECTION = Section(
-    anchor="components",
-    title="Principal components of patch tokens",
-    link="Components",
-    key="pca",
-    compute=compute,
-    render=render,
-    intro=(
-        "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches "
-        "of the same color are alike to the model; a good map follows objects. All images share one scale."
-    ),
+INTRO = (
+    "Patch tokens in false colors: red, green and blue are their three main directions of variation. Patches "
+    "of the same color are alike to the model; a good map follows objects. All images share one scale."
 )
+SECTION = Section("components", "Principal components of patch tokens", "Components", INTRO, render, compute, "pca")

@@ -7,11 +7,10 @@ many random neurons of the same layers are the control. The model is unchanged a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.adapters import find
@@ -42,16 +41,12 @@ DRAWN = 4
 """Images that are drawn before and after: those with the most artifacts."""
 
 
-# ---------------------------------------------------------------- compute
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A run with registers: values, and norms (P,) and attention maps (S, h, w) by image."""
+class Trial(NamedTuple):
+    """A run with registers: values, norms (B, P), and attention maps (B, S, h, w) unless S is 0."""
 
     values: Values
-    norms: dict[int, Tensor]
-    attention: dict[int, Tensor]
+    norms: Tensor
+    maps: Tensor | None
 
 
 def compute(context: Context) -> Values:
@@ -68,14 +63,22 @@ def compute(context: Context) -> Values:
     for step, many in enumerate(COUNTS, 2):
         context.progress("trying test-time registers", step, steps)
         with test_time_registers(context.model, neurons=neurons.strongest(many)):
-            trials[many] = _trial(context.model, context, batches)
+            trials[many] = _trial(context, batches)
         if _left(trials[many].values, before) <= GONE:
             break
     best = min(trials, key=lambda many: (max(GONE, _left(trials[many].values, before)), many))
-    control = _control(context, batches, neurons.strongest(best))
+    try:
+        with test_time_registers(context.model, neurons=neurons.strongest(best), control=context.seed):
+            control = _trial(context, batches).values
+    except VitrailError as error:  # the layers have too few other neurons
+        control = {"note": str(error)}
     context.progress("trying test-time registers", steps, steps)
-    _add_maps(context, trials[best])
-    after = trials[best].values
+    after, norms, maps = trials[best]
+    rows = {image.index: row for row, image in enumerate(images)}
+    for one in context.shown:
+        one.cured = rounded(norms[rows[one.index]])
+        drawn = () if maps is None else maps[rows[one.index]]
+        one.maps["cured_attention"] = dict(zip(context.special_names, drawn, strict=False))
     return {
         "pictures": len(images),
         "threshold": context.norms.threshold,
@@ -115,15 +118,6 @@ def _images(context: Context) -> list[KeptImage]:
     return [images[index] for index in sorted(images)]
 
 
-def _control(context: Context, batches: SecondPass, neurons: Any) -> Values:
-    """Try random neurons; a model with too few of them gets a note."""
-    try:
-        with test_time_registers(context.model, neurons=neurons, control=context.seed):
-            return _trial(context.model, context, batches).values
-    except VitrailError as error:
-        return {"note": str(error)}
-
-
 def _before(context: Context, images: Sequence[KeptImage]) -> Values:
     """Return the values of the unchanged model, from the features that were kept."""
     outliers = context.outliers(images)
@@ -136,43 +130,37 @@ def _before(context: Context, images: Sequence[KeptImage]) -> Values:
 
 
 @torch.no_grad()
-def _trial(model: nn.Module, context: Context, batches: SecondPass) -> Trial:
-    """Run a model that carries registers, and compare it with the features of the unchanged model."""
-    depth, special = len(find(model).blocks), context.layout.num_special
+def _trial(context: Context, batches: SecondPass) -> Trial:
+    """Run the model, which carries registers, and compare it with the features of the unchanged model."""
+    model, depth, special = context.model, len(find(context.model).blocks), context.layout.num_special
     every = watch(model, ("norms",))
     last = watch(model, ("tokens", "attention"), [-1], range(special) if special else [0])
     counts = NormAccumulator(depth)
-    norms: dict[int, Tensor] = {}
-    rows: dict[int, Tensor] = {}
+    parts: list[tuple[Tensor, Tensor]] = []
     cosines: list[Tensor] = []
-    kept = {image.index: image for image in batches.images}
     for batch in batches.batches():
         all_layers, last_layer = run_hooked(model, batch.images, every, last)
         patches = last_layer.layout.patches
-        by_layer = torch.stack([all_layers.by_layer["norms"][layer][:, patches] for layer in range(depth)])
-        counts.add(by_layer, batch.indices)
-        attention, tokens = (last_layer.by_layer[name][depth - 1] for name in ("attention", "tokens"))
-        for row, index in enumerate(batch.indices):
-            norms[index] = by_layer[-1, row].float().cpu()
-            rows[index] = attention[row][..., patches].float().cpu()
-            own_tokens = torch.cat([tokens[row, :special], tokens[row, patches]]).cpu()
-            cosines.append(_cosines(context, kept[index], own_tokens))
-    after = torch.stack([norms[index] for index in kept])
-    stacked = torch.stack([rows[index] for index in kept])
+        norms = torch.stack([all_layers.by_layer["norms"][layer][:, patches] for layer in range(depth)])
+        counts.add(norms, batch.indices)
+        attention, tokens = (last_layer.by_layer[name][depth - 1].cpu() for name in ("attention", "tokens"))
+        parts.append((norms[-1].float().cpu(), attention[..., patches].float()))
+        kept = batches.images[len(cosines) : len(cosines) + len(tokens)]
+        own_tokens = torch.cat([tokens[:, :special], tokens[:, patches]], 1)
+        cosines += [_cosines(context, *pair) for pair in zip(kept, own_tokens, strict=True)]
+    after, rows = (torch.cat(part) for part in zip(*parts, strict=True))
     assert context.norms.threshold is not None
+    names = (*context.special_names, "normal")
     values = {
         **_summary(after, after > context.norms.threshold),
         "verdict": counts.result().verdict,
-        "on_places": _on_places(context, stacked, context.outliers(batches.images)) if special else {},
-        "similarity": dict(
-            zip((*context.special_names, "normal"), torch.stack(cosines).nanmean(0).tolist(), strict=True)
-        ),
+        "on_places": _on_places(context, rows, context.outliers(batches.images)) if special else {},
+        "similarity": dict(zip(names, torch.stack(cosines).nanmean(0).tolist(), strict=True)),
     }
     if not special:
-        return Trial(values, norms, {})
+        return Trial(values, after, None)
     # Columns of zeros take the place of the model's own special tokens.
-    maps = token_maps(F.pad(stacked, (special, 0)), context.layout).mean(1).flatten(-3, -2)
-    return Trial(values, norms, dict(zip(kept, maps, strict=True)))
+    return Trial(values, after, token_maps(F.pad(rows, (special, 0)), context.layout).mean(1).flatten(-3, -2))
 
 
 def _summary(norms: Tensor, outliers: Tensor) -> Values:
@@ -197,17 +185,6 @@ def _cosines(context: Context, image: KeptImage, tokens: Tensor) -> Tensor:
     cosine = F.cosine_similarity(image.features.tokens.values.double(), tokens.double(), dim=-1)
     normal = cosine[special:][~context.outliers((image,))[0]]
     return torch.cat([cosine[:special], normal.mean().unsqueeze(0)])
-
-
-def _add_maps(context: Context, trial: Trial) -> None:
-    for one in context.shown:
-        if one.index in trial.norms:
-            one.cured = rounded(trial.norms[one.index])
-            maps = trial.attention.get(one.index, ())
-            one.maps["cured_attention"] = dict(zip(context.special_names, maps, strict=False))
-
-
-# ---------------------------------------------------------------- render
 
 
 def render(report: Report) -> list[Block]:
@@ -252,14 +229,13 @@ def _strips(images: Sequence[ShownImage], threshold: float) -> list[Block]:
     if not chosen:
         return []
     scale = NormColors(chosen)
-    return [scale.ramp(), *(_strip(one, scale, threshold) for one in chosen)]
+    return [scale.ramp(), *(_strip(one, one.cured or [], scale, threshold) for one in chosen)]
 
 
-def _strip(one: ShownImage, scale: NormColors, threshold: float) -> Strip:
-    assert one.cured is not None
+def _strip(one: ShownImage, cured: Sequence[float], scale: NormColors, threshold: float) -> Strip:
     panels: list[tuple[Svg, str]] = [(photo_panel(one, one.title), one.title)] if one.pixels is not None else []
-    left = [place for place, norm in enumerate(one.cured) if norm > threshold]
-    for when, norms, outliers in (("before", one.norms, one.outliers), ("after", one.cured, left)):
+    left = [place for place, norm in enumerate(cured) if norm > threshold]
+    for when, norms, outliers in (("before", one.norms, one.outliers), ("after", cured, left)):
         many = count(len(outliers), "outlier")
         label = f"Norms of the patch tokens of {one.name}, {when}: {many}"
         panels.append((scale.panel(one, label, norms, outliers), f"norms {when}: {many}"))
@@ -272,17 +248,9 @@ def _strip(one: ShownImage, scale: NormColors, threshold: float) -> Strip:
     return Strip(panels)
 
 
-SECTION = Section(
-    anchor="cure",
-    title="Test-time registers",
-    link="Cure",
-    key="cure",
-    compute=compute,
-    render=render,
-    option="cure",
-    intro=(
-        "Test-time registers need no training: neurons that are active where artifacts are write to an extra "
-        "token instead, which is removed at the end. As many random neurons of the same layers are the control; "
-        "they should change nothing."
-    ),
+INTRO = (
+    "Test-time registers need no training: neurons that are active where artifacts are write to an extra "
+    "token instead, which is removed at the end. As many random neurons of the same layers are the control; "
+    "they should change nothing."
 )
+SECTION = Section("cure", "Test-time registers", "Cure", INTRO, render, compute, "cure", "cure")

@@ -117,17 +117,9 @@ def _box_blocks(report: Report) -> list[Block]:
     return [Legend(keys), Columns(figures, "images small")]
 
 
-SECTION = Section(
-    anchor="objects",
-    title="Object discovery",
-    link="Objects",
-    key="discovery",
-    compute=compute,
-    render=render,
-    option="discovery",
-    intro=(
-        "LOST and TokenCut find one object per image from patch features alone, without training. Artifacts "
-        "mislead them. Which features of the last layer suit a model depends on its training: keys for DINO and "
-        "DINOv2, values for DeiT-III and OpenCLIP. Both are tried."
-    ),
+INTRO = (
+    "LOST and TokenCut find one object per image from patch features alone, without training. Artifacts "
+    "mislead them. Which features of the last layer suit a model depends on its training: keys for DINO and "
+    "DINOv2, values for DeiT-III and OpenCLIP. Both are tried."
 )
+SECTION = Section("objects", "Object discovery", "Objects", INTRO, render, compute, "discovery", "discovery")

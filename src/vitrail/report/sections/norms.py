@@ -58,17 +58,11 @@ def _render_layers(report: Report) -> list[Block]:
     else:
         onset = f"Every layer from layer {norms['onset']} on has artifacts."
     head = ["layer", "verdict", "threshold", "above it", "median norm", "largest norm"]
-    rows = [
-        [
-            one["layer"],
-            one["verdict"],
-            number(one["threshold"]),
-            percent(None if one["threshold"] is None else one["outlier_share"]),
-            number(one["quantiles"]["50"]),
-            number(one["quantiles"]["max"]),
-        ]
-        for one in layers
-    ]
+    rows = []
+    for one in layers:
+        share, quantiles = None if one["threshold"] is None else one["outlier_share"], one["quantiles"]
+        cells = number(one["threshold"]), percent(share), number(quantiles["50"]), number(quantiles["max"])
+        rows.append([one["layer"], one["verdict"], *cells])
     table = Table(head, rows, "Norms of patch tokens by layer")
     return [
         Text(f"{onset} Each layer is judged by itself; layers are counted from 0."),
@@ -98,6 +92,6 @@ def _layer_charts(report: Report) -> list[Block]:
     return charts
 
 
-IMAGES = Section("images", "Where high-norm tokens are", _render_images, link="Images")
-HISTOGRAM = Section("norms", "Distribution of norms", _render_histogram, link="Norms")
-LAYERS = Section("layers", "Norms by layer", _render_layers, link="Layers")
+IMAGES = Section("images", "Where high-norm tokens are", "Images", "", _render_images)
+HISTOGRAM = Section("norms", "Distribution of norms", "Norms", "", _render_histogram)
+LAYERS = Section("layers", "Norms by layer", "Layers", "", _render_layers)

@@ -59,15 +59,8 @@ def render(report: Report) -> list[Block]:
     return [Table(head, rows, caption)]
 
 
-SECTION = Section(
-    anchor="places",
-    title="Where outliers sit",
-    link="Places",
-    key="redundancy",
-    compute=compute,
-    render=render,
-    intro=(
-        "Artifacts prefer uninformative places: patches that look like their neighbors, often in the background. "
-        "The last column is the probability that an outlier has the larger value: 50 % means no difference."
-    ),
+INTRO = (
+    "Artifacts prefer uninformative places: patches that look like their neighbors, often in the background. "
+    "The last column is the probability that an outlier has the larger value: 50 % means no difference."
 )
+SECTION = Section("places", "Where outliers sit", "Places", INTRO, render, compute, "redundancy")

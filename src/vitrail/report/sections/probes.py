@@ -101,17 +101,9 @@ def _class_blocks(values: Values) -> list[Block]:
     return blocks
 
 
-SECTION = Section(
-    anchor="probes",
-    title="What tokens know",
-    link="Probes",
-    key="probes",
-    compute=compute,
-    render=render,
-    option="probes",
-    intro=(
-        "A probe is a small linear model that predicts one property from a single token, tested on held-out images. "
-        "Normal patches should know their position and their pixels; artifacts often know less about these and "
-        "more about the whole image, like a class token."
-    ),
+INTRO = (
+    "A probe is a small linear model that predicts one property from a single token, tested on held-out images. "
+    "Normal patches should know their position and their pixels; artifacts often know less about these and "
+    "more about the whole image, like a class token."
 )
+SECTION = Section("probes", "What tokens know", "Probes", INTRO, render, compute, "probes", "probes")

@@ -8,18 +8,20 @@ from vitrail.report.page.blocks import Block, Table
 from vitrail.report.page.formatting import interval, number, percent
 from vitrail.report.report import Report
 from vitrail.report.sections.base import Section, Values
+from vitrail.tokens import Role
 
 
 def compute(context: Context) -> Values:
     """Describe each register; class probes are those of the ``probes`` section."""
-    if not context.registers:
+    registers = context.layout.indices(Role.REGISTER)
+    if not registers:
         return {"tokens": [], "note": "the model has no register tokens"}
     row = {token: row for row, token in enumerate(context.queries)}
-    rows = [row[token] for token in context.registers]
+    rows = [row[token] for token in registers]
     widths = spread(token_maps(context.attention[:, :, rows], context.layout))
     probes = context.sections.get("probes", {}).get("classes", {}).get("kinds", {})
     tokens = []
-    for place, token in enumerate(context.registers):
+    for place, token in enumerate(registers):
         norms = context.special_norms[:, token].double()
         name, mean = context.special_names[token], float(norms.mean())
         tokens.append(
@@ -39,28 +41,14 @@ def compute(context: Context) -> Values:
 
 def render(report: Report) -> list[Block]:
     """Show one row per register."""
-    rows = [
-        [
-            one["name"],
-            number(one["norm"]),
-            f"{number(one['norm_ratio'])} ×",
-            number(one["effective_patches"]),
-            interval((one["class_probe"] or {}).get("accuracy"), percent),
-        ]
-        for one in report.registers.get("tokens") or []
-    ]
+    rows = []
+    for one in report.registers.get("tokens") or []:
+        accuracy = interval((one["class_probe"] or {}).get("accuracy"), percent)
+        ratio, patches = f"{number(one['norm_ratio'])} ×", number(one["effective_patches"])
+        rows.append([one["name"], number(one["norm"]), ratio, patches, accuracy])
     head = ["token", "norm", "of a typical patch", "patches attended to", "class from it alone"]
-    return [
-        Table(head, rows, "Registers in the last layer"),
-    ]
+    return [Table(head, rows, "Registers in the last layer")]
 
 
-SECTION = Section(
-    anchor="registers",
-    title="Registers",
-    link="Registers",
-    key="registers",
-    compute=compute,
-    render=render,
-    intro=("Registers are extra tokens that a model can use as storage, so that it need not use patches."),
-)
+INTRO = "Registers are extra tokens that a model can use as storage, so that it need not use patches."
+SECTION = Section("registers", "Registers", "Registers", INTRO, render, compute, "registers")

@@ -91,6 +91,6 @@ def _render_problems(report: Report) -> list[Block]:
     return blocks or [Text("None: all images were read, and all values are finite.")]
 
 
-NEXT = Section("next", "Recommendations", _render_next, link="Recommendations")
-METHOD = Section("how", "Method and settings", _render_method, METHOD_INTRO, "Method")
-PROBLEMS = Section("problems", "Problems", _render_problems)
+NEXT = Section("next", "Recommendations", "Recommendations", "", _render_next)
+METHOD = Section("how", "Method and settings", "Method", METHOD_INTRO, _render_method)
+PROBLEMS = Section("problems", "Problems", "", "", _render_problems)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from vitrail.adapters.saved import named
 from vitrail.errors import InvalidOption
 from vitrail.models import MODELS
 from vitrail.tokens import TokenSpec
-from vitrail.training.config._yaml import read_yaml, to_yaml
 from vitrail.training.config.options import (
     Kind,
     Option,
@@ -22,28 +23,26 @@ from vitrail.training.config.options import (
     integer,
     mapping,
     number,
+    only,
     option,
     options_of,
+    read_yaml,
     sizes,
     suggest,
     text,
+    to_yaml,
 )
 from vitrail.training.config.presets import PRESETS, batch_for, ema_for, lr_for
 from vitrail.training.config.syntax import MergePlan, read_interval, read_merge, token_roles
 
-DATA, MODEL, OBJECTIVE, RECIPE, MACHINE, OUTPUT = "Data", "Model", "Objective", "Recipe", "Machine", "Output"
+_data, _model, _objective, _recipe = (partial(option, group) for group in ("Data", "Model", "Objective", "Recipe"))
+_machine, _output = (partial(option, group, resumable=True) for group in ("Machine", "Output"))
 
 NO_LABELS = "none"
 """Value of ``labels`` for training without labels."""
 
 DISTILLATION_WEIGHTS = {"hard": 0.5, "soft": 0.1, "features": 0.5}
 """Default weight of the teacher's loss by kind of distillation; the first two are DeiT's."""
-
-
-def _parse_data(value: Any) -> Any:
-    if isinstance(value, str) and not value:
-        raise ValueError
-    return value
 
 
 def _parse_validation(value: Any) -> Any:
@@ -67,23 +66,18 @@ def _parse_tasks(value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _parse_tokens(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _parse_compile(value: Any) -> Any:
     if isinstance(value, bool):  # as YAML reads on and off
         return "whole" if value else "off"
     return _COMPILE.parse("augment" if value == "pictures" else value)  # its name before 0.3
 
 
-def _parse_interval(value: Any) -> Any:
-    read_interval(value, 1)
-    return value
-
-
 _COMPILE = choice("whole", "blocks", "augment", "off")
-_INTERVAL = Kind("a number of epochs, or text such as '2 epochs' or '200 steps'", "EVERY", _parse_interval)
+_INTERVAL = Kind(
+    "a number of epochs, or text such as '2 epochs' or '200 steps'",
+    "EVERY",
+    only(lambda value: bool(read_interval(value, 1))),
+)
 
 
 @dataclass(frozen=True)
@@ -94,145 +88,133 @@ class Config:
     64
     """
 
-    data: Any = option(
-        DATA, Kind("a path or a dataset", "DATA", _parse_data), MISSING, resumable=True,
-        help="Training data: a folder with one subfolder per class, parquet files, shards (wds:…), hf:OWNER/NAME, "
+    data: Any = _data(
+        Kind("a path or a dataset", "DATA", only(lambda value: not isinstance(value, str) or bool(value))),
+        "Training data: a folder with one subfolder per class, parquet files, shards (wds:…), hf:OWNER/NAME, "
         "torchvision:NAME:ROOT; from Python also a dataset or `Arrays`.",
-    )  # fmt: skip
-    validation: Any = option(
-        DATA, Kind("a fraction between 0 and 1, data, or none", "DATA", _parse_validation), 0.1, resumable=True,
-        help="Held-out data, the fraction of the training data to hold out, or none for no evaluation.",
-    )  # fmt: skip
-    labels: str | None = option(
-        DATA, text("COLUMN"), None, "Column with the class labels; none (with recipe=dino) ignores labels."
+        MISSING,
+        resumable=True,
     )
-    tasks: tuple[str, ...] = option(
-        DATA, Kind("column names separated by commas", "COLUMNS", _parse_tasks), (), "Columns to learn as tasks."
+    validation: Any = _data(
+        Kind("a fraction between 0 and 1, data, or none", "DATA", _parse_validation),
+        "Held-out data, the fraction of the training data to hold out, or none for no evaluation.",
+        0.1,
+        resumable=True,
     )
-    share: float = option(DATA, number(0, 1, above=True), 1.0, "Fraction of the training data to use.")
-    side: int | None = option(DATA, integer(1), None, "Size in pixels at which decoded images are kept.")
-    keep_data: str = option(
-        DATA, choice("auto", "device", "workers"), "auto", resumable=True,
-        help="Decode once and keep images in memory (device), or read them with workers.",
-    )  # fmt: skip
-    max_unreadable: float = option(
-        DATA, number(0, 1), 0.01, "Fraction of images that may be unreadable.", resumable=True
+    labels: str | None = _data(text("COLUMN"), "Column with the class labels; none (with recipe=dino) ignores labels.")
+    tasks: tuple[str, ...] = _data(
+        Kind("column names separated by commas", "COLUMNS", _parse_tasks), "Columns to learn as tasks.", ()
+    )
+    share: float = _data(number(0, 1, above=True), "Fraction of the training data to use.", 1.0)
+    side: int | None = _data(integer(1), "Size in pixels at which decoded images are kept.")
+    keep_data: str = _data(
+        choice("auto", "device", "workers"),
+        "Decode once and keep images in memory (device), or read them with workers.",
+        "auto",
+        resumable=True,
+    )
+    max_unreadable: float = _data(number(0, 1), "Fraction of images that may be unreadable.", 0.01, resumable=True)
+
+    model: str = _model(
+        text("MODEL"),
+        "A Vitrail model, timm:NAME, hf:REPO, torchvision:NAME, or a run or model directory to fine-tune.",
+        "vit_tiny_patch16",
+    )
+    options: dict[str, Any] = _model(mapping(), "More options of the model's constructor.", {})
+    pretrained: bool | None = _model(flag(), "Start from the library's pretrained weights.")
+    image_size: Any = _model(sizes(), "Input size in pixels.")
+    patch_size: int | tuple[int, ...] | None = _model(sizes(), "Patch size in pixels.")
+    tokens: Any = _model(
+        Kind(
+            "text such as 'cls,register=4', or token specs",
+            "TOKENS",
+            lambda value: tuple(value) if isinstance(value, list) else value,
+        ),
+        "Special tokens of a Vitrail model, such as cls,distillation,register=4.",
+    )
+    heads: str = _model(
+        choice("tokens", "shared"), "One token per task, or one class token shared by all tasks.", "tokens"
     )
 
-    model: str = option(
-        MODEL, text("MODEL"), "vit_tiny_patch16",
-        help="A Vitrail model, timm:NAME, hf:REPO, torchvision:NAME, or a run or model directory to fine-tune.",
-    )  # fmt: skip
-    options: dict[str, Any] = option(MODEL, mapping(), {}, "More options of the model's constructor.")
-    pretrained: bool | None = option(MODEL, flag(), None, "Start from the library's pretrained weights.")
-    image_size: Any = option(MODEL, sizes(), None, "Input size in pixels.")
-    patch_size: int | tuple[int, ...] | None = option(MODEL, sizes(), None, "Patch size in pixels.")
-    tokens: Any = option(
-        MODEL, Kind("text such as 'cls,register=4', or token specs", "TOKENS", _parse_tokens), None,
-        help="Special tokens of a Vitrail model, such as cls,distillation,register=4.",
-    )  # fmt: skip
-    heads: str = option(
-        MODEL, choice("tokens", "shared"), "tokens", "One token per task, or one class token shared by all tasks."
+    weighting: str = _objective(choice("fixed", "uncertainty"), "Fixed or learned task weights.", "fixed")
+    task_weights: dict[str, float] = _objective(mapping(), "Fixed weight of each task.", {})
+    teacher: str | None = _objective(
+        text("MODEL"), "Teacher model: a run directory, timm:NAME or hf:REPO.", resumable=True
     )
-    weighting: str = option(OBJECTIVE, choice("fixed", "uncertainty"), "fixed", "Fixed or learned task weights.")
-    task_weights: dict[str, float] = option(OBJECTIVE, mapping(), {}, "Fixed weight of each task.")
-    teacher: str | None = option(
-        OBJECTIVE, text("MODEL"), None, "Teacher model: a run directory, timm:NAME or hf:REPO.", resumable=True
+    distillation: str | None = _objective(
+        choice("hard", "soft", "features"), "What to learn from the teacher; hard by default."
     )
-    distillation: str | None = option(
-        OBJECTIVE, choice("hard", "soft", "features"), None, "What to learn from the teacher; hard by default."
+    distillation_weight: float | None = _objective(
+        number(0, 1, above=True), "Weight of the teacher's loss; 0.5, or 0.1 for soft, by default."
     )
-    distillation_weight: float | None = option(
-        OBJECTIVE, number(0, 1, above=True), None, "Weight of the teacher's loss; 0.5, or 0.1 for soft, by default."
+    temperature: float | None = _objective(number(0, above=True), "Temperature of soft distillation; 3 by default.")
+    feature_weight: float = _objective(
+        number(0), "Weight of a feature loss in addition to hard or soft distillation.", 0.0
     )
-    temperature: float | None = option(
-        OBJECTIVE, number(0, above=True), None, "Temperature of soft distillation; 3 by default."
+    merge: Any = _objective(
+        Kind("text such as 'r=8,over_epochs=10', or a mapping", "MERGE", read_merge),
+        "Merge tokens during training, such as r=8,from_epoch=0,over_epochs=10.",
     )
-    feature_weight: float = option(
-        OBJECTIVE, number(0), 0.0, "Weight of a feature loss in addition to hard or soft distillation."
+    recipe: str = _objective(
+        choice("labels", "dino"), "Learn from labels, or without them by self-distillation.", "labels"
     )
-    merge: Any = option(
-        OBJECTIVE, Kind("text such as 'r=8,over_epochs=10', or a mapping", "MERGE", read_merge), None,
-        help="Merge tokens during training, such as r=8,from_epoch=0,over_epochs=10.",
-    )  # fmt: skip
-    recipe: str = option(
-        OBJECTIVE, choice("labels", "dino"), "labels", "Learn from labels, or without them by self-distillation."
-    )
-    recipe_options: dict[str, Any] = option(
-        OBJECTIVE, mapping(), {}, "Options of recipe=dino, such as {prototypes: 1024, patches: 1}."
+    recipe_options: dict[str, Any] = _objective(
+        mapping(), "Options of recipe=dino, such as {prototypes: 1024, patches: 1}.", {}
     )
 
-    preset: str = option(RECIPE, choice(*PRESETS), "small", "Defaults for the recipe.")
-    epochs: int | None = option(RECIPE, integer(1), None, "Number of epochs.")
-    batch_size: int | None = option(RECIPE, integer(1), None, "Global batch size, over all ranks.")
-    accumulate: int = option(
-        RECIPE, integer(1), 1, "Gradient accumulation: parts that a batch is computed in.", resumable=True
+    preset: str = _recipe(choice(*PRESETS), "Defaults for the recipe.", "small")
+    epochs: int | None = _recipe(integer(1), "Number of epochs.")
+    batch_size: int | None = _recipe(integer(1), "Global batch size, over all ranks.")
+    accumulate: int = _recipe(
+        integer(1), "Gradient accumulation: parts that a batch is computed in.", 1, resumable=True
     )
-    optimizer: str = option(RECIPE, choice("adamw", "muon"), "adamw", "Optimizer; muon updates hidden layers.")
-    lr: float | None = option(RECIPE, number(0, above=True), None, "Peak learning rate.")
-    min_lr: float = option(RECIPE, number(0, 1), 0.01, "Final learning rate as a fraction of the peak.")
-    weight_decay: float | None = option(RECIPE, number(0), None, "Weight decay.")
-    warmup_epochs: int | None = option(RECIPE, integer(0), None, "Epochs of linear warm-up.")
-    clip: float = option(RECIPE, number(0), 1.0, "Maximum gradient norm; 0 disables clipping.")
-    ema: float | None = option(RECIPE, number(0, 1, below=True), None, "Decay of the weights' EMA; 0 disables it.")
-    drop_path: float | None = option(
-        RECIPE, number(0, 1, below=True), None, "Drop path (stochastic depth) rate of the last block."
+    optimizer: str = _recipe(choice("adamw", "muon"), "Optimizer; muon updates hidden layers.", "adamw")
+    lr: float | None = _recipe(number(0, above=True), "Peak learning rate.")
+    min_lr: float = _recipe(number(0, 1), "Final learning rate as a fraction of the peak.", 0.01)
+    weight_decay: float | None = _recipe(number(0), "Weight decay.")
+    warmup_epochs: int | None = _recipe(integer(0), "Epochs of linear warm-up.")
+    clip: float = _recipe(number(0), "Maximum gradient norm; 0 disables clipping.", 1.0)
+    ema: float | None = _recipe(number(0, 1, below=True), "Decay of the weights' EMA; 0 disables it.")
+    drop_path: float | None = _recipe(number(0, 1, below=True), "Drop path (stochastic depth) rate of the last block.")
+    smoothing: float | None = _recipe(number(0, 1, below=True), "Label smoothing.")
+    mixup: float | None = _recipe(number(0), "Mixup alpha; 0 disables it.")
+    cutmix: float | None = _recipe(number(0), "CutMix alpha; 0 disables it.")
+    mixing: float = _recipe(number(0, 1), "Fraction of images to which Mixup or CutMix applies.", 1.0)
+    augment: str | None = _recipe(choice("none", "flip", "light", "medium", "strong"), "Strength of the augmentation.")
+    crop_min: float | None = _recipe(
+        number(0, 1, above=True), "Smallest area of a random crop, as a fraction of the image."
     )
-    smoothing: float | None = option(RECIPE, number(0, 1, below=True), None, "Label smoothing.")
-    mixup: float | None = option(RECIPE, number(0), None, "Mixup alpha; 0 disables it.")
-    cutmix: float | None = option(RECIPE, number(0), None, "CutMix alpha; 0 disables it.")
-    mixing: float = option(RECIPE, number(0, 1), 1.0, "Fraction of images to which Mixup or CutMix applies.")
-    augment: str | None = option(
-        RECIPE, choice("none", "flip", "light", "medium", "strong"), None, "Strength of the augmentation."
-    )
-    crop_min: float | None = option(
-        RECIPE, number(0, 1, above=True), None, "Smallest area of a random crop, as a fraction of the image."
-    )
-    erasing: float | None = option(RECIPE, number(0, 1), None, "Probability of random erasing.")
-    plain_epochs: int = option(RECIPE, integer(0), 0, "Final epochs without augmentation and mixing, except for flips.")
-    repeats: int | None = option(RECIPE, integer(1), None, "Repeated augmentation: views of an image per batch.")
-    seed: int = option(RECIPE, integer(0), 0, "Random seed.")
+    erasing: float | None = _recipe(number(0, 1), "Probability of random erasing.")
+    plain_epochs: int = _recipe(integer(0), "Final epochs without augmentation and mixing, except for flips.", 0)
+    repeats: int | None = _recipe(integer(1), "Repeated augmentation: views of an image per batch.")
+    seed: int = _recipe(integer(0), "Random seed.", 0)
 
-    device: str | None = option(
-        MACHINE, choice("cpu", "cuda"), None, "Device; CUDA if available by default.", resumable=True
+    device: str | None = _machine(choice("cpu", "cuda"), "Device; CUDA if available by default.")
+    dtype: str | None = _machine(
+        choice("fp32", "bf16", "bf16-weights"),
+        "float32, bfloat16 autocast (default on CUDA), or bfloat16 throughout with float32 master weights.",
+        resumable=False,
     )
-    dtype: str | None = option(
-        MACHINE, choice("fp32", "bf16", "bf16-weights"), None,
-        help="float32, bfloat16 autocast (default on CUDA), or bfloat16 throughout with float32 master weights.",
-    )  # fmt: skip
-    compile: str | None = option(
-        MACHINE, replace(_COMPILE, parse=_parse_compile), None, resumable=True,
-        help="Compile the whole step, the model's blocks, only the augmentation, or nothing.",
-    )  # fmt: skip
-    graphs: bool | None = option(
-        MACHINE, flag(), None, "Capture the step as a CUDA graph; default on a single GPU.", resumable=True
+    compile: str | None = _machine(
+        replace(_COMPILE, parse=_parse_compile),
+        "Compile the whole step, the model's blocks, only the augmentation, or nothing.",
     )
-    shard: str = option(
-        MACHINE, choice("ddp", "fsdp"), "ddp", "Data parallel, or fully sharded for large models.", resumable=True
-    )
-    workers: int | None = option(MACHINE, integer(0), None, "Data loader workers.", resumable=True)
+    graphs: bool | None = _machine(flag(), "Capture the step as a CUDA graph; default on a single GPU.")
+    shard: str = _machine(choice("ddp", "fsdp"), "Data parallel, or fully sharded for large models.", "ddp")
+    workers: int | None = _machine(integer(0), "Data loader workers.")
 
-    out: str | None = option(OUTPUT, text("DIR"), None, "Run directory.", short="-o", resumable=True)
-    evaluate_every: Any = option(
-        OUTPUT, _INTERVAL, None, "Evaluation interval; 20 evaluations per run by default.", resumable=True
-    )
-    save_every: Any = option(
-        OUTPUT, _INTERVAL, None, "Checkpoint interval; 20 checkpoints per run by default.", resumable=True
-    )
-    keep: int = option(OUTPUT, integer(1), 2, "Checkpoints to keep.", resumable=True)
-    log_every: int = option(OUTPUT, integer(1), 50, "Steps between log lines.", resumable=True)
-    tensorboard: bool = option(OUTPUT, flag(), False, "Also log to TensorBoard.", resumable=True)
+    out: str | None = _output(text("DIR"), "Run directory.", short="-o")
+    evaluate_every: Any = _output(_INTERVAL, "Evaluation interval; 20 evaluations per run by default.")
+    save_every: Any = _output(_INTERVAL, "Checkpoint interval; 20 checkpoints per run by default.")
+    keep: int = _output(integer(1), "Checkpoints to keep.", 2)
+    log_every: int = _output(integer(1), "Steps between log lines.", 50)
+    tensorboard: bool = _output(flag(), "Also log to TensorBoard.", False)
 
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
             object.__setattr__(self, name, declared.check(getattr(self, name)))
-        _check_model(self)
-        _check_distillation(self)
-        _check_patch_drop(self)
-        _check_bf16_weights(self)
-        _check_tasks(self)
-        _check_recipe(self)
-        _check_schedule(self)
+        for problem in chain(_model_problems(self), _target_problems(self), _recipe_problems(self)):
+            raise InvalidOption(problem)
 
     @property
     def own(self) -> bool:
@@ -246,7 +228,6 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        """Run directory."""
         name = self.model.replace(":", "-").replace("/", "-").strip(".-")
         return Path(self.out) if self.out else Path("runs") / f"{name}-{self.preset}"
 
@@ -303,7 +284,6 @@ class Config:
         return cls.from_dict({**read_yaml(path), **changes})
 
     def to_yaml(self) -> str:
-        """Return the config as YAML."""
         return to_yaml(self.to_dict())
 
 
@@ -345,114 +325,94 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else f"<{type(value).__name__}>"
 
 
-def _check_model(config: Config) -> None:
-    """Check that the model can be found and takes the tokens, patch size and weights it is given."""
+def _model_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the model: its name, and options that it does not take."""
     name = config.model
     folder = named(name).is_dir() or name.startswith("local-dir:")
     if not config.own and not folder and split_name(name)[0] is None:
         known = sorted(MODELS)
-        raise InvalidOption(
+        yield (
             f"model={name!r}: expected a run or model directory, timm:NAME, hf:REPO, or one of "
             f"{', '.join(known)}{suggest(name, known)}"
         )
-    if not config.own:
-        for field in ("tokens", "patch_size"):
-            if getattr(config, field) is not None:
-                raise InvalidOption(f"{field} is for Vitrail models built by name; model={name!r} has its own")
-    elif config.pretrained:
-        raise InvalidOption(f"pretrained: {name!r} has no pretrained weights; to fine-tune, give a directory as model")
+    for field in ("tokens", "patch_size"):
+        if not config.own and getattr(config, field) is not None:
+            yield f"{field} is for Vitrail models built by name; model={name!r} has its own"
+    if config.own and config.pretrained:
+        yield f"pretrained: {name!r} has no pretrained weights; to fine-tune, give a directory as model"
+    for field, compares_patches in {
+        "distillation='features'": config.distillation == "features",
+        "feature_weight": config.feature_weight > 0,
+        **{f"recipe_options: {name}": bool(config.recipe_options.get(name)) for name in ("patches", "reconstruct")},
+    }.items():
+        if compares_patches and config.options.get("patch_drop"):
+            yield f"{field} needs every patch, but options: patch_drop drops some; give one of them"
+    for field, handles_weights in {
+        f"recipe={config.recipe}": config.recipe != "labels",
+        "shard=fsdp": config.shard == "fsdp",  # casts weights itself
+        "compile=whole": config.compile == "whole",  # weights are swapped around the model, in Python
+    }.items():
+        if handles_weights and config.dtype == "bf16-weights":
+            yield f"dtype=bf16-weights does not work with {field}; use dtype=bf16, or leave {field} out"
 
 
-def _check_distillation(config: Config) -> None:
-    """Check that distillation has a teacher, and that a temperature is used."""
+def _target_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with teacher and tasks."""
     if config.teacher is None:
         roles = [] if config.tokens is None else token_roles(config.tokens)
         if config.tokens is None and config.own:
             roles = [spec.role.value for spec in MODELS[config.model].tokens]
         if "distillation" in roles:
-            raise InvalidOption(
+            yield (
                 f"{'model' if config.tokens is None else 'tokens'}: a distillation token needs a teacher. Give one "
                 "(a run directory, timm:NAME, hf:REPO), or tokens without it, such as tokens='cls'"
             )
         for name in ("distillation", "distillation_weight", "temperature", "feature_weight"):
             if getattr(config, name):
-                raise InvalidOption(f"{name}={getattr(config, name)!r} needs a teacher")
+                yield f"{name}={getattr(config, name)!r} needs a teacher"
     if config.temperature is not None and config.distillation != "soft":
-        raise InvalidOption(f"temperature needs distillation='soft'; got distillation={config.distillation!r}")
-
-
-def _check_patch_drop(config: Config) -> None:
-    """Check that no loss compares patches one by one while some are dropped."""
-    compared = {
-        "distillation='features'": config.distillation == "features",
-        "feature_weight": config.feature_weight > 0,
-        **{f"recipe_options: {name}": bool(config.recipe_options.get(name)) for name in ("patches", "reconstruct")},
-    }
-    for name, used in compared.items():
-        if used and config.options.get("patch_drop"):
-            raise InvalidOption(f"{name} needs every patch, but options: patch_drop drops some; give one of them")
-
-
-def _check_bf16_weights(config: Config) -> None:
-    """Check that nothing else handles the weights that ``dtype=bf16-weights`` casts."""
-    others = {
-        f"recipe={config.recipe}": config.recipe != "labels",
-        "shard=fsdp": config.shard == "fsdp",  # casts weights itself
-        "compile=whole": config.compile == "whole",  # weights are swapped around the model, in Python
-    }
-    for name, used in others.items():
-        if used and config.dtype == "bf16-weights":
-            raise InvalidOption(f"dtype=bf16-weights does not work with {name}; use dtype=bf16, or leave {name} out")
-
-
-def _check_tasks(config: Config) -> None:
-    """Check the names, heads and weights of tasks."""
+        yield f"temperature needs distillation='soft'; got distillation={config.distillation!r}"
     tasks = config.tasks
     for task in tasks:
         if not isinstance(task, str) or not task.isidentifier():
-            raise InvalidOption(f"tasks: {task!r} cannot name a token; expected letters, digits and underscores")
+            yield f"tasks: {task!r} cannot name a token; expected letters, digits and underscores"
     if len(set(tasks)) < len(tasks):
-        raise InvalidOption(f"tasks={list(tasks)}: expected each column once")
+        yield f"tasks={list(tasks)}: expected each column once"
     if tasks and config.labels is not None:
-        raise InvalidOption(f"labels={config.labels!r} and tasks={list(tasks)}: give one of them")
-    if config.heads == "shared":
-        if not tasks:
-            raise InvalidOption("heads='shared' needs tasks")
-        if config.tokens is not None and set(token_roles(config.tokens)) & {*tasks, "task"}:
-            raise InvalidOption("heads='shared' uses one class token for all tasks, but tokens has task tokens")
+        yield f"labels={config.labels!r} and tasks={list(tasks)}: give one of them"
+    if config.heads == "shared" and not tasks:
+        yield "heads='shared' needs tasks"
+    if config.heads == "shared" and config.tokens is not None and set(token_roles(config.tokens)) & {*tasks, "task"}:
+        yield "heads='shared' uses one class token for all tasks, but tokens has task tokens"
     for name in config.task_weights:
         if name not in tasks:
-            raise InvalidOption(f"task_weights: {name!r} is not a task{suggest(name, tasks)}")
+            yield f"task_weights: {name!r} is not a task{suggest(name, tasks)}"
     if config.task_weights and config.weighting == "uncertainty":
-        raise InvalidOption("task_weights are fixed, but weighting='uncertainty' learns them; give one of them")
+        yield "task_weights are fixed, but weighting='uncertainty' learns them; give one of them"
 
 
-def _check_recipe(config: Config) -> None:
-    """Check that training without labels gets no options that need labels."""
+def _recipe_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with training without labels, epochs, gradient accumulation and the optimizer."""
+    name = f"recipe={config.recipe!r}"
     if config.recipe == "labels":
         if config.recipe_options:
-            raise InvalidOption("recipe_options need recipe='dino'")
+            yield "recipe_options need recipe='dino'"
         if config.labels == NO_LABELS:
-            raise InvalidOption("labels='none' needs recipe='dino', which trains without labels")
-        return
-    name = f"recipe={config.recipe!r}"
-    if not config.own:
-        raise InvalidOption(f"{name} needs a Vitrail model built by name; got model={config.model!r}")
-    for field in ("teacher", "merge", "tasks", "mixup", "cutmix", "smoothing", "plain_epochs"):
-        if getattr(config, field):
-            raise InvalidOption(f"{name} trains without labels and does not take {field}")
-    if config.augment in ("none", "flip"):
-        raise InvalidOption(f"augment={config.augment!r}: {name} needs views that differ; use light or stronger")
-    if config.shard == "fsdp":
-        raise InvalidOption(f"shard='fsdp' does not support {name}; use ddp")
-
-
-def _check_schedule(config: Config) -> None:
-    """Check epochs, gradient accumulation and the optimizer's sharding."""
-    for name in ("warmup_epochs", "plain_epochs"):
-        if config.epochs is not None and (getattr(config, name) or 0) > config.epochs:
-            raise InvalidOption(f"{name}={getattr(config, name)} exceeds epochs={config.epochs}")
+            yield "labels='none' needs recipe='dino', which trains without labels"
+    else:
+        if not config.own:
+            yield f"{name} needs a Vitrail model built by name; got model={config.model!r}"
+        for field in ("teacher", "merge", "tasks", "mixup", "cutmix", "smoothing", "plain_epochs"):
+            if getattr(config, field):
+                yield f"{name} trains without labels and does not take {field}"
+        if config.augment in ("none", "flip"):
+            yield f"augment={config.augment!r}: {name} needs views that differ; use light or stronger"
+        if config.shard == "fsdp":
+            yield f"shard='fsdp' does not support {name}; use ddp"
+    for field in ("warmup_epochs", "plain_epochs"):
+        if config.epochs is not None and (getattr(config, field) or 0) > config.epochs:
+            yield f"{field}={getattr(config, field)} exceeds epochs={config.epochs}"
     if config.batch_size is not None and config.batch_size % config.accumulate:
-        raise InvalidOption(f"accumulate={config.accumulate} does not divide batch_size={config.batch_size}")
+        yield f"accumulate={config.accumulate} does not divide batch_size={config.batch_size}"
     if config.optimizer == "muon" and config.shard == "fsdp":
-        raise InvalidOption("optimizer=muon needs whole matrices, which shard=fsdp splits; use ddp, or adamw")
+        yield "optimizer=muon needs whole matrices, which shard=fsdp splits; use ddp, or adamw"

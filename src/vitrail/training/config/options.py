@@ -16,7 +16,6 @@ from typing import Any
 
 from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
-from vitrail.training.config._yaml import read_value
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,12 @@ class Option:
 
 
 def option(
-    group: str, kind: Kind, default: Any, help: str, *, short: str | None = None, resumable: bool = False
+    group: str, kind: Kind, help: str, default: Any = None, *, resumable: bool = False, short: str | None = None
 ) -> Any:
     """Declare a field of the training configuration, listed under ``group`` in the help and the docs.
 
-    The default is `MISSING` if the option is required, None if it is derived. ``short`` is a one-letter spelling on the
-    command line. Options that are ``resumable`` may change when a run is resumed.
+    The default is `MISSING` if the option is required, None if it is derived. Options that are ``resumable`` may change
+    when a run is resumed. ``short`` is a one-letter spelling on the command line.
     """
     metadata = {"kind": kind, "help": help, "group": group, "short": short, "resumable": resumable}
     if isinstance(default, dict):
@@ -102,32 +101,20 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def choice(*names: str) -> Kind:
-    """Accept one of some names."""
-
-    def parse(value: Any) -> str:
-        _require(value in names)
-        return str(value)
-
-    return Kind(f"one of {', '.join(names)}", "|".join(names), parse, choices=names)
+    return Kind(f"one of {', '.join(names)}", "|".join(names), only(lambda value: value in names), choices=names)
 
 
 def integer(minimum: int) -> Kind:
-    """Accept integers from a minimum on."""
-
-    def parse(value: Any) -> int:
-        _require(is_int(value, minimum))
-        return int(value)
-
-    return Kind(f"an integer of at least {minimum}", "N", parse, int)
+    return Kind(f"an integer of at least {minimum}", "N", only(lambda value: is_int(value, minimum)), int)
 
 
 def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: bool = False) -> Kind:
     """Accept numbers in a range; ``above`` and ``below`` exclude its ends. Text such as ``"1e-3"`` is converted."""
 
     def parse(value: Any) -> float:
-        _require(isinstance(value, int | float | str) and not isinstance(value, bool))
-        x = float(value)
-        _require(isfinite(x) and (low < x if above else low <= x) and (x < high if below else x <= high))
+        x = float("nan" if isinstance(value, bool) or not isinstance(value, int | float | str) else value)
+        if not (isfinite(x) and (low < x if above else low <= x) and (x < high if below else x <= high)):
+            raise ValueError
         return x
 
     start = f"above {low:g}" if above else f"of at least {low:g}"
@@ -136,7 +123,6 @@ def number(low: float = 0.0, high: float = inf, *, above: bool = False, below: b
 
 
 def sizes() -> Kind:
-    """Accept a positive integer, or two or three of them."""
     size = integer(1).parse
 
     def parse(value: Any) -> Any:
@@ -147,36 +133,62 @@ def sizes() -> Kind:
 
 
 def flag() -> Kind:
-    """Accept true or false."""
-
-    def parse(value: Any) -> bool:
-        _require(isinstance(value, bool))
-        return bool(value)
-
-    return Kind("true or false", "", parse, bool)
+    return Kind("true or false", "", only(lambda value: isinstance(value, bool)), bool)
 
 
 def text(metavar: str) -> Kind:
-    """Accept text that is not empty."""
-
-    def parse(value: Any) -> str:
-        _require(isinstance(value, str) and bool(value))
-        return str(value)
-
-    return Kind("text", metavar, parse)
+    return Kind("text", metavar, only(lambda value: isinstance(value, str) and bool(value)))
 
 
 def mapping() -> Kind:
     """Accept a mapping of names to values; on the command line it is written in YAML."""
+    mapped = only(lambda value: isinstance(value, Mapping))
 
     def parse(value: Any) -> dict[str, Any]:
-        value = read_value(value) if isinstance(value, str) else value
-        _require(isinstance(value, Mapping))
-        return dict(value)
+        return dict(mapped(read_value(value) if isinstance(value, str) else value))
 
     return Kind("a mapping such as {name: value}", "YAML", parse)
 
 
-def _require(valid: bool) -> None:
-    if not valid:
-        raise ValueError
+def only(allowed: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Return a function that returns allowed values unchanged and raises `ValueError` for others."""
+
+    def parse(value: Any) -> Any:
+        if not allowed(value):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file."""
+    yaml = _yaml()
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidOption(f"cannot read {path} as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise InvalidOption(f"{path} holds a {type(values).__name__}; expected a mapping of option names to values")
+    return values
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a YAML scalar, list or mapping."""
+    yaml = _yaml()
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidOption(f"cannot read {text!r} as YAML: {' '.join(str(error).split())}") from error
+
+
+def to_yaml(values: dict[str, Any]) -> str:
+    return str(_yaml().safe_dump(values, sort_keys=False, allow_unicode=True))
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise InvalidOption("YAML needs PyYAML; install it with `pip install vitrail[train]`") from error
+    return yaml

@@ -9,63 +9,28 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "epochs": 10,  # minutes: enough to see that it learns
-        "batch_size": 64,  # many steps from few images
-        "lr": 5e-4,  # at this batch size
-        "weight_decay": 0.05,  # DeiT
-        "warmup_epochs": 1,
-        "drop_path": 0.0,  # ten epochs do not overfit
-        "smoothing": 0.0,
-        "mixup": 0.0,  # mixing pays off in long runs only
-        "cutmix": 0.0,
-        "augment": "light",  # crops and flips
-        "crop_min": 0.35,  # small crops are for long runs
-        "erasing": 0.0,
-        "repeats": 1,
-        "ema": 0.0,  # an average over so few steps would lag behind
-        "image_size": 64,  # 64 patches of 8 pixels: fits a CPU
-        "patch_size": 8,
-    },
-    "small": {
-        "epochs": 100,
-        "batch_size": 256,  # 37 steps per epoch for ten thousand images
-        "lr": 1e-3,  # at this batch size
-        "weight_decay": 0.05,  # DeiT
-        "warmup_epochs": 5,  # DeiT
-        "drop_path": 0.1,  # DeiT
-        "smoothing": 0.1,  # DeiT
-        "mixup": 0.2,  # a tenth of DeiT's steps supports less mixing
-        "cutmix": 1.0,
-        "augment": "medium",  # crops, flips and three color augmentations, as in DeiT III
-        "crop_min": 0.2,
-        "erasing": 0.0,  # CutMix hides enough
-        "repeats": 1,
-        "ema": None,  # over the last fiftieth of the steps
-        "image_size": 128,  # 256 patches of 8 pixels: as many as a ViT/14 has at 224
-        "patch_size": 8,
-    },
-    "full": {
-        "epochs": 300,  # this and the rest as in DeiT
-        "batch_size": 960,  # DeiT's 1024, rounded to a multiple of the repeats
-        "lr": 9.4e-4,  # 5e-4 per 512 images
-        "weight_decay": 0.05,
-        "warmup_epochs": 5,
-        "drop_path": 0.1,
-        "smoothing": 0.1,
-        "mixup": 0.8,
-        "cutmix": 1.0,
-        "augment": "strong",  # in place of RandAugment
-        "crop_min": 0.08,
-        "erasing": 0.25,
-        "repeats": 3,
-        "ema": None,  # over the last fiftieth of the steps; DeiT's 0.99996 is for longer runs
-        "image_size": None,  # the model's own
-        "patch_size": None,
-    },
+_NAMES = ("tiny", "small", "full")
+_VALUES: dict[str, tuple[Any, Any, Any]] = {
+    "epochs": (10, 100, 300),  # tiny: minutes, enough to see that it learns
+    "batch_size": (64, 256, 960),  # many steps from few images; DeiT's 1024, rounded to a multiple of the repeats
+    "lr": (5e-4, 1e-3, 9.4e-4),  # at this batch size; DeiT's 5e-4 per 512 images
+    "weight_decay": (0.05, 0.05, 0.05),
+    "warmup_epochs": (1, 5, 5),
+    "drop_path": (0.0, 0.1, 0.1),  # ten epochs do not overfit
+    "smoothing": (0.0, 0.1, 0.1),
+    "mixup": (0.0, 0.2, 0.8),  # mixing pays off in long runs only
+    "cutmix": (0.0, 1.0, 1.0),
+    "augment": ("light", "medium", "strong"),  # crops, flips; DeiT III's three colors; in place of RandAugment
+    "crop_min": (0.35, 0.2, 0.08),  # small crops are for long runs
+    "erasing": (0.0, 0.0, 0.25),  # small: CutMix hides enough
+    "repeats": (1, 1, 3),
+    "ema": (0.0, None, None),  # over the last fiftieth of the steps, shorter than DeiT's 0.99996; useless for few steps
+    "image_size": (64, 128, None),  # 64 patches fit a CPU; 256 patches are as many as a ViT/14 has at 224
+    "patch_size": (8, 8, None),
 }
-"""Values of each preset; None is derived from the model or from the number of steps."""
+
+PRESETS = {name: {field: values[i] for field, values in _VALUES.items()} for i, name in enumerate(_NAMES)}
+"""Values of each preset; None is derived from the model or from the number of steps. What has no comment is DeiT's."""
 
 
 def batch_for(preset: str, count: int, repeats: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +37,8 @@ def read_tokens(value: Any, tasks: Mapping[str, int]) -> tuple[TokenSpec, ...]:
     specs = []
     for spec in value:
         if isinstance(spec, Mapping):
-            spec = dict(spec)
-            if spec.get("role") == Role.TASK.value and spec.get("name") in tasks:
-                spec.setdefault("classes", tasks[spec["name"]])
-            spec = TokenSpec.from_dict(spec)
+            is_task = spec.get("role") == Role.TASK.value and spec.get("name") in tasks
+            spec = TokenSpec.from_dict({**({"classes": tasks[spec["name"]]} if is_task else {}), **spec})
         specs.append(spec)
     return check_specs(specs)
 
@@ -65,23 +64,16 @@ def token_roles(tokens: Any) -> list[str]:
     """Return the names or roles of the tokens that a config requests, without validating them."""
     if isinstance(tokens, str):
         return [part.partition("=")[0].strip() for part in tokens.split(",")]
-    found = []
-    for spec in tokens if isinstance(tokens, list | tuple) else ():
-        if isinstance(spec, TokenSpec):
-            found.append(spec.role.value)
-        elif isinstance(spec, Mapping):
-            found.append(str(spec.get("role")))
-    return found
+    specs = tokens if isinstance(tokens, list | tuple) else ()
+    given = [spec.to_dict() if isinstance(spec, TokenSpec) else spec for spec in specs]
+    return [str(spec.get("role")) for spec in given if isinstance(spec, Mapping)]
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Merging during training.
+    """Merging during training, with ``options`` of `vitrail.merge`, from an epoch (counted from 0) on.
 
-    Attributes:
-        options: arguments of `vitrail.merge`.
-        from_epoch: first epoch with merging, counted from 0.
-        over_epochs: epochs over which r ramps up to its final value, in at most `MAX_STAGES` stages; 0 for no ramp.
+    r ramps up to its final value over ``over_epochs`` epochs, in at most `MAX_STAGES` stages.
     """
 
     options: dict[str, Any]
@@ -97,7 +89,6 @@ class MergePlan:
         return (done * stages // self.over_epochs + 1) / (stages + 1) if done < self.over_epochs else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML."""
         return {**self.options, "from_epoch": self.from_epoch, "over_epochs": self.over_epochs}
 
 
@@ -128,20 +119,15 @@ def _read_pair(text: str) -> tuple[str, Any]:
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
         raise InvalidOption(f"merge: {text!r} has no value; expected name=value pairs separated by commas, as in r=8")
-    if "/" in value:
-        return name, [_read_scalar(part) for part in value.split("/")]
-    return name, _read_scalar(value)
+    values = [_read_scalar(part) for part in value.split("/")]
+    return name, values if len(values) > 1 else values[0]
 
 
 def _read_scalar(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    try:
+        return ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 def read_interval(value: Any, steps_per_epoch: int) -> int:

@@ -24,18 +24,14 @@ from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.recording import evaluating
 from vitrail.training.config.syntax import read_merge
-from vitrail.training.data_warnings import unlabeled_note
-from vitrail.training.evaluation.diagnostics import TokenDiagnostics, autocast, diagnose_tokens, throughput
+from vitrail.training.data import expected_of, prepares, unlabeled_note
+from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
 from vitrail.training.evaluation.metrics import make_metrics
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
-from vitrail.training.input_size import expected_of, prepares
 from vitrail.training.run_directory import Labels, load_trained
 
-Prepare = Callable[[Tensor], Tensor]
-
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-
 TIMED_ON_CPU = 32
 """Largest batch for throughput on a CPU; larger ones are not faster and take long."""
 
@@ -82,13 +78,9 @@ def evaluate(
         if plan.from_epoch or plan.over_epochs:
             raise InvalidOption("merge: from_epoch and over_epochs are for training; give only options such as r=8")
         merge = plan.options
-    net: nn.Module
-    known: Labels | None
     with distributed(device) as world:
-        if isinstance(model, nn.Module):
-            net, known = model, None
-        else:
-            net, known = model if isinstance(model, tuple) else load_trained(model)
+        loaded = load_trained(model) if isinstance(model, str | Path) else model
+        net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
@@ -104,12 +96,9 @@ def evaluate(
         loader = make_loader(
             dataset, image_size=expects.size[0] if expects.size else 1, device=world.device,
             rank=world.rank, world_size=world.world_size, keep=keep_data, workers=workers,
-            max_unreadable=max_unreadable,
-            progress=lambda done, total: report("reading", done, total),
+            max_unreadable=max_unreadable, progress=lambda done, total: report("reading", done, total),
         )  # fmt: skip
-        notes = _notes(known, merge)
-        if size is not None:
-            notes.append(f"input size {size} × {size} pixels")
+        notes = [*_notes(known, merge), f"input size {size} × {size} pixels" if size else ""]
         notes.append(unlabeled_note("data", dataset))
         several = known.classes if known is not None and len(known.classes) > 1 else None
         try:
@@ -129,7 +118,7 @@ def evaluate_model(
     *,
     classes: Mapping[str, Sequence[str]] | None = None,
     known: Mapping[str, Sequence[str]] | None = None,
-    prepare: Prepare | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
     merge: Mapping[str, Any] | None = None,
     batch: int = 256,
     dtype: torch.dtype | None = None,
@@ -146,10 +135,8 @@ def evaluate_model(
         data: a data loader whose ``sweep`` yields every sample once, or batches of (images, labels).
         classes: class names by column of labels; a data loader has its own.
         known: the same for everything that the model predicts, if the data has labels for only some of it.
-        prepare: turns images of a data loader, and integer images, into model inputs (``Augment.plain``).
-            Floating-point batches are taken as prepared.
-        merge, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
-        batch: batch size for a data loader.
+        prepare: turns images of a data loader, and integer images, into model inputs; others are taken as prepared.
+        merge, batch, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
         dtype: autocast dtype; the model's own by default.
         progress: called with the number of samples done.
     """
@@ -162,32 +149,27 @@ def evaluate_model(
     with ExitStack() as stack:
         settings = stack.enter_context(merged_as(model, merge))
         stack.enter_context(evaluating(model))
-        with head_outputs(model) as heard:
+        with head_outputs(model) as by_token:
             for images, labels in _batches(data, batch, prepare, weight.device):
                 images = images if dtype is not None else images.to(weight.dtype)
                 with torch.no_grad(), autocast(weight.device, dtype):
                     output = forward_output(model, images)
-                metrics.add(output, labels, heard)
+                metrics.add(output, labels, by_token)
                 if not kept or sum(map(len, kept)) < look:
                     kept.append(images)
                 if progress is not None:
                     progress(metrics.seen)
         metrics.reduce()
-        tokens = diagnose_tokens(model, torch.cat(kept)[:look]) if look and kept else TokenDiagnostics()
+        tokens = diagnose_tokens(model, torch.cat(kept)[:look]) if look and kept else {}
         timed = kept[0][: None if weight.is_cuda else TIMED_ON_CPU] if kept else weight[:0]
         speed = throughput(model, timed, seconds, dtype) if seconds > 0 and kept else None
     return Evaluation(
-        **metrics.results(),
-        collapse=tokens.collapse,
-        outliers=tokens.outliers,
+        **{**metrics.results(), **tokens, "notes": (*metrics.notes, *tokens.get("notes", ()))},
         images_per_s=speed,
         batch=len(timed),
         device=str(weight.device),
         dtype=str(dtype or weight.dtype).removeprefix("torch."),
         merge=settings,
-        notes=(*metrics.notes, *tokens.notes),
-        roles=tokens.roles,
-        norms=tokens.norms,
     )
 
 
@@ -210,7 +192,9 @@ def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dic
         yield stack.enter_context(apply_merge(model, **merge)).config
 
 
-def _batches(data: Any, batch: int, prepare: Prepare | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(
+    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield prepared images and labels (B, T) on the device."""
     if batch < 1:
         raise InvalidOption(f"batch={batch}: expected at least 1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from vitrail._distributed import all_gather, rank_and_world_size
 from vitrail.analysis.roles import Disagreement, disagreement
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
-from vitrail.training.objective.targets import Heads, Target, assign_targets, find_heads, select_columns
+from vitrail.training.objective.targets import Heads, Target, assign_targets, find_heads
 
 BINS = 15
 """Confidence bins of the calibration error."""
@@ -34,7 +36,7 @@ class Tally:
 
     >>> tally = Tally(3)
     >>> tally.add(torch.tensor([[2.0, 0, 0], [0, 2.0, 0]]), torch.tensor([0, 2]))
-    >>> tally.accuracy, tally.confusion.tolist()
+    >>> tally.figures()["accuracy"], tally.figures()["confusion"].tolist()
     (0.5, [[1, 0, 0], [0, 0, 0], [0, 1, 0]])
     """
 
@@ -62,40 +64,22 @@ class Tally:
         self.sums[4 + 3 * BINS :].index_add_(0, labels * self.classes + predicted, torch.ones_like(loss))
 
     @property
-    def right(self) -> Tensor:
-        """Whether each sample was classified correctly (N,), in the order of the data; of this rank only."""
-        return torch.cat(self._correct).cpu() if self._correct else torch.zeros(0, dtype=torch.bool)
-
-    @property
     def count(self) -> int:
-        """Number of samples."""
         return round(self.sums[0].item())
 
-    @property
-    def accuracy(self) -> float:
-        """Top-1 accuracy."""
-        return (self.sums[1] / self.sums[0]).item()
+    def figures(self) -> dict[str, Any]:
+        """Return top-1 and top-5 accuracy, mean cross-entropy, calibration error and confusion matrix of all samples.
 
-    @property
-    def top5(self) -> float:
-        """Top-5 accuracy."""
-        return (self.sums[2] / self.sums[0]).item()
-
-    @property
-    def loss(self) -> float:
-        """Mean cross-entropy, without label smoothing."""
-        return (self.sums[3] / self.sums[0]).item()
-
-    @property
-    def calibration(self) -> float:
-        """Expected calibration error."""
-        count, confidence, correct = self.sums[4 : 4 + 3 * BINS].view(3, BINS).double().cpu()
-        return ((confidence - correct).abs().sum() / count.sum()).item()
-
-    @property
-    def confusion(self) -> Tensor:
-        """Confusion matrix (C, C): true classes in rows, predictions in columns."""
-        return self.sums[4 + 3 * BINS :].view(self.classes, self.classes).round().long().cpu()
+        ``right`` says for each sample whether it was classified correctly (N,), in the order of the data; of this rank.
+        """
+        sums = self.sums.cpu()
+        count, confidence, correct = sums[4 : 4 + 3 * BINS].view(3, BINS).double()
+        return {
+            **{name: (sums[i] / sums[0]).item() for i, name in enumerate(("accuracy", "top5", "loss"), 1)},
+            "calibration": ((confidence - correct).abs().sum() / count.sum()).item(),
+            "confusion": sums[4 + 3 * BINS :].view(self.classes, self.classes).round().long(),
+            "right": torch.cat(self._correct).cpu() if self._correct else torch.zeros(0, dtype=torch.bool),
+        }
 
 
 def make_metrics(
@@ -103,43 +87,73 @@ def make_metrics(
     classes: Mapping[str, Sequence[str]],
     device: torch.device,
     known: Mapping[str, Sequence[str]] | None = None,
-) -> HeadMetrics | NeighborMetrics:
+) -> Metrics:
     """Return metrics of a model's heads, or of its nearest neighbors if it has none.
 
     ``known`` holds the classes of everything that the model predicts, if the labels cover only some of it.
     """
     heads = find_heads(model)
-    if not heads.own and not heads.tasks and heads.distilled is None:
-        return NeighborMetrics(classes, device)
+    if not heads.fused and not heads.tasks:
+        several = len(classes) > 1
+        return NeighborMetrics({f"task.{name}" if several else "neighbours": classes[name] for name in classes}, device)
     targets = assign_targets(model, known or classes)
-    single = sum(target.own for target in targets) == 1
-    return HeadMetrics(heads, select_columns(targets, list(classes)), device, single=single)
+    return HeadMetrics(heads, targets, list(classes), device)
 
 
-class HeadMetrics:
-    """Metrics of every head and of the fused prediction; ``single`` if the class heads have one target.
+class Metrics(ABC):
+    """Tallies of the predictions for each column of labels, and of further ones for the same classes.
 
     ``seen`` counts the samples of this rank; ``notes`` say what could not be measured.
     """
 
-    def __init__(self, heads: Heads, targets: Sequence[Target], device: torch.device, *, single: bool) -> None:
+    def __init__(self, classes: Mapping[str, Sequence[str]], device: torch.device) -> None:
         self.notes: list[str] = []
-        self.targets, self.seen = targets, 0
-        self._fused = heads.fused
-        self._single = single
-        self._tallies: dict[str, Tally] = {}
+        self.seen = 0
         self._device = device
+        self._classes = {name: tuple(names) for name, names in classes.items()}
+        self._tallies = {name: Tally(len(names), device) for name, names in classes.items()}
+
+    @abstractmethod
+    def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
+        """Count a batch; ``by_token`` holds the outputs of each token's head and is cleared."""
+
+    def reduce(self) -> None:
+        """Add up over ranks; every rank must call it."""
+        for tally in self._tallies.values():
+            all_reduce(tally.sums)
+        if not self._tallies[next(iter(self._classes))].count:
+            raise UnsupportedInput("there are no samples to evaluate")
+
+    def results(self) -> dict[str, Any]:
+        """Return fields of `Evaluation`."""
+        found = {name: tally.figures() for name, tally in self._tallies.items() if tally.count}
+        main = {name: found[name] for name in self._classes}
+        return {
+            "count": self._tallies[next(iter(main))].count,
+            "loss": sum(figures["loss"] for figures in main.values()) / len(main),
+            "classes": self._classes,
+            **{kind: {name: one[kind] for name, one in found.items()} for kind in ("accuracy", "right")},
+            **{kind: {name: one[kind] for name, one in main.items()} for kind in ("top5", "calibration", "confusion")},
+        }
+
+
+class HeadMetrics(Metrics):
+    """Metrics of every head and of the fused prediction, for the columns that the data has labels for."""
+
+    def __init__(self, heads: Heads, targets: Sequence[Target], columns: list[str], device: torch.device) -> None:
+        self._targets = [replace(one, column=columns.index(one.name)) for one in targets if one.name in columns]
+        super().__init__({target.label: target.classes for target in self._targets}, device)
+        self._fused = heads.fused
+        self._single = sum(target.own for target in targets) == 1
         self._heads: tuple[str, ...] = ()
         self._differ: Tensor | None = None
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        for target in targets:
-            self._tallies[target.label] = Tally(len(target.classes), device)
+        for target in self._targets:
             for head in self._fused if target.own else ():
                 self._tallies[self._name(target, head)] = Tally(len(target.classes), device)
 
-    def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
-        """Count a batch; ``heard`` holds the outputs of each token's head and is cleared."""
-        for target in self.targets:
+    def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
+        for target in self._targets:
             truth = labels[:, target.column]
             logits = output.logits if target.own else output.by_role[target.name]
             assert logits is not None
@@ -150,14 +164,12 @@ class HeadMetrics:
                 if head in output.by_role:
                     self._tallies[self._name(target, head)].add(target.read(output.by_role[head]), truth)
         self.seen += len(labels)
-        if self._single and len(heard) > 1:
-            self._compare({name: parts[-1] for name, parts in heard.items()}, len(labels))
-        heard.clear()
+        if self._single and len(by_token) > 1:
+            self._compare({name: parts[-1] for name, parts in by_token.items()}, len(labels))
+        by_token.clear()
 
     def reduce(self) -> None:
-        """Add up over ranks; every rank must call it."""
-        for tally in self._tallies.values():
-            all_reduce(tally.sums)
+        super().reduce()
         nonfinite = int(all_reduce(self._nonfinite).item())
         if nonfinite:
             self.notes.append(f"{nonfinite} predictions are not finite; their figures are meaningless")
@@ -166,35 +178,28 @@ class HeadMetrics:
             mine = torch.zeros(3, heads, heads, dtype=torch.float64) if self._differ is None else self._differ
             self._differ = all_reduce(mine.to(self._device))
             self._heads = self._heads or tuple(map(str, range(heads)))
-        if not self._tallies[self.targets[0].label].count:
-            raise UnsupportedInput("there are no samples to evaluate")
 
     def results(self) -> dict[str, Any]:
-        """Return fields of `Evaluation`."""
-        tallies = {name: tally for name, tally in self._tallies.items() if tally.count}
-        classes = {target.label: target.classes for target in self.targets}
-        found = None
-        if self._differ is not None:
-            argmax, divergence, count = self._differ.cpu()
-            found = Disagreement(self._heads, argmax / count, divergence / count)
-        return {**_results(tallies, classes), "disagreement": found}
+        if self._differ is None:
+            return super().results()
+        argmax, divergence, count = self._differ.cpu()
+        return {**super().results(), "disagreement": Disagreement(self._heads, argmax / count, divergence / count)}
 
     def _name(self, target: Target, head: str) -> str:
         return f"{target.label}.{head}" if target.task else head
 
-    def _compare(self, heard: dict[str, Tensor], count: int) -> None:
+    def _compare(self, by_token: dict[str, Tensor], count: int) -> None:
         try:
-            found = disagreement(heard)
+            found = disagreement(by_token)
         except UnsupportedInput as error:  # not finite
             self.notes = [f"disagreement: {error}"]
             return
         self._heads = found.heads
-        number = torch.full_like(found.argmax, count)
-        sums = torch.stack([found.argmax * count, found.divergence * count, number])
+        sums = torch.stack([found.argmax, found.divergence, torch.ones_like(found.argmax)]) * count
         self._differ = sums if self._differ is None else self._differ + sums
 
 
-class NeighborMetrics:
+class NeighborMetrics(Metrics):
     """Leave-one-out k-NN classification of the evaluated samples, for models without heads.
 
     Nothing is fitted, so the accuracy is about the features alone. It grows with the number of samples: compare models
@@ -202,45 +207,33 @@ class NeighborMetrics:
     """
 
     def __init__(self, classes: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        self.notes: list[str] = []
-        self.seen = 0
-        several = len(classes) > 1
-        self._classes = {f"task.{name}" if several else "neighbours": tuple(names) for name, names in classes.items()}
-        self._features: list[Tensor] = []
-        self._labels: list[Tensor] = []
-        self._tallies = {name: Tally(len(names), device) for name, names in self._classes.items()}
+        super().__init__(classes, device)
+        self._batches: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, output: Output, labels: Tensor, heard: dict[str, list[Tensor]]) -> None:
-        heard.clear()
+    def add(self, output: Output, labels: Tensor, by_token: dict[str, list[Tensor]]) -> None:
+        by_token.clear()
         if output.logits is None:  # else pooled features
             raise UnsupportedInput("nothing to evaluate: the model has neither heads nor pooled features")
-        self._features.append(output.logits.float())
-        self._labels.append(labels)
+        self._batches.append((output.logits.float(), labels))
         self.seen += len(labels)
 
     def reduce(self) -> None:
-        mine = (torch.cat(self._features), torch.cat(self._labels)) if self.seen else None
         rank, world_size = rank_and_world_size()
-        every = [mine]
+        every = [self._batches]
         if world_size > 1:
-            every = all_gather(None if mine is None else tuple(part.cpu() for part in mine))
-        parts = [part for part in every if part is not None]
-        if sum(len(part[0]) for part in parts) < 2:
+            every = all_gather([(features.cpu(), labels.cpu()) for features, labels in self._batches])
+        batches = [batch for part in every for batch in part]
+        if sum(len(labels) for _, labels in batches) < 2:
             raise UnsupportedInput("k-NN evaluation needs at least two samples")
-        if mine is not None:
-            features, labels = mine
-            before = sum(len(part[0]) for part in every[:rank] if part is not None)
-            own = torch.arange(before, before + len(features), device=features.device)
-            memory, known = (torch.cat([part[i].to(features.device) for part in parts]) for i in (0, 1))
-            for column, (name, tally) in enumerate(self._tallies.items()):
-                for x, y, at in zip(*(part.split(1024) for part in (features, labels, own)), strict=True):
-                    votes = neighbor_logits(memory, known[:, column], x, len(self._classes[name]), NEIGHBORS, own=at)
-                    tally.add(votes, y[:, column])
-        for tally in self._tallies.values():
-            all_reduce(tally.sums)
-
-    def results(self) -> dict[str, Any]:
-        return _results(self._tallies, self._classes)
+        memory, known = (torch.cat(part).to(self._device) for part in zip(*batches, strict=True))
+        before = sum(len(labels) for part in every[:rank] for _, labels in part)
+        for features, labels in self._batches:
+            own = torch.arange(before, before + len(labels), device=self._device)
+            for column, tally in enumerate(self._tallies.values()):
+                votes = neighbor_logits(memory, known[:, column], features, tally.classes, own=own)
+                tally.add(votes, labels[:, column])
+            before += len(labels)
+        super().reduce()
 
 
 def neighbor_logits(
@@ -266,17 +259,3 @@ def neighbor_logits(
     votes = torch.zeros(len(queries), classes, device=queries.device)
     votes.scatter_add_(1, labels[which], (near / temperature).softmax(-1))
     return votes.clamp(min=1e-9).log().log_softmax(-1)
-
-
-def _results(tallies: Mapping[str, Tally], classes: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    main = {name: tallies[name] for name in classes}
-    return {
-        "count": next(iter(main.values())).count,
-        "accuracy": {name: tally.accuracy for name, tally in tallies.items()},
-        "right": {name: tally.right for name, tally in tallies.items()},
-        "top5": {name: tally.top5 for name, tally in main.items()},
-        "loss": sum(tally.loss for tally in main.values()) / len(main),
-        "calibration": {name: tally.calibration for name, tally in main.items()},
-        "confusion": {name: tally.confusion for name, tally in main.items()},
-        "classes": dict(classes),
-    }

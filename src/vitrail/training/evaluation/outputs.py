@@ -28,9 +28,9 @@ def forward_output(model: nn.Module, images: Tensor) -> Output:
     if getattr(model, "head_dist", None) is None or model.training:
         return _to_output(model, model(images))
     # in evaluation mode, timm's distilled models return only the mean of their heads
-    with head_outputs(model) as heard:
+    with head_outputs(model) as by_token:
         logits = model(images)
-    by_role = {name: parts[-1].to(logits.device) for name, parts in heard.items()}
+    by_role = {name: parts[-1].to(logits.device) for name, parts in by_token.items()}
     return _output(logits, by_role if len(by_role) == 2 else {})
 
 
@@ -65,7 +65,6 @@ def forward_output_and_map(model: nn.Module, images: Tensor) -> tuple[Output, Te
 
 
 def feature_width(model: nn.Module) -> int:
-    """Return the number of channels of a model's features."""
     config: Any = getattr(model, "config", None)
     candidates = (
         getattr(config, "width", None),

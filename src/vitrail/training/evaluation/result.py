@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +12,7 @@ from vitrail.analysis.result import Result
 from vitrail.analysis.roles import Disagreement, Roles
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluation(Result):
+class Evaluation(Result, eq=False):
     """Accuracy of a model and figures about its tokens. Dicts are keyed by head, ``fused`` and ``task.NAME``.
 
     Attributes:

@@ -10,23 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.training.evaluation.outputs import forward_output, forward_output_and_map
-from vitrail.training.objective.objective import Objective, Terms
+from vitrail.training.objective.objective import Mixed, Objective, Terms
 from vitrail.training.objective.teacher import TeacherOutput
 
 
 class Learner(nn.Module):
     """A model and its objective. The loop calls only this module, so that it can be wrapped.
 
-    Any module with this ``forward``, ``after_step`` and ``no_weight_decay`` can be trained; `SelfLearner` is another.
+    Any module with this ``forward`` and ``after_step`` can be trained; `SelfLearner` is another.
 
-    - ``model`` is evaluated, averaged (EMA) and saved. Parameters of the objective (task variances, a feature
-      projector) are trained and checkpointed with it, but not part of the saved model.
-    - To compile, use ``learner.compile()``.
-
-    Args:
-        model: any classifier: of Vitrail, timm or transformers, or a module that returns logits.
-        objective: what it learns.
-        bf16_weights: whether the model computes with weights cast to bfloat16.
+    ``model``, any classifier, is evaluated, averaged (EMA) and saved. Parameters of the objective (task variances, a
+    feature projector) are trained and checkpointed with it, but not part of the saved model. With ``bf16_weights`` the
+    model computes with weights cast to bfloat16.
     """
 
     def __init__(self, model: nn.Module, objective: Objective, bf16_weights: bool = False) -> None:
@@ -39,38 +34,20 @@ class Learner(nn.Module):
             set_distilled(True)  # timm's models then return both outputs during training
 
     def forward(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        mixed: tuple[Tensor | None, Tensor | None] | None = None,
-        taught: TeacherOutput | None = None,
+        self, images: Tensor, labels: Tensor, mixed: Mixed | None = None, taught: TeacherOutput | None = None
     ) -> Terms:
-        """Return the loss of a batch.
+        """Return the loss of prepared images (B, C, H, W), given labels (B, T) and the teacher's output for them.
 
-        Args:
-            images: prepared images (B, C, H, W).
-            labels: (B, T), one column for each target.
-            mixed: partner of each mixed image and the share of its own label, (B,) each.
-            taught: the teacher's output for the same images.
+        ``mixed`` are the partner of each mixed image and the share of its own label, (B,) each.
         """
-        features = None
-        if self.bf16_weights:
-            images = images.bfloat16()
+        x = images.bfloat16() if self.bf16_weights else images
         with cast_weights(self.model) if self.bf16_weights else nullcontext():
-            if self.objective.wants_features:
-                output, features = forward_output_and_map(self.model, images)
-            else:
-                output = forward_output(self.model, images)
+            both = self.objective.wants_features
+            output, features = forward_output_and_map(self.model, x) if both else (forward_output(self.model, x), None)
         return self.objective(output, labels, mixed, taught, features)
 
     def after_step(self, progress: float) -> None:
         """Run after each optimizer step; ``progress`` is the fraction of training done. Does nothing here."""
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay, beside norms and biases."""
-        of_model: Any = getattr(self.model, "no_weight_decay", set)
-        of_objective = self.objective.no_weight_decay()
-        return {f"model.{name}" for name in of_model()} | {f"objective.{name}" for name in of_objective}
 
 
 @contextmanager

@@ -15,18 +15,12 @@ from vitrail.heads import Output
 from vitrail.heads.pooling import linear
 from vitrail.training.config.config import DISTILLATION_WEIGHTS
 from vitrail.training.evaluation.outputs import feature_width
-from vitrail.training.objective.losses import (
-    cross_entropy,
-    feature_distillation,
-    hard_distillation,
-    soft_distillation,
-    uncertainty,
-)
-from vitrail.training.objective.targets import Target, assign_targets, check_outputs, find_heads, required_outputs
+from vitrail.training.objective.losses import cross_entropy, feature_distillation, soft_distillation
+from vitrail.training.objective.targets import assign_targets, check_outputs, find_heads, required_outputs
 from vitrail.training.objective.teacher import Teacher, TeacherOutput
 
 Distillation = Literal["hard", "soft", "features"]
-Mixing = tuple[Tensor | None, Tensor | None]
+Mixed = tuple[Tensor, Tensor]
 
 
 class Terms(NamedTuple):
@@ -52,18 +46,12 @@ class Objective(nn.Module):
     - ``features`` compares a projection of the model's feature map with the teacher's, resized to the same grid. It is
       used alone, or in addition to ``hard`` and ``soft`` with ``feature_weight``.
     - The total is (1 − λ)·labels + λ·teacher + feature_weight·features; with ``features`` alone, these are the teacher.
-    - Targets are averaged; with ``weights``, summed with these weights, or with learned ones (``"uncertainty"``).
+    - Targets are averaged; with ``weights``, summed with these weights, or with learned ones (``"uncertainty"``,
+      Kendall et al. 2018): Σ exp(−s)·L + s/2 with s = log σ². A hard task gets a small weight; s/2 bounds variances.
 
-    Args:
-        model: the model; not kept.
-        classes: class names by column of labels, in the order of the columns.
-        smoothing: label smoothing.
-        distillation: ``hard``, ``soft`` or ``features``; None without a teacher.
-        teacher: the teacher; not kept.
-        share: λ; 0.5 by default, 0.1 for ``soft``.
-        temperature: of ``soft``.
-        feature_weight: weight of ``features`` in addition to ``hard`` or ``soft``.
-        weights: weight of each target, or ``"uncertainty"``.
+    ``classes`` holds class names by column of labels, in the order of the columns. ``distillation`` is ``hard``,
+    ``soft`` or ``features``, None without a teacher; ``share`` is λ, by default 0.5, or 0.1 for ``soft``. Model and
+    teacher are not kept.
     """
 
     def __init__(
@@ -82,6 +70,7 @@ class Objective(nn.Module):
         super().__init__()
         self.heads = find_heads(model)
         self.targets = assign_targets(model, classes)
+        names = [target.name for target in self.targets]
         self.distillation, self.smoothing, self.temperature = distillation, smoothing, temperature
         if self.heads.distilled is not None and distillation == "features":
             raise InvalidOption(
@@ -92,52 +81,50 @@ class Objective(nn.Module):
             raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
         self.share = DISTILLATION_WEIGHTS[distillation] if share is None and distillation else share or 0.0
         self.feature_weight = self.share if distillation == "features" else feature_weight
+        self.wants_features = self.feature_weight > 0
         self._outputs = required_outputs(self.heads, self.targets)
+        fixed = weights if isinstance(weights, Mapping) else dict.fromkeys(names, 1 / len(names))
+        if set(fixed) != set(names) or any(not isfinite(value) or value < 0 for value in fixed.values()):
+            raise InvalidOption(
+                f"task_weights={dict(fixed)}: expected a number of at least 0 for each of {', '.join(names)}"
+            )
         self._weights: Tensor
-        self.register_buffer("_weights", torch.tensor(_target_weights(weights, self.targets)), persistent=False)
-        self.log_variance = nn.Parameter(torch.zeros(len(self.targets))) if weights == "uncertainty" else None
+        self.register_buffer("_weights", torch.tensor([float(fixed[name]) for name in names]), persistent=False)
+        self.log_variance = nn.Parameter(torch.zeros(len(names))) if weights == "uncertainty" else None
         width = feature_width(model) if self.wants_features else 0
         self.projector = linear(width, teacher.width) if teacher and teacher.width and width else None
-
-    @property
-    def wants_features(self) -> bool:
-        """Whether a feature map is needed."""
-        return self.feature_weight > 0
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay."""
-        return {"log_variance"} if self.log_variance is not None else set()
 
     def forward(
         self,
         output: Output,
         labels: Tensor,
-        mixed: Mixing | None = None,
+        mixed: Mixed | None = None,
         taught: TeacherOutput | None = None,
         features: Tensor | None = None,
     ) -> Terms:
         """Return the loss of an output, given labels (B, T) and the teacher's output."""
-        self._check_outputs(output, taught)
-        partner, share = mixed if mixed is not None and mixed[0] is not None else (None, None)
+        for head, expected in self._outputs.items():  # some models reveal the number only when they run
+            check_outputs(head, output.by_role[head].shape[1], expected)
+        if taught is not None and self.distillation in ("hard", "soft"):
+            expected = sum(len(target.classes) for target in self.targets if target.own)
+            if taught.logits.shape[1] != expected:
+                raise InvalidOption(f"the teacher has {taught.logits.shape[1]} outputs, the student {expected} classes")
+        partner, share = mixed or (None, None)
         parts: dict[str, Tensor] = {}
         each = []
         for target in self.targets:
-            heads = target.heads
+            heads, truth = target.heads, labels[:, target.column]
             if target.own and self.heads.distilled is not None and self.distillation is None:
                 heads += (self.heads.distilled,)  # without a teacher it learns the labels
-            losses = [
-                cross_entropy(
-                    target.read(output.by_role[head]), labels[:, target.column], self.smoothing, partner, share
-                )
-                for head in heads
-            ]
+            predictions = (target.read(output.by_role[head]) for head in heads)
+            losses = [cross_entropy(logits, truth, self.smoothing, partner, share) for logits in predictions]
             each.append(torch.stack(losses).mean())
             parts.update({target.label: each[-1]} if target.task else zip(heads, losses, strict=True))
         losses_T = torch.stack(each)
         if self.log_variance is None:
             total = (losses_T * self._weights).sum()
         else:
-            total = uncertainty(losses_T, self.log_variance)
+            total = ((-self.log_variance).exp() * losses_T + self.log_variance / 2).sum()
         if taught is not None and self.distillation is not None:
             total = (1 - self.share) * total
             if self.distillation != "features":
@@ -154,8 +141,8 @@ class Objective(nn.Module):
         losses = []
         for target in (target for target in self.targets if target.own):
             for student in (target.read(output.by_role[head]) for head in heads):
-                if self.distillation == "hard":
-                    losses.append(hard_distillation(student, target.read(teacher)))
+                if self.distillation == "hard":  # DeiT
+                    losses.append(cross_entropy(student, target.read(teacher).argmax(-1)))
                 else:
                     losses.append(soft_distillation(student, target.read(teacher), self.temperature))
         return torch.stack(losses).mean()
@@ -171,25 +158,3 @@ class Objective(nn.Module):
             target = F.interpolate(target, features.shape[2:], mode="bilinear", antialias=True)
         student = self.projector(features.flatten(2).transpose(1, 2))
         return feature_distillation(student, target.flatten(2).transpose(1, 2))
-
-    def _check_outputs(self, output: Output, taught: TeacherOutput | None) -> None:
-        """Check the number of outputs, which some models reveal only when they run."""
-        for head, expected in self._outputs.items():
-            check_outputs(head, output.by_role[head].shape[1], expected)
-        if taught is not None and self.distillation in ("hard", "soft"):
-            expected = sum(len(target.classes) for target in self.targets if target.own)
-            if taught.logits.shape[1] != expected:
-                raise InvalidOption(f"the teacher has {taught.logits.shape[1]} outputs, the student {expected} classes")
-
-
-def _target_weights(
-    given: Mapping[str, float] | Literal["uncertainty"] | None, targets: Sequence[Target]
-) -> tuple[float, ...]:
-    if given is None or isinstance(given, str):
-        return (1 / len(targets),) * len(targets)
-    names = [target.name for target in targets]
-    if set(given) != set(names) or any(not isfinite(value) or value < 0 for value in given.values()):
-        raise InvalidOption(
-            f"task_weights={dict(given)}: expected a number of at least 0 for each of {', '.join(names)}"
-        )
-    return tuple(float(given[name]) for name in names)

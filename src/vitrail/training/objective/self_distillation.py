@@ -25,7 +25,7 @@ from vitrail.heads.pooling import linear
 from vitrail.models import ViT
 from vitrail.tokens import Role
 from vitrail.training.evaluation.metrics import all_reduce
-from vitrail.training.objective.losses import masked_cross_entropy, patches_of, reconstruction
+from vitrail.training.objective.losses import masked_cross_entropy, reconstruction
 from vitrail.training.objective.objective import Terms
 
 STUDENT_TEMPERATURE = 0.1
@@ -59,6 +59,9 @@ class Projection(nn.Module):
             linear(width, hidden), nn.GELU(), linear(hidden, hidden), nn.GELU(), linear(hidden, bottleneck)
         )
         self.prototypes = nn.Parameter(torch.randn(prototypes, bottleneck))
+
+    def no_weight_decay(self) -> set[str]:
+        return {"prototypes"}
 
     def forward(self, x: Tensor) -> Tensor:
         return F.normalize(self.mlp(x).float(), dim=-1) @ F.normalize(self.prototypes.float(), dim=-1).T
@@ -133,9 +136,8 @@ class SelfLearner(nn.Module):
         targets = targets.unflatten(0, (GLOBAL, batch))
         seen, mask = self._mask(large)
         features = self.model.forward_features(seen)
-        projected = [self.projection(self._pooled(features))]
-        if len(small):
-            projected.append(self.projection(self._pooled(self.model.forward_features(small))))
+        every = [features, self.model.forward_features(small)] if len(small) else [features]
+        projected = [self.projection(self._pooled(each)) for each in every]
         log_q = (torch.cat(projected) / STUDENT_TEMPERATURE).log_softmax(-1).unflatten(0, (-1, batch))
         each = -torch.einsum("vbk,wbk->vw", targets, log_q) / batch
         pairs = each.numel() - GLOBAL  # a view is not compared with itself
@@ -149,8 +151,8 @@ class SelfLearner(nn.Module):
             parts["patch_entropy"] = torch.special.entr(patch_targets).sum(-1).mean()
             total = total + self.patches * parts["patches"]
         if mask is not None and self.decoder is not None:
-            height, width = self.model.config.patch
-            truth = patches_of(large, (height, width))
+            size = self.model.config.patch
+            truth = F.unfold(large, size, stride=size).mT
             parts["reconstruction"] = reconstruction(self.decoder(self._patches(features)), truth, mask)
             total = total + self.reconstruct * parts["reconstruction"]
         return Terms(total, {name: part.detach() for name, part in parts.items()})
@@ -161,10 +163,6 @@ class SelfLearner(nn.Module):
         keep = 1 - (1 - self.momentum) * (1 + cos(pi * progress)) / 2
         student: list[Tensor] = [*self.model.parameters(), *self.projection.parameters()]
         torch._foreach_lerp_(list[Tensor](self.teacher.parameters()), student, 1 - keep)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of parameters without weight decay, beside norms and biases."""
-        return {f"model.{name}" for name in self.model.no_weight_decay()} | {"projection.prototypes"}
 
     def train(self, mode: bool = True) -> SelfLearner:
         """Set the mode of the student; the teacher stays in evaluation mode."""

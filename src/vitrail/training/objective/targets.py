@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -38,9 +38,7 @@ class Target:
     """One column of labels and the heads that predict it.
 
     Attributes:
-        name: name of the column.
-        column: its index among the labels.
-        classes: class names.
+        name, column, classes: name of the column, its index among the labels, and class names.
         heads: heads that learn it from the labels.
         start: index of its first output in these heads; above 0 if a head predicts several columns.
         task: whether it is one of several targets.
@@ -66,7 +64,6 @@ class Target:
 
 
 def find_heads(model: nn.Module) -> Heads:
-    """Return the heads of a model."""
     if not isinstance(model, ViT):
         count = getattr(model, "num_classes", getattr(getattr(model, "config", None), "num_labels", None))
         distilled = any(getattr(model, name, None) is not None for name in ("head_dist", "distillation_classifier"))
@@ -95,7 +92,25 @@ def assign_targets(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tu
     """
     heads = find_heads(model)
     rest = [name for name in classes if name not in heads.tasks]
-    _check_columns(heads, classes, rest)
+    columns = ", ".join(classes)
+    if not classes:
+        raise InvalidOption("the data has no column of labels")
+    if missing := [name for name in heads.tasks if name not in classes]:
+        raise InvalidOption(
+            f"no column for the task tokens {', '.join(missing)}: the columns are {columns}. List the columns in "
+            "tasks, or remove the tokens"
+        )
+    if rest and not heads.own:
+        found = ", ".join((*heads.fused, *heads.tasks)) or "no head"
+        raise InvalidOption(
+            f"no head for the labels {', '.join(rest)}: the model has {found}. Add a class token and num_classes, or a "
+            "task token of that name"
+        )
+    if heads.fused and not rest:
+        raise InvalidOption(
+            f"no labels for the heads {', '.join(heads.fused)}: all columns ({columns}) belong to task tokens. Set "
+            "num_classes=0"
+        )
     targets, start = [], 0
     for column, (name, names) in enumerate(classes.items()):
         if name in heads.tasks:
@@ -107,11 +122,6 @@ def assign_targets(model: nn.Module, classes: Mapping[str, Sequence[str]]) -> tu
     for head, outputs in required_outputs(heads, targets).items():
         check_outputs(head, heads.sizes.get(head, outputs), outputs)
     return tuple(targets)
-
-
-def select_columns(targets: Sequence[Target], columns: Sequence[str]) -> tuple[Target, ...]:
-    """Return the targets that the data has labels for, with their columns there."""
-    return tuple(replace(one, column=columns.index(one.name)) for one in targets if one.name in columns)
 
 
 def required_outputs(heads: Heads, targets: Sequence[Target]) -> dict[str, int]:
@@ -126,26 +136,4 @@ def check_outputs(head: str, outputs: int, expected: int) -> None:
         raise InvalidOption(
             f"the head {head!r} has {outputs} outputs, but its labels have {expected} classes; build the model with "
             "this number of classes, or check the class names"
-        )
-
-
-def _check_columns(heads: Heads, classes: Mapping[str, Sequence[str]], rest: Sequence[str]) -> None:
-    if not classes:
-        raise InvalidOption("the data has no column of labels")
-    missing = [name for name in heads.tasks if name not in classes]
-    if missing:
-        raise InvalidOption(
-            f"no column for the task tokens {', '.join(missing)}: the columns are {', '.join(classes)}. List the "
-            "columns in tasks, or remove the tokens"
-        )
-    if rest and not heads.own:
-        raise InvalidOption(
-            f"no head for the labels {', '.join(rest)}: the model has "
-            f"{', '.join((*heads.fused, *heads.tasks)) or 'no head'}. Add a class token and num_classes, or a task "
-            "token of that name"
-        )
-    if heads.fused and not rest:
-        raise InvalidOption(
-            f"no labels for the heads {', '.join(heads.fused)}: all columns ({', '.join(classes)}) belong to task "
-            "tokens. Set num_classes=0"
         )

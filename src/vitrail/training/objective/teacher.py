@@ -29,12 +29,10 @@ class Teacher:
     mixed, resized and normalized for the teacher where needed.
 
     Args:
-        model: any classifier; frozen and moved in place.
-        given: preprocessing of the images that it is called with: the student's.
-        expects: its own preprocessing; by default its library's, or else ``given``.
+        model: any classifier; frozen, and moved to ``device`` and ``dtype`` in place.
+        given, expects: the student's preprocessing and its own; by default its library's, or else the student's.
         features: whether to return features.
         outputs: indices of the student's classes among its outputs.
-        device, dtype: where and in which dtype it runs; unchanged by default.
     """
 
     def __init__(
@@ -66,19 +64,14 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> TeacherOutput:
-        """Return the teacher's output for the student's images (B, 3, H, W)."""
         self.model.eval()
         x = images.to(self._device)
         if self._scale is not None:
             x = x * self._scale + self._shift
         if self._size is not None:
             x = F.interpolate(x, self._size, mode="bilinear", antialias=True)
-        x = x.to(self._dtype)
-        features = None
-        if self.features:
-            output, features = forward_output_and_map(self.model, x)
-        else:
-            output = forward_output(self.model, x)
+        x, both = x.to(self._dtype), self.features
+        output, features = forward_output_and_map(self.model, x) if both else (forward_output(self.model, x), None)
         if output.logits is None:
             raise UnsupportedModel("a teacher with only task tokens has no prediction for the student's classes")
         logits = output.logits if self._outputs is None else output.logits[:, self._outputs]

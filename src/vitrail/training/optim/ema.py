@@ -14,7 +14,8 @@ class Ema:
     """Exponential moving average of a model's state.
 
     The decay starts low and rises to its value, so that the average forgets the initialization. Floating-point buffers
-    are averaged like weights; integer buffers are copied.
+    are averaged like weights; integer buffers are copied. Unlike in ``torch.optim.swa_utils.AveragedModel``, the model
+    is not copied, and can be sharded or hooked.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -24,17 +25,15 @@ class Ema:
         floats = [name for name, value in self._live.items() if value.is_floating_point()]
         self._average = [_local(self.tensors[name]) for name in floats]
         self._current = [_local(self._live[name]) for name in floats]
-        counters = [name for name in self._live if name not in set(floats)]
-        self._counts = [self.tensors[name] for name in counters]
-        self._counted = [self._live[name] for name in counters]
+        self._counters = [name for name in self._live if name not in floats]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average after a step, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self._average, self._current, 1 - decay)
-        if self._counts:
-            torch._foreach_copy_(self._counts, self._counted)
+        for name in self._counters:
+            self.tensors[name].copy_(self._live[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -53,5 +52,4 @@ class Ema:
 
 
 def _local(value: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value

@@ -3,7 +3,8 @@
 Adam scales each entry of a gradient separately. In a gradient matrix a few singular values dominate; Muon makes all
 singular values of the update about equal, so that rare directions are learned as fast as common ones (Jordan et al.
 2024, kellerjordan.github.io/posts/muon). Updates are scaled so that AdamW's learning rate and weight decay serve both
-(Liu et al. 2025, arXiv:2502.16982).
+(Liu et al. 2025, arXiv:2502.16982). ``torch.optim.Muon`` computes the same, but only for 2-D weights, one at a
+time, and CUDA graphs cannot capture it.
 """
 
 from __future__ import annotations

@@ -21,21 +21,17 @@ def parameter_groups(model: nn.Module, weight_decay: float, orthogonal: Collecti
     Parameters named in ``orthogonal`` (see `Muon`) are a third group.
     """
     spared = undecayed(model)
-    groups = []
-    for decay, is_orthogonal, is_spared in (
-        (weight_decay, True, False),
-        (weight_decay, False, False),
-        (0.0, False, True),
-    ):
-        chosen = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and (name in spared) == is_spared and (name in orthogonal) == is_orthogonal
-        }
-        if chosen:
-            group = {"params": list(chosen.values()), "names": list(chosen), "weight_decay": decay}
-            groups.append(group | ({"orthogonal": True} if is_orthogonal else {}))
-    return groups
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {
+        (True, False): {"params": [], "names": [], "weight_decay": weight_decay, "orthogonal": True},
+        (False, False): {"params": [], "names": [], "weight_decay": weight_decay},
+        (False, True): {"params": [], "names": [], "weight_decay": 0.0},
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = groups[name in orthogonal, name in spared]
+            group["params"].append(parameter)
+            group["names"].append(name)
+    return [group for group in groups.values() if group["params"]]
 
 
 def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str = "adamw") -> torch.optim.AdamW:
@@ -62,7 +58,6 @@ def make_optimizer(model: nn.Module, lr: float, weight_decay: float, kind: str =
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of all parameters."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)

@@ -1,0 +1,100 @@
+"""``vitrail tune``: the largest merge within a tolerance, or the best within a budget, on the user's own images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from vitrail.cli._shared import console, options
+from vitrail.cli._shared.model import load
+from vitrail.cli._shared.output import check_writable
+from vitrail.cli._shared.ranks import command
+from vitrail.tuning import Tuning
+from vitrail.tuning import tune as find_setting
+
+EXAMPLES = (
+    "vitrail tune timm:vit_small_patch16_224 photos/ --within 'agreement 0.99'",
+    "vitrail tune vitrail:tiny photos/ --within 'kl 0.02' --method tome --method energy --search evolution",
+    "vitrail tune hf:facebook/dinov2-small photos/ --within 'cosine 0.98' -o tune.json",
+    "vitrail tune timm:vit_base_patch16_224 photos/ --gflops 9 --quality kl",
+)
+
+
+def tune(
+    model: options.Model,
+    images: Annotated[
+        list[Path],
+        typer.Argument(metavar="IMAGES", help="Image files, folders, parquet files, shards, or hf:OWNER/NAME."),
+    ],
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="Q", help="Tolerance: agreement, kl, cosine, dense_error or accuracy_loss, and a bound."),
+    ] = None,
+    gflops: options.Gflops = None,
+    latency: Annotated[
+        float | None, typer.Option(metavar="MS", help="Instead: a budget for one batch, measured on this machine.")
+    ] = None,
+    quality: Annotated[str, typer.Option(metavar="Q", help="What to maximize within a budget.")] = "agreement",
+    method: Annotated[
+        list[str], typer.Option(metavar="NAME", help="Merging method; repeat it to choose from several.")
+    ] = ["tome"],  # noqa: B006 (typer copies it)
+    search: Annotated[Literal["greedy", "evolution", "policy"], typer.Option(help="How to search.")] = "greedy",
+    labels: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Label column, where the quality needs labels.")
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Result, as JSON.")] = Path("tune.json"),
+    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="About how long it may take.")] = 600.0,
+    limit: Annotated[int, typer.Option(min=4, metavar="N", help="Most images to use.")] = 500,
+    batch: options.Batch = 32,
+    proportional: options.Proportional = True,
+    size: options.Size = None,
+    random_weights: options.RandomWeights = False,
+    device: options.Device = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split and of the search.")] = 0,
+) -> None:
+    """Compare merged models with the unmerged one on your images, without labels.
+
+    A search proposes how many tokens to merge in each layer; images that it did not see decide. Ctrl-C ends the search
+    and keeps the best setting so far.
+    """
+    with command():
+        check_writable(out, "--out")
+        with console.err.status(f"Loading {model}"):
+            loaded = load(model, "tune", random=random_weights, size=size, device=device)
+        with console.bars() as progress:
+            found = find_setting(
+                loaded.model,
+                images,
+                within,
+                gflops=gflops,
+                latency_ms=latency,
+                quality=quality,
+                method=[options.parse_method(one) for one in method],
+                search=search,
+                labels=labels,
+                limit=limit,
+                batch_size=batch,
+                seconds=seconds,
+                seed=seed,
+                proportional=proportional,
+                on_progress=progress,
+            )
+        found.save(out)
+        _print(found, out)
+
+
+def _print(found: Tuning, out: Path) -> None:
+    table = console.table("schedule", "tokens merged per layer", "GFLOPs", found.quality, left=2)
+    for one in found.curve:
+        table.add_row(one.family, " ".join(map(str, one.r)), f"{one.flops / 1e9:.3g}", f"{one.value:.4f}")
+    console.out.print(table)
+    if found.interrupted:
+        console.note("the search was interrupted; this is the best setting so far")
+    ends = "" if found.interval is None else f" (95 % interval {found.interval[0]:.4f} to {found.interval[1]:.4f})"
+    console.say(f"Chosen: {found.config['method']}, {' '.join(map(str, found.config['r']))} ({found.family})", "bold")
+    console.say(f"{found.quality} {found.value:.4f} on {found.held_out} held-out images{ends}")
+    share = f"{found.flops / 1e9:.3g} of {found.flops_unmerged / 1e9:.3g} GFLOPs"
+    console.say(f"{share}, {found.speedup:.2f}× the throughput of the unmerged model, batch {found.batch}")
+    console.say(f"Apply it: vitrail.tuning.Tuning.load({str(out)!r}).apply(model)")

@@ -1,0 +1,134 @@
+"""``vitrail.tune`` on small models: what it promises holds, by independent measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vitrail
+from tests.models.mixes import SMALL, built, random_images
+from vitrail.analysis.statistics import split_images, wilson
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
+from vitrail.models import ViTConfig
+from vitrail.tuning import SEARCHES, Tuning, tune
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return built(ViTConfig(**{**SMALL, "image_size": 24, "depth": 3, "num_classes": 5})).float()
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return random_images(ViTConfig(**{**SMALL, "image_size": 24}), batch=COUNT).float()
+
+
+def quickly(model: Any, images: Any, *args: Any, **options: Any) -> Tuning:
+    return tune(model, images, *args, **{"batch_size": 8, "seconds": 20, **options})
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_tolerance_holds_on_held_out_images(model: Any, images: Tensor, search: str) -> None:
+    before = model(images)
+    found = quickly(model, images, "agreement 0.8", search=search)
+    test = split_images(COUNT, test_share=0.5, seed=0).test
+    with found.apply(model) as merging:
+        same = (model(images[test]).argmax(1) == before[test].argmax(1)).double()
+        assert merging.flops() == found.flops < found.flops_unmerged == merging.flops(merged=False)
+        assert merging.config == found.config
+    assert found.value == pytest.approx(float(same.mean()))
+    assert found.value >= 0.8
+    assert found.interval == wilson(float(same.sum()), len(test))
+    assert torch.equal(model(images), before), "the model is left as it was"
+    assert found.tuned_on + found.held_out == COUNT
+    assert min(one.flops for one in found.curve) <= found.flops
+    assert found.speedup > 0
+
+
+def test_a_looser_tolerance_merges_more(model: Any, images: Tensor) -> None:
+    tight, loose = (quickly(model, images, ("dense_error", bound)) for bound in (0.2, 0.6))
+    assert loose.flops < tight.flops
+    assert tight.value <= 0.2 < loose.value <= 0.6
+
+
+def test_a_budget_is_kept(model: Any, images: Tensor) -> None:
+    full = vitrail.count(model).flops
+    found = quickly(model, images, gflops=0.7 * full / 1e9, quality="cosine")
+    assert found.flops <= 0.7 * full
+    assert found.bound is None
+    with found.apply(model):
+        assert vitrail.Merging.of(model).flops() == found.flops
+
+
+def test_a_budget_of_time_merges_as_little_as_it_needs(model: Any, images: Tensor) -> None:
+    found = quickly(model, images, latency_ms=1e6)
+    assert sum(found.config["r"]) <= 1 * 3, "an endless budget needs no merge"
+
+
+def test_the_better_of_two_methods_is_chosen(model: Any, images: Tensor) -> None:
+    found = quickly(model, images, "cosine 0.99", method=["random", "tome"])
+    assert found.config["method"] == "tome"
+
+
+def test_labels_and_scores_of_the_user(model: Any, images: Tensor) -> None:
+    labels = model(images).argmax(1)
+    found = quickly(model, images, "accuracy_loss 0.1", labels=labels)
+    assert found.value <= 0.1
+    score = quickly(model, images, (lambda logits, truth: (logits.argmax(1) == truth).float(), 0.1), labels=labels)
+    assert score.value <= 0.1
+
+
+def test_a_result_is_saved_and_read_back(model: Any, images: Tensor, tmp_path: Path) -> None:
+    found = quickly(model, images, "agreement 0.8")
+    found.save(tmp_path / "tune.json")
+    assert Tuning.load(tmp_path / "tune.json") == found
+    json.loads((tmp_path / "tune.json").read_text())
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(InvalidOption, match="not a result"):
+        Tuning.load(tmp_path / "other.json")
+
+
+def test_an_interrupted_search_still_decides(model: Any, images: Tensor) -> None:
+    def interrupt(stage: str, done: int, total: int | None) -> None:
+        if stage == "search" and done == 2:
+            raise KeyboardInterrupt
+
+    found = quickly(model, images, "agreement 0.8", on_progress=interrupt)
+    assert found.interrupted
+    assert found.value >= 0.8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "exactly one"),
+        ({"within": "agreement 0.9", "gflops": 1.0}, "exactly one"),
+        ({"gflops": -1.0}, "gflops"),
+        ({"within": "agreement 0.9", "search": "luck"}, "greedy"),
+        ({"within": "agreement 0.9", "method": []}, "empty"),
+        ({"within": "agreement 0.9", "held_out": 1.0}, "held_out"),
+        ({"within": "agreement 0.9", "method": "unknown"}, "method"),
+    ],
+)
+def test_wrong_options_are_refused(model: Any, images: Tensor, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidOption, match=words):
+        quickly(model, images, **options)
+
+
+def test_what_cannot_be_tuned_is_refused(model: Any, images: Tensor) -> None:
+    with pytest.raises(UnsupportedInput, match="4 images"):
+        quickly(model, images[:2], "agreement 0.9")
+    with pytest.raises(UnsupportedInput, match="labels"):
+        quickly(model, images, "accuracy_loss 0.1")
+    with pytest.raises(InvalidOption, match="loosen"):
+        quickly(model, images, "dense_error 0.0")
+    with vitrail.merge(model, r=1), pytest.raises(AlreadyApplied):
+        quickly(model, images, "agreement 0.9")
+    assert not hasattr(model, "_vitrail_plan")

@@ -149,6 +149,24 @@ def test_guided_calls_run_two_passes_and_keep_other_guides() -> None:
     assert not model._forward_pre_hooks
 
 
+def test_salient_reads_guides_of_every_source() -> None:
+    model, images = vit(), torch.randn(8, 3, 32, 32)
+    salient = {"name": "salient", "importance": "ahead", "strength": 5.0}
+    maps = vitrail.look_ahead(model, images)
+    with vitrail.merge(model, r=3, method=salient) as merging:
+        with merging.guide(ahead=maps):
+            wanted = model(images)
+        with merging.guided(images, first="full"):
+            assert torch.equal(model(images), wanted)
+        with merging.guided(first="full"):
+            assert torch.equal(model(images), wanted)
+        with pytest.raises(InvalidOption, match="ahead"):
+            model(images)
+    with vitrail.merge(model, r=3, method=salient, foresight={"hidden": 4}) as merging:
+        merging.train_foresight(images, steps=5, learning_rate=0.1)
+        assert distance(model(images), wanted) > 1e-5
+
+
 def test_a_failed_call_leaves_no_guide() -> None:
     model, images = vit(), torch.randn(2, 3, 32, 32)
 

@@ -65,11 +65,16 @@ class Assignment:
 
     def by_first_member(self) -> Assignment:
         """Return the same groups in the order of their first member; groups without members come last."""
-        position = torch.arange(self.target.shape[1], device=self.target.device).expand_as(self.target)
-        first = position.new_full((position.shape[0], self.length), position.shape[1])
-        first = first.scatter_reduce(1, self.target, position, "amin").gather(1, self.target)
+        first = self.first_members().gather(1, self.target)
+        position = torch.arange(self.target.shape[1], device=self.target.device)
         place = (first == position).long().cumsum(1) - 1
         return Assignment(place.gather(1, first), self.length)
+
+    def first_members(self) -> Tensor:
+        """Return the first position of each group (B, length); the number of positions for groups without members."""
+        position = torch.arange(self.target.shape[1], device=self.target.device).expand_as(self.target)
+        first = position.new_full((position.shape[0], self.length), position.shape[1])
+        return first.scatter_reduce(1, self.target, position, "amin")
 
     def insert(self, places: Sequence[int]) -> Assignment:
         """Return the map for sequences with one more token at each of these places, before and after the map.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from vitrail.merging.assignment import Assignment, insert
 from vitrail.merging.bipartite import Protected
 from vitrail.merging.method import Method, Reduction
+
+if TYPE_CHECKING:
+    from vitrail.merging.restoring.base import Restorer
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class MergeState:
         guide: maps from outside (B, N, …), merged along.
         padded: whether images of the batch may keep different numbers of tokens.
         lengths: tokens (B,) that each image kept in each layer so far, where ``padded``.
+        special: number of special tokens in front.
+        grid: patch grid (t, h, w) of the input before any merge.
+        restorer: keeps what a reduction loses, and restores it; None: the method restores.
+        kept: what the restorer keeps of each original position (B, N at the start, …).
     """
 
     per_layer: tuple[int, ...]
@@ -47,6 +55,10 @@ class MergeState:
     guide: Mapping[str, Tensor] = field(default_factory=dict)
     padded: bool = False
     lengths: tuple[Tensor, ...] = ()
+    special: int = 0
+    grid: tuple[int, int, int] = (1, 1, 1)
+    restorer: Restorer | None = None
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def r(self) -> int:
@@ -68,6 +80,13 @@ class MergeState:
 
     def apply(self, x: Tensor, reduction: Reduction, method: Method | None = None) -> tuple[Tensor, MergeState]:
         """Reduce tokens (B, N, D); return them with the state after the reduction, still in the same layer."""
+        merged, after = self._apply(x, reduction, method)
+        if self.restorer is None:
+            return merged, after
+        kept = self.restorer.keep(x, merged, reduction.assignment, self, after)
+        return merged, replace(after, kept={**self.kept, **kept})
+
+    def _apply(self, x: Tensor, reduction: Reduction, method: Method | None) -> tuple[Tensor, MergeState]:
         state = replace(self, memory={**self.memory, **reduction.memory}, archive={**self.archive, **reduction.archive})
         if reduction.soft is not None:
             return state._apply_soft(x, reduction, reduction.soft)
@@ -150,6 +169,8 @@ class MergeState:
             positions=put(self.positions, 0.0),
             memory=put_all(self.memory),
             guide=put_all(self.guide),
+            special=self.special + count,
+            kept=self.kept if self.restorer is None else self.restorer.insert(self.kept, places),
         )
 
     def unmerge(self, x: Tensor, method: Method | None = None) -> Tensor:
@@ -159,6 +180,19 @@ class MergeState:
         if method is None:
             return self.assignment.unmerge(x)
         return method.restore(x, self.assignment, self.memory, self.archive)
+
+    def restore(self, x: Tensor, method: Method | None = None) -> Tensor:
+        """Return the model's tokens (B, N now, D) at full length (B, N at the start, D), by the restorer if any."""
+        if self.restorer is None or self.assignment is None:
+            return self.unmerge(x, method)
+        return self.restorer.restore(x, self)
+
+    def to_original(self, values: Tensor) -> Tensor:
+        """Return values of the present tokens (B, N now, …) for every original position (B, N at the start, …)."""
+        if self.assignment is None:
+            return values
+        original = self.assignment.unmerge(values.flatten(2))
+        return original.view(*original.shape[:2], *values.shape[2:])
 
     def remerge(self, x: Tensor) -> Tensor:
         """Return full-length tokens reduced to the present ones, each the mean of its members."""

@@ -63,6 +63,8 @@ def merged_forward(
     """Run one block; return the tokens, the side tokens, and the state for the next block."""
     state, side, added = carried.state, carried.side, carried.plan.added
     call = read_mask(call, carried, x.shape[1])
+    if carried.plan.foresight is not None:
+        state = carried.plan.foresight.look(x, state)
     gate = added.gate(state.layer) if added is not None and side is not None else None
     if not torch.compiler.is_compiling():
         carried.plan.report_hooks(parts.attend_parts(block))
@@ -94,7 +96,7 @@ def merged_forward(
         x, state = _reduce(carried, state, x, context)
     x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
     if method.scope == "block" and state is not entered:
-        x, state = state.unmerge(x, method), replace(entered, archive=state.archive)
+        x, state = state.next_layer().restore(x, method), replace(entered, archive=state.archive)
     return x, side, state.next_layer(x)
 
 

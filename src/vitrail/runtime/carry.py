@@ -61,7 +61,7 @@ class MergedBlock:
         call = parts.read_call(args, kwargs)
         x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
         plan, is_shown = vitrail_carried.plan, vitrail_carried.expose or self._vitrail.is_last
-        output = state.unmerge(x, plan.method) if plan.unmerge and is_shown else x
+        output = state.restore(x, plan.method) if plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, side, output, state)
         return output
 
@@ -126,6 +126,9 @@ def _begin(mine: BlockPlan, x: Tensor) -> Carried:
         protected=plan.protected(layout, x.shape[0], x.device),
         guide=current_guide(plan, layout, x.shape[0], x.device) | method_maps(plan.method, layout, entered.inputs, x),
         padded=not plan.method.static,
+        special=layout.num_special,
+        grid=layout.grid,
+        restorer=plan.restorer,
     )
     return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
 

@@ -36,6 +36,7 @@ def serves(x: Tensor, plan: Plan, state: MergeState) -> bool:
         and isinstance(state.protected, int)
         and plan.order == "paper"
         and plan.method.twin in kernels.TWINS
+        and state.restorer is None
         and not state.memory
         and not state.guide
         and kernels.usable(x)

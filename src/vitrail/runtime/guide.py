@@ -22,6 +22,12 @@ def guiding(plan: object, maps: Mapping[str, Tensor]) -> AbstractContextManager[
     return _guides.holding((plan, dict(maps)))
 
 
+def present_maps(plan: object) -> dict[str, Tensor]:
+    """Return the maps that are shown to the method of ``plan`` in this thread now."""
+    current = _guides.here().current
+    return {} if current is None or current[0] is not plan else dict(current[1])
+
+
 def current_guide(plan: object, layout: TokenLayout, batch: int, device: torch.device) -> dict[str, Tensor]:
     """Return the maps for a pass of ``plan`` over all tokens (B, N): 0 for special tokens."""
     current = _guides.here().current

@@ -14,7 +14,6 @@ from torch import nn
 
 from vitrail.adapters import Found
 from vitrail.errors import NotApplied
-from vitrail.merging import Method
 from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
@@ -23,12 +22,20 @@ from vitrail.runtime.plan import BlockPlan, Plan
 METHOD = "vitrail_method"
 """Name of the submodule that holds a method with parameters: it is moved, saved and trained with the model."""
 
+RESTORER = "vitrail_restorer"
+"""Name of the submodule that holds a restorer with parameters, likewise."""
+
+FORESIGHT = "vitrail_foresight"
+"""Name of the submodule that holds a network that foresees attention."""
+
 
 def install(found: Found, plan: Plan) -> None:
     """Make a model run by a plan, in place of the plan that it may have."""
     is_new = not hasattr(found.trunk, "_vitrail_plan")
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
-    _attach_method(found.trunk, plan.method)
+    _attach(found.trunk, METHOD, plan.method)
+    _attach(found.trunk, RESTORER, plan.restorer)
+    _attach(found.trunk, FORESIGHT, plan.foresight)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
         block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
     if is_new:
@@ -40,15 +47,17 @@ def install(found: Found, plan: Plan) -> None:
             swap(block, MergedBlock)
 
 
-def _attach_method(trunk: nn.Module, method: Method) -> None:
-    """Attach a method to its trunk: in the same mode, on the same device, in the same dtype."""
-    trunk._modules.pop(METHOD, None)
+def _attach(trunk: nn.Module, name: str, part: nn.Module | None) -> None:
+    """Attach a part to its trunk: in the same mode, on the same device, in the same dtype."""
+    trunk._modules.pop(name, None)
+    if part is None:
+        return
     weight = next((one for one in trunk.parameters() if one.is_floating_point()), None)
     if weight is not None:
-        method.to(weight.device, weight.dtype)
-    if next(method.parameters(), None) is not None or next(method.buffers(), None) is not None:
-        trunk.add_module(METHOD, method)
-    method.train(trunk.training)
+        part.to(weight.device, weight.dtype)
+    if next(part.parameters(), None) is not None or next(part.buffers(), None) is not None:
+        trunk.add_module(name, part)
+    part.train(trunk.training)
 
 
 def uninstall(found: Found) -> None:
@@ -64,7 +73,8 @@ def uninstall(found: Found) -> None:
     for part in parts:
         part.__class__ = original_class(part)  # type: ignore[assignment]
     del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
-    found.trunk._modules.pop(METHOD, None)
+    for name in (METHOD, RESTORER, FORESIGHT):
+        found.trunk._modules.pop(name, None)
     for block in found.blocks:
         del block._vitrail
 

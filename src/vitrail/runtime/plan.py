@@ -17,6 +17,8 @@ from vitrail.adapters.base import BlockAdapter
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
 from vitrail.merging import Method, Room, Schedule, Solution, ToMe
 from vitrail.merging.bipartite import Order
+from vitrail.merging.foresight import Foresight
+from vitrail.merging.restoring import Restorer
 from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.side_tokens import SideTokens
@@ -37,6 +39,8 @@ class Plan:
         added: tokens that run alongside the model's own.
         method: decides which tokens merge.
         solved: merges per layer by number of patches, or by grid where that matters, for the present schedule.
+        restorer: keeps what merges lose, and restores it; None: the method restores.
+        foresight: predicts a guide from the tokens of an early layer.
     """
 
     depth: int
@@ -54,6 +58,8 @@ class Plan:
     warned: set[int] = field(default_factory=set)
     hooks_reported: bool = False
     solved: dict[int | Grid, Solution] = field(default_factory=dict, repr=False)
+    restorer: Restorer | None = None
+    foresight: Foresight | None = None
 
     def change(self, schedule: Schedule) -> None:
         """Use another schedule for later passes, if the model's own input size allows it."""

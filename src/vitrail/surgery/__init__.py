@@ -8,6 +8,7 @@ from vitrail.surgery._handle import Handle
 from vitrail.surgery.ablation import Ablation, ablate
 from vitrail.surgery.added_tokens import AddedTokens, add_tokens
 from vitrail.surgery.counting import Count, count
+from vitrail.surgery.guidance import look_ahead
 from vitrail.surgery.hooks import Recording
 from vitrail.surgery.merging import Merging, merge
 from vitrail.surgery.recording import record
@@ -29,6 +30,7 @@ __all__ = [
     "count",
     "find_register_neurons",
     "load_method",
+    "look_ahead",
     "merge",
     "record",
     "test_time_registers",

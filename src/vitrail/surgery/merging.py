@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,29 @@ from torch import Tensor, nn
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule
+from vitrail.merging.foresight import Foresight, as_foresight
+from vitrail.merging.restoring import FitOptions, Restorer, as_restorer
 from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged
 from vitrail.runtime.cost import CostModel
-from vitrail.runtime.guide import guiding
+from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, first_class_token
 from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
 from vitrail.surgery.calibration import Calibration, calibrate
+from vitrail.surgery.guidance import (
+    By,
+    First,
+    FirstPass,
+    ForesightFit,
+    TrainingOptions,
+    guided,
+    look_ahead,
+    train_foresight,
+)
 from vitrail.surgery.recording import Images, evaluating
+from vitrail.surgery.restoration import RestorationError, calibrate_restorer, restoration_error
 from vitrail.surgery.trained_methods import read_method, save_method
 from vitrail.tokens import TokenLayout
 
@@ -46,6 +59,8 @@ def merge(
     protect: Any = None,
     unmerge: bool = True,
     method: str | Path | Mapping[str, Any] | Method = "tome",
+    restore: str | Mapping[str, Any] | Restorer | None = None,
+    foresight: Mapping[str, Any] | Foresight | None = None,
 ) -> Merging:
     """Merge similar tokens in every block of a model, in place.
 
@@ -74,6 +89,11 @@ def merge(
         method: how tokens merge: a registered name (``"tome"``; for comparisons ``"random"`` and ``"prune"``), an
             instance such as ``ToMe(features="values")``, a dict with a name and options, or the directory of a run
             that trained a method.
+        restore: how full length is restored: a registered name (``"copy"``, ``"residual"``, ``"transport"``,
+            ``"attention"``), an instance, or a dict with a name and options. By default the method's own way: for most,
+            a copy of its group's token for each position.
+        foresight: options of a network that predicts where a later layer attends, as a guide of the method, such as
+            ``{"layer": 0}``; see :meth:`Merging.train_foresight`.
     """
     check_module(model)
     refuse_merged(model)
@@ -84,7 +104,9 @@ def merge(
             raise InvalidOption(f"{name} is True or False; got {value!r}")
     if order not in ("paper", "original"):
         raise InvalidOption(f"order is 'paper' or 'original'; got {order!r}")
-    chosen = read_method(method)
+    chosen, restorer, ahead = read_method(method), as_restorer(restore), as_foresight(foresight)
+    if restorer is not None and not unmerge:
+        raise InvalidOption("restore= restores full length, and unmerge=False leaves it out; pass one of them")
 
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
@@ -105,6 +127,12 @@ def merge(
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
     chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches)))
+    if restorer is not None:
+        restorer.check(shape)
+        restorer.build(shape)
+    if ahead is not None:
+        ahead.build(shape)
+    plan.restorer, plan.foresight = restorer, ahead
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
@@ -208,6 +236,10 @@ class Merging(Handle):
         elif wanted.shape is not None:
             config["schedule"] = wanted.shape
         config.update(proportional=plan.proportional, order=plan.order, unmerge=plan.unmerge, method=plan.method.config)
+        if plan.restorer is not None:
+            config["restore"] = plan.restorer.config
+        if plan.foresight is not None:
+            config["foresight"] = plan.foresight.config
         if plan.protect is not None:
             config["protect"] = plan.protect.tolist()
         return config
@@ -246,10 +278,133 @@ class Merging(Handle):
         parsed = {name: parse_map(name, values, self.layout.grid, resizes) for name, values in maps.items()}
         return guiding(self._plan, parsed)
 
+    def guided(
+        self,
+        images: Images | None = None,
+        *,
+        by: By = "class_attention",
+        layers: int | Sequence[int] = -1,
+        first: First = "coarse",
+        scale: float = 0.5,
+        keep: float = 0.25,
+        name: str = "ahead",
+    ) -> AbstractContextManager[None]:
+        """Show where later layers attend in a first pass to the method, inside a ``with`` block.
+
+        With images, the first pass runs once, for these; without, before each call of the model, so that every call
+        runs two passes. Methods read the maps as ``context.guide[name]``. The first pass has no gradients.
+
+        Args:
+            images: the batch that the model is called with, as preprocessed tensors or files; None for every call.
+            by: attention that counts; see :func:`vitrail.look_ahead`, also for the following options.
+            layers: layers whose attention is averaged.
+            first: the first pass: ``"coarse"``, ``"merged"`` or ``"full"``.
+            scale: size of the smaller images of a coarse pass.
+            keep: share of the patches left after the last layer of a merged pass.
+            name: name of the guide.
+        """
+        self._check_active()
+        if images is None:
+
+            def first_pass() -> FirstPass:
+                return FirstPass.of(self.model, by, layers, first, scale, keep)
+
+            return guided(self.found, self._plan, name, first_pass)
+        maps = look_ahead(self.model, images, by=by, layers=layers, first=first, scale=scale, keep=keep)
+        return guiding(self._plan, {**present_maps(self._plan), name: maps})
+
+    def train_foresight(
+        self,
+        images: Images,
+        *,
+        by: By = "class_attention",
+        layers: int | Sequence[int] = -1,
+        steps: int = 300,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+        batch_size: int | None = None,
+        limit: int = 512,
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> ForesightFit:
+        """Train the network of ``foresight=`` to predict where later layers of the unmerged model attend.
+
+        Every fourth image is held out, and the result tells how well the network foresees these.
+
+        Args:
+            images: typical images without labels, as files or tensors.
+            by: attention to predict; see :func:`vitrail.look_ahead`.
+            layers: layers whose attention is averaged.
+            steps: steps of training.
+            learning_rate: highest learning rate.
+            seed: seed of the parameters and the order of the batches.
+            batch_size: batch size; by default 8 files, or the whole tensor.
+            limit: most images to use.
+            progress: called with the steps done, all steps, and the latest loss.
+        """
+        self._check_active()
+        if self._plan.foresight is None:
+            raise InvalidOption("there is no network to train; merge with foresight={'layer': 0}")
+        options = TrainingOptions(steps, learning_rate, seed, batch_size, limit, progress)
+        return train_foresight(
+            self.model, self.found, self._plan.foresight, self.suspended, images, by, layers, options
+        )
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """The network that foresees attention; None where there is none."""
+        return self._plan.foresight
+
     def loss(self) -> Tensor:
         """Return the method's own loss for the latest pass, to be added to the training loss; 0 where it has none."""
         found = self.method.loss()
         return torch.zeros((), device=next(self.found.trunk.parameters()).device) if found is None else found
+
+    @property
+    def restorer(self) -> Restorer | None:
+        """The restorer, whose parameters are trained and saved with the model; None where the method restores."""
+        return self._plan.restorer
+
+    def calibrate_restorer(
+        self,
+        images: Images,
+        *,
+        steps: int = 300,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+        batch_size: int | None = None,
+        limit: int = 256,
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> None:
+        """Fit the restorer to images, so that it restores what the model returns without merging.
+
+        ``"residual"`` is fitted in closed form, ``"attention"`` is trained after that. Fit again after the schedule
+        changed much; the fitted parameters are part of ``state_dict`` while the model is merged.
+
+        Args:
+            images: typical images without labels, as files or tensors; they are read several times.
+            steps: steps of training, for ``"attention"``.
+            learning_rate: highest learning rate of these.
+            seed: seed of these.
+            batch_size: batch size; by default 8 files, or the whole tensor.
+            limit: most images to use.
+            progress: called with the steps done, all steps, and the latest loss.
+        """
+        self._check_active()
+        options = FitOptions(steps=steps, learning_rate=learning_rate, seed=seed, progress=progress)
+        calibrate_restorer(self.model, self.found, self._plan, self.suspended, images, options, batch_size, limit)
+
+    def restoration_error(
+        self, images: Images, *, batch_size: int | None = None, limit: int | None = None
+    ) -> RestorationError:
+        """Measure how far restored patches are from those of the model without merging, behind each block.
+
+        Args:
+            images: images that the restorer was not fitted to, as files or tensors.
+            batch_size: batch size; by default 8 files, or the whole tensor.
+            limit: most images to use.
+        """
+        self._check_active()
+        return restoration_error(self.model, self.found, self._plan, self.suspended, images, batch_size, limit)
 
     def calibrate(
         self,

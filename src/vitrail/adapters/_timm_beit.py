@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.named_block import BlockNames
+from vitrail.adapters.named_block import TIMM_NAMES
 from vitrail.adapters.position import Position, RelativeBias
 from vitrail.adapters.timm import EvaNamedBlock, TimmVisionTransformer
 
-_BEIT = BlockNames(
-    norm1="norm1",
-    qkv="attn.qkv",
-    proj="attn.proj",
-    norm2="norm2",
-    mlp="mlp",
-    heads="attn.num_heads",
-    attention="attn",
-    proj_drop="attn.proj_drop",
+_BEIT = replace(
+    TIMM_NAMES,
+    head_dim=None,
+    q_norm=None,
+    k_norm=None,
     after_attend=("gamma_1", "drop_path1"),
     after_feed=("gamma_2", "drop_path2"),
-    attention_dropout="attn.attn_drop",
+    dense=None,
 )
 
 

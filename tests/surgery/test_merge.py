@@ -280,6 +280,19 @@ def test_protected_patches_never_merge(model, images):
             assert bool((sizes[:, ~mask] > 1).any())
 
 
+def test_keep_is_a_share_of_all_patches_and_refused_where_too_many_are_protected(model):
+    mask = torch.zeros(16, dtype=torch.bool)
+    mask[:4] = True
+    assert sum(vitrail.merge(model, keep=0.5, protect=mask).r) == 8
+    vitrail.Merging.of(model).remove()
+    with pytest.raises(InvalidOption, match=r"below 16, 16 of them protected; .* keep=1"):
+        vitrail.merge(model, keep=0.3, protect=torch.ones(16, dtype=torch.bool))
+    mask[:12] = True
+    with pytest.raises(InvalidOption, match=r"would leave 5 of 16 .* below 13, 12 of them protected"):
+        vitrail.merge(model, keep=0.3, protect=mask)
+    assert vitrail.merge(model, keep=1.0, protect=torch.ones(16, dtype=torch.bool)).r == [0, 0, 0]
+
+
 def test_a_mask_per_image_belongs_to_its_batch(model, images):
     mask = torch.zeros(2, 16, dtype=torch.bool)
     mask[0, :8], mask[1, 8:] = True, True

@@ -118,7 +118,8 @@ class Plan:
             )
         mask = _with_special(self.protect, special)
         first = method.capacity(special + patches, mask)
-        return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored, feasible)
+        protected = int(mask.sum(1).max())
+        return Room(special + patches, protected, first, method.capacity, restored, feasible, special)
 
     def _solve(self, schedule: Schedule, patches: int, grid: Grid) -> Solution:
         if self.method.decides:

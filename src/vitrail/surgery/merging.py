@@ -75,7 +75,7 @@ def merge(
     Args:
         model: a supported model, or a module that contains exactly one.
         r: tokens to merge in each layer, or a list with one number per layer.
-        keep: share of the patches left after the last layer.
+        keep: share of the patches left after the last layer, protected ones included.
         gflops: budget for one input, in 10⁹ multiply-adds; solved for each input size.
         schedule: distribution of the merges over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
             ``"increasing"``, or ToMe's inflection from −1 to 1. By default the method's own: for most, constant.

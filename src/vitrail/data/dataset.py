@@ -23,13 +23,12 @@ from torch import Tensor
 
 from vitrail._checks import as_tuple, check_int, check_rank, check_share
 from vitrail._deprecation import renamed_property
-from vitrail.data.decode import center_square
+from vitrail.data.decode import as_image, center_square
 from vitrail.data.loading.order import generator
 from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
 from vitrail.data.sources import Labels, Source, open_source
 from vitrail.data.sources.base import LABEL, MAX_CLASSES
-from vitrail.data.sources.torch_dataset import as_image
 from vitrail.data.spec import InputSpec, to_tensor
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 
@@ -405,10 +404,11 @@ def _labeled(dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequen
     if not required:
         return dataset._with(labels=table, classes=found) if (table >= 0).any() else dataset
     if not len(rows):
+        recipe = "; a recipe that needs no labels takes labels='none'"
         raise ImageError(
             f"none of the {len(table)} samples has a label ({', '.join(chosen)}). Expected a folder that holds two or "
-            "more class folders and nothing else (name PATH/train if they are there), or a label column; a recipe that "
-            "needs no labels takes labels='none'"
+            f"more class folders and nothing else (name PATH/{'val' if known else 'train'} if they are there), or a "
+            f"label column{'' if known else recipe}"
         )
     missing = len(table) - len(rows) + dataset.num_unlabeled
     return dataset._with(labels=table, classes=found).select(rows.tolist())._with(num_unlabeled=missing)
@@ -426,7 +426,7 @@ def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tu
     if known is None:
         return names or tuple(str(number) for number in range(top)), numbers
     known = tuple(known)
-    if not names and known != tuple(map(str, range(len(known)))):
+    if not names and top and known != tuple(map(str, range(len(known)))):
         raise InvalidOption(
             f"{column}: the classes here are numbers without names, and the known classes have names "
             f"({_shortened(known)}); expected class folders, or a column of names"

@@ -452,7 +452,8 @@ class Merging(Handle):
         """Draw each image as stained glass: one pane per kept token, in the mean color of its patches.
 
         Args:
-            images: one image or several: PIL images, or paths of files. The whole image is resized to the model's
+            images: one image or several: PIL images, paths of files, arrays (H, W, 3) or tensors (3, H, W), in bytes
+                or from 0 to 1. The whole image is resized to the model's
                 input size for the model, and drawn at its own resolution.
         """
         from vitrail.data import to_tensor

@@ -445,12 +445,17 @@ def test_draw_keeps_the_resolution_of_the_image(model):
     assert [image.size for image in painted] == [(140, 90)]
     assert np.asarray(painted[0]).std() > 10
     assert len(merging.draw([Image.fromarray(pixels), Image.new("L", (40, 40), 128)])) == 2
+    arrays = (pixels, pixels / 255, torch.from_numpy(pixels).permute(2, 0, 1))
+    assert all(np.array_equal(merging.draw(array)[0], painted[0]) for array in arrays)
 
 
 def test_draw_refuses_other_objects(model, tmp_path):
     merging = vitrail.merge(model, r=2)
-    for wrong in (torch.zeros(1, 3, 8, 8), np.zeros((8, 8, 3)), None, [None]):
-        with pytest.raises(InvalidOption, match="PIL images or paths"):
+    for wrong in (None, [None], 5):
+        with pytest.raises(InvalidOption, match="expected PIL images, paths of image files, arrays"):
+            merging.draw(wrong)
+    for wrong in (torch.zeros(1, 3, 8, 8), np.zeros((8, 8, 5)), np.full((8, 8, 3), 2.0)):
+        with pytest.raises(vitrail.errors.ImageError, match="image 0: not an image; expected"):
             merging.draw(wrong)
     with pytest.raises(InvalidOption, match="no images"):
         merging.draw([])

@@ -408,8 +408,10 @@ def test_known_classes_keep_their_numbers(tmp_path: Path) -> None:
     dataset = open_dataset(root, classes=known, labeled=True)
     assert dataset.classes == known
     assert dataset.labels[:, 0].tolist() == [2, 2, 1, 1]  # b, b, d, d
-    with pytest.raises(InvalidOption, match="label: 'd' is not one of the 2 known classes"):
+    with pytest.raises(InvalidOption, match="label: 'd' is not among the 2 known classes"):
         open_dataset(root, classes={"label": ("a", "b")}, labeled=True)
+    with pytest.raises(InvalidOption, match="label: 'b', 'd' are not among the 2 known classes"):
+        open_dataset(root, classes={"label": ("x", "y")}, labeled=True)
 
 
 def test_known_classes_of_numbers(tmp_path: Path) -> None:
@@ -423,7 +425,7 @@ def test_known_classes_of_numbers(tmp_path: Path) -> None:
 
 def test_known_classes_of_data_without_labels(tmp_path: Path) -> None:
     solid_image(3).save(tmp_path / "one.png")
-    with pytest.raises(ImageError, match=r"none of the 1 samples has a label \(label\).*PATH/val .* a label column$"):
+    with pytest.raises(ImageError, match=r"none of the 1 sample has a label \(label\).*PATH/val .* a label column$"):
         open_dataset(tmp_path, classes={"label": ("cat", "dog")}, labeled=True)
 
 

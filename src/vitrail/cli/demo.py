@@ -80,7 +80,8 @@ def demo(
 
 def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summary]:
     """Show a model on images from any source, by default the samples and three drawings; return results by strength."""
-    given, skipped = open_dataset(images) if images else None, []
+    given = open_dataset(images) if images else None
+    skipped: list[dict[str, str]] = []
     if given is not None:
         good, skipped = find_readable(given)
         given = given.select(good)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vitrail._checks import as_tuple, check_int, check_rank, check_share
 from vitrail._deprecation import renamed_property
+from vitrail._wording import counted
 from vitrail.data.decode import as_image, center_square
 from vitrail.data.loading.order import generator
 from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Sample, TensorSpec
@@ -204,7 +205,7 @@ class Dataset:
         if ready:
             yield _collate(ready)
         if not any_read and world_size == 1:
-            raise ImageError(f"none of the {len(indices)} images could be read. The first: {reason}")
+            raise ImageError(f"none of the {counted(len(indices), 'image')} could be read. The first: {reason}")
 
     def _prepare(self, index: int, spec: InputSpec) -> Batch:
         """Read one sample as a batch, preprocessed; the original, which may be large, is gone."""
@@ -260,8 +261,8 @@ class Dataset:
         count = round(share * len(self))
         if not 0 < count < len(self):
             raise InvalidOption(
-                f"a share of {share} of {len(self)} samples cannot be held out; expected one that leaves at least one "
-                "sample on either side"
+                f"a share of {share} of {counted(len(self), 'sample')} cannot be held out; expected one that "
+                "leaves at least one sample on either side"
             )
         held = self._stratified(count, seed)
         return self.select(sorted({*range(len(self))} - {*held})), self.select(held)
@@ -404,11 +405,11 @@ def _labeled(dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequen
     if not required:
         return dataset._with(labels=table, classes=found) if (table >= 0).any() else dataset
     if not len(rows):
-        recipe = "; a recipe that needs no labels takes labels='none'"
+        part, recipe = ("val", "") if known else ("train", "; a recipe that needs no labels takes labels='none'")
         raise ImageError(
-            f"none of the {len(table)} samples has a label ({', '.join(chosen)}). Expected a folder that holds two or "
-            f"more class folders and nothing else (name PATH/{'val' if known else 'train'} if they are there), or a "
-            f"label column{'' if known else recipe}"
+            f"none of the {counted(len(table), 'sample')} has a label ({', '.join(chosen)}). Expected a folder that "
+            f"holds two or more class folders and nothing else (name PATH/{part} if they are there), or a label "
+            f"column{recipe}"
         )
     missing = len(table) - len(rows) + dataset.num_unlabeled
     return dataset._with(labels=table, classes=found).select(rows.tolist())._with(num_unlabeled=missing)
@@ -438,8 +439,8 @@ def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tu
     places = {name: number for number, name in enumerate(known)}
     unknown = [names[number] for number in numbers[numbers >= 0].unique().tolist() if names[number] not in places]
     if unknown or len(places) < len(known):
-        shown = _shortened(unknown) or "a name that occurs twice"
-        raise InvalidOption(f"{column}: {shown} is not one of the {len(known)} known classes ({_shortened(known)})")
+        shown = f"{_shortened(unknown)} {'is' if len(unknown) == 1 else 'are'}" if unknown else "a repeated name is"
+        raise InvalidOption(f"{column}: {shown} not among the {len(known)} known classes ({_shortened(known)})")
     table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])
     return known, table[numbers]  # the last entry is for -1
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
+from vitrail._wording import counted
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
@@ -304,9 +305,9 @@ def _check_artifacts(found: _Norms, threshold: float, least: float) -> None:
         raise UnsupportedInput("there are no images to find register neurons with")
     if not found.outliers or not found.others:
         raise UnsupportedInput(
-            f"{'all patches' if found.outliers else 'no patches'} of {found.images} images have a norm above "
-            f"{threshold:.4g} after the last block, so there are no artifacts to find neurons for; use more images, "
-            "or another threshold"
+            f"{'all patches' if found.outliers else 'no patches'} of {counted(found.images, 'image')} have a norm "
+            f"above {threshold:.4g} after the last block, so there are no artifacts to find neurons for; use more "
+            "images, or another threshold"
         )
     if float(found.factor[-1]) < least:
         raise UnsupportedInput(

@@ -249,7 +249,6 @@ class Merging(Handle):
 
         With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left.
         """
-        self._check_active()
         layout = self._layout_for(size)
         lengths, length = [], layout.num_tokens
         for merges, late in zip(self._planned(layout), self._plan.cost.late, strict=True):
@@ -259,7 +258,6 @@ class Merging(Handle):
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
         """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
-        self._check_active()
         layout = self._layout_for(size)
         per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)

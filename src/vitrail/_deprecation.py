@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -26,10 +27,12 @@ def renamed_attributes(module: str, renamed: Mapping[str, str]) -> Callable[[str
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = renamed[name].partition(":")
         value = getattr(importlib.import_module(home), new)
+        caller = sys._getframe(1)  # the module's own __getattr__ may stand between this function and the caller
+        within = caller.f_code.co_name == "__getattr__" and caller.f_globals.get("__name__") == module
         warnings.warn(
             f"{module}.{name} is deprecated and will be removed in 0.4; use {home}.{new}",
             DeprecationWarning,
-            stacklevel=2,
+            stacklevel=3 if within else 2,
         )
         return value
 

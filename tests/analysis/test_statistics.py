@@ -43,7 +43,7 @@ class TestSplits:
     def test_explicit_split(self) -> None:
         assert Split([True, True, False], [False, False, True]).train.tolist() == [0, 1]
         assert Split(np.array([3, 1]), torch.tensor([2])).train.tolist() == [3, 1]
-        with pytest.raises(InvalidOption, match="1 images are in the split twice"):
+        with pytest.raises(InvalidOption, match="1 image is in the split twice"):
             Split([0, 1], [1, 2])
         with pytest.raises(InvalidOption, match="test must be"):
             Split([0, 1], [])

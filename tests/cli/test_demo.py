@@ -1,5 +1,6 @@
 """``vitrail demo``: sheets and files show the model's predictions, merged and unmerged."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -123,14 +124,43 @@ def test_drawings_are_images_that_differ_and_stay_the_same() -> None:
 
 def test_the_command_takes_a_model_images_and_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("vitrail.cli.demo.run_demo", lambda *args: calls.append(args))
+    monkeypatch.setattr("vitrail.cli.demo.run_demo", lambda *args: calls.append(args) or [])
     assert CliRunner().invoke(app, ["demo"]).exit_code == 0
-    words = ["demo", "--model", "runs/one", "--pictures", "a", "--pictures", "b.png", "-o", "elsewhere"]
+    words = ["demo", "--model", "runs/one", "--images", "a", "--images", "b.png", "-o", "elsewhere"]
     assert CliRunner().invoke(app, words).exit_code == 0
+    former = CliRunner().invoke(app, ["demo", "--pictures", "a"])
+    assert former.exit_code == 0
+    assert "--pictures is deprecated" in former.stderr
+    assert "--pictures" not in CliRunner().invoke(app, ["demo", "--help"]).stdout
     assert calls == [
         (Path("demo"), "vitrail:tiny", None),
         (Path("elsewhere"), "runs/one", [Path("a"), Path("b.png")]),
+        (Path("demo"), "vitrail:tiny", [Path("a")]),
     ]
+
+
+def test_what_cannot_be_read_is_skipped_with_exit_code_1(run: Path, photos: Path, tmp_path: Path) -> None:
+    """One file is no image, another is cut off, which shows only when it is decoded."""
+    (tmp_path / "text.png").write_text("no image")
+    whole = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(whole, "JPEG", quality=95)
+    (tmp_path / "cut.jpg").write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
+    words = [*("--images", str(photos / "wide.png")), *("--images", str(tmp_path / "text.png"))]
+    words += ["--images", str(tmp_path / "cut.jpg"), "--model", str(run), "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["demo", *words])
+    assert result.exit_code == 1, result.stderr
+    assert "2 of 3 images could not be read" in " ".join(result.stderr.split())
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text(encoding="utf-8"))
+    names = sorted(Path(one["picture"]).name for one in summary["runs"][0]["skipped"])
+    assert names == ["cut.jpg", "text.png"]
+    assert len(list((tmp_path / "out").glob("*-sheet.png"))) == 1
+
+
+def test_sheets_of_the_samples_are_named_after_them(run: Path, tmp_path: Path) -> None:
+    run_demo(tmp_path, str(run), None)
+    names = ("astronaut", "chelsea", "church", "coffee", "golf-ball", "parachute")
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [f"{name}-sheet.png" for name in names]
 
 
 def test_mistakes_are_explained(run: Path, photos: Path, tmp_path: Path) -> None:
@@ -151,7 +181,7 @@ def test_models_without_class_names_are_refused_before_any_download(
     name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vitrail.cli.demo.load", lambda *args, **options: pytest.fail("loaded"))
-    result = CliRunner().invoke(app, ["demo", "--model", name, "--pictures", str(photos), "-o", str(tmp_path / "o")])
+    result = CliRunner().invoke(app, ["demo", "--model", name, "--images", str(photos), "-o", str(tmp_path / "o")])
     assert result.exit_code == 2
     output = " ".join(result.stderr.split())
     assert output.startswith(f"Error: {name}: the demo shows models that vitrail train saved")

@@ -117,7 +117,7 @@ def test_refusals(tmp_path: Path) -> None:
     both = open_dataset(path, labels=("breed", "kind"), labeled=True)
     with pytest.raises(InvalidOption, match=r"labels='colour'.*breed, kind"):
         open_dataset(both, labels=("colour",), labeled=True)
-    with pytest.raises(InvalidOption, match="breed: 'z' is not one of the 2 known classes"):
+    with pytest.raises(InvalidOption, match="breed: 'z' is not among the 2 known classes"):
         open_dataset(both, classes={"breed": ("x", "y")}, labeled=True)
     with pytest.raises(InvalidOption, match=r"image_size=\(32, 16\): images are made square"):
         train(

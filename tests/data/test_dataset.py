@@ -3,6 +3,7 @@
 import importlib
 import pickle
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,44 @@ def test_a_source_of_the_users_own() -> None:
     assert (batch.names, batch.labels, dataset.skipped) == (("dark",), None, [("light", "light: there is none")])
     with pytest.raises(InvalidOption, match="no label columns"):
         open_dataset(Squares(), labels="kind")
+
+
+@pytest.mark.parametrize("source", [[], (), {}])
+def test_an_empty_source_is_refused(source: Any) -> None:
+    with pytest.raises(InvalidOption, match="holds no images; expected an image file"):
+        open_dataset(source)
+
+
+def test_every_path_among_several_holds_images(tmp_path: Path) -> None:
+    """Nothing is dropped silently."""
+    photo = tmp_path / "photo.png"
+    solid_image(1).save(photo)
+    for name in ("empty", "tars", "photos"):
+        (tmp_path / name).mkdir()
+    solid_image(2).save(tmp_path / "photos" / "two.png")
+    archive = shard(tmp_path / "tars" / "set.tar", {"0": {"png": encoded(3)}})
+    for other, words in (
+        (tmp_path / "empty", "empty is a folder without images"),
+        (tmp_path / "tars", "tars holds WebDataset shards"),
+        (archive, "set.tar holds WebDataset shards"),
+    ):
+        for given in ([photo, other], [other, photo]):
+            with pytest.raises(InvalidOption, match=words):
+                open_dataset(given)
+    assert len(open_dataset([photo, tmp_path / "photos"])) == 2
+    assert len(open_dataset([archive, shard(tmp_path / "more.tar", {"0": {"png": encoded(4)}})])) == 2
+
+
+def test_former_names_warn_where_they_are_imported() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from vitrail.data import open_collection  # type: ignore[attr-defined]
+    assert open_collection is open_dataset
+    assert {warning.filename for warning in caught} == {__file__}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        exec(compile("from vitrail.data import open_collection", "fresh.py", "exec"), {"__name__": "fresh"})
+    assert [(warning.filename, warning.lineno) for warning in caught] == [("fresh.py", 1)]
 
 
 def test_former_names() -> None:
@@ -369,8 +408,10 @@ def test_known_classes_keep_their_numbers(tmp_path: Path) -> None:
     dataset = open_dataset(root, classes=known, labeled=True)
     assert dataset.classes == known
     assert dataset.labels[:, 0].tolist() == [2, 2, 1, 1]  # b, b, d, d
-    with pytest.raises(InvalidOption, match="label: 'd' is not one of the 2 known classes"):
+    with pytest.raises(InvalidOption, match="label: 'd' is not among the 2 known classes"):
         open_dataset(root, classes={"label": ("a", "b")}, labeled=True)
+    with pytest.raises(InvalidOption, match="label: 'b', 'd' are not among the 2 known classes"):
+        open_dataset(root, classes={"label": ("x", "y")}, labeled=True)
 
 
 def test_known_classes_of_numbers(tmp_path: Path) -> None:
@@ -380,6 +421,12 @@ def test_known_classes_of_numbers(tmp_path: Path) -> None:
         open_dataset(path, classes={"label": ("0",)}, labeled=True)
     with pytest.raises(InvalidOption, match="numbers without names"):
         open_dataset(path, classes={"label": ("cat", "dog")}, labeled=True)
+
+
+def test_known_classes_of_data_without_labels(tmp_path: Path) -> None:
+    solid_image(3).save(tmp_path / "one.png")
+    with pytest.raises(ImageError, match=r"none of the 1 sample has a label \(label\).*PATH/val .* a label column$"):
+        open_dataset(tmp_path, classes={"label": ("cat", "dog")}, labeled=True)
 
 
 def test_known_classes_select_the_columns(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import vitrail
 from tests.models.mixes import SMALL, built, random_images
 from vitrail import Assignment, Context, Method, Reduction, Role, TokenSpec, register_method
-from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.merging import METHODS, ModelShape, ToMe
 from vitrail.merging.features import compute_features
 from vitrail.models import ViTConfig
@@ -384,3 +384,15 @@ def test_an_empty_batch() -> None:
     model, x = model_of()
     with torch.no_grad(), vitrail.merge(model, r=3):
         assert model(x[:0]).shape == (0, 5)
+
+
+class Nothing(Method):
+    """A method that lacks what every method needs."""
+
+
+def test_a_method_without_reduce_is_refused_before_the_model_is_changed() -> None:
+    model = built(ViTConfig(**SMALL))
+    with pytest.raises(InvalidOption, match=r"Nothing does not implement reduce\(context, r\)"):
+        vitrail.merge(model, r=2, method=Nothing())
+    with pytest.raises(NotApplied):
+        vitrail.Merging.of(model)

@@ -280,6 +280,19 @@ def test_protected_patches_never_merge(model, images):
             assert bool((sizes[:, ~mask] > 1).any())
 
 
+def test_keep_is_a_share_of_all_patches_and_refused_where_too_many_are_protected(model):
+    mask = torch.zeros(16, dtype=torch.bool)
+    mask[:4] = True
+    assert sum(vitrail.merge(model, keep=0.5, protect=mask).r) == 8
+    vitrail.Merging.of(model).remove()
+    with pytest.raises(InvalidOption, match=r"below 16, 16 of them protected; .* keep=1"):
+        vitrail.merge(model, keep=0.3, protect=torch.ones(16, dtype=torch.bool))
+    mask[:12] = True
+    with pytest.raises(InvalidOption, match=r"would leave 5 of 16 .* below 13, 12 of them protected"):
+        vitrail.merge(model, keep=0.3, protect=mask)
+    assert vitrail.merge(model, keep=1.0, protect=torch.ones(16, dtype=torch.bool)).r == [0, 0, 0]
+
+
 def test_a_mask_per_image_belongs_to_its_batch(model, images):
     mask = torch.zeros(2, 16, dtype=torch.bool)
     mask[0, :8], mask[1, 8:] = True, True
@@ -432,12 +445,17 @@ def test_draw_keeps_the_resolution_of_the_image(model):
     assert [image.size for image in painted] == [(140, 90)]
     assert np.asarray(painted[0]).std() > 10
     assert len(merging.draw([Image.fromarray(pixels), Image.new("L", (40, 40), 128)])) == 2
+    arrays = (pixels, pixels / 255, torch.from_numpy(pixels).permute(2, 0, 1))
+    assert all(np.array_equal(merging.draw(array)[0], painted[0]) for array in arrays)
 
 
 def test_draw_refuses_other_objects(model, tmp_path):
     merging = vitrail.merge(model, r=2)
-    for wrong in (torch.zeros(1, 3, 8, 8), np.zeros((8, 8, 3)), None, [None]):
-        with pytest.raises(InvalidOption, match="PIL images or paths"):
+    for wrong in (None, [None], 5):
+        with pytest.raises(InvalidOption, match="expected PIL images, paths of image files, arrays"):
+            merging.draw(wrong)
+    for wrong in (torch.zeros(1, 3, 8, 8), np.zeros((8, 8, 5)), np.full((8, 8, 3), 2.0)):
+        with pytest.raises(vitrail.errors.ImageError, match="image 0: not an image; expected"):
             merging.draw(wrong)
     with pytest.raises(InvalidOption, match="no images"):
         merging.draw([])

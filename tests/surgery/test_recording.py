@@ -207,7 +207,7 @@ def test_files_are_preprocessed(toy: ToyViT, tmp_path: Path) -> None:
     for given in (tmp_path, str(tmp_path), sorted(tmp_path.iterdir()), open_dataset(tmp_path)):
         assert torch.allclose(vitrail.record(toy, given, "norms", batch_size=2).norms[2], expected)
     (tmp_path / "broken.png").write_bytes(b"not an image")
-    with pytest.warns(VitrailWarning, match=r"1 images that could not be read.*broken\.png"):
+    with pytest.warns(VitrailWarning, match=r"1 image that could not be read.*broken\.png"):
         assert len(vitrail.record(toy, tmp_path, "norms")) == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,6 +160,15 @@ def test_artifacts_move_to_the_registers(registers: int) -> None:
     assert artifacts(model, images).any()
 
 
+def test_config_comes_back_through_json() -> None:
+    model, images = planted()
+    with test_time_registers(model, neurons={LAYER: NEURONS, 0: (3,)}, registers=2) as handle:
+        config, expected = handle.config, model(images)
+    with test_time_registers(model, **json.loads(json.dumps(config))) as again:
+        assert again.by_layer == {LAYER: NEURONS, 0: (3,)}
+        assert torch.equal(model(images), expected)
+
+
 def test_each_image_has_its_own_activations() -> None:
     """The largest activation of each image moves, not that of the batch or of its first image."""
     model, images = planted()
@@ -261,7 +271,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "half a register": ({"neurons": {0: (1,)}, "registers": 1.5}, InvalidOption, "registers must be"),
     "control": ({"neurons": {0: (1,)}, "control": "yes"}, InvalidOption, "control must be a random seed"),
     "half a neuron": ({"neurons": {0: (1.5,)}}, InvalidOption, "numbers by layer"),
-    "layer in words": ({"neurons": {"0": (1,)}}, InvalidOption, "numbers by layer"),
+    "layer in words": ({"neurons": {"first": (1,)}}, InvalidOption, "numbers by layer"),
+    "layer twice": ({"neurons": {0: (1,), "0": (2,)}}, InvalidOption, "a layer twice"),
+    "layer beyond, as text": ({"neurons": {"9": (1,)}}, InvalidOption, "0 to 3; got layer 9"),
+    "empty layer": ({"neurons": {2: []}}, InvalidOption, "none for layer 2"),
     "one neuron": ({"neurons": {0: 5}}, InvalidOption, "numbers by layer"),
     "words": ({"neurons": "many"}, InvalidOption, "numbers by layer"),
     "count": ({"data": torch.zeros(2, 3, 64, 64), "neurons": 0}, InvalidOption, "1 or more"),

@@ -67,6 +67,41 @@ def test_a_budget_is_kept(model: Any, images: Tensor) -> None:
         assert vitrail.Merging.of(model).flops() == found.flops
 
 
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_search_that_ends_above_the_budget_is_dropped(
+    model: Any, images: Tensor, search: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where time runs out: the search returns after its first step, which merges nothing."""
+    monkeypatch.setitem(SEARCHES, search, lambda problem: iter([[(0, 0, 0), (1, 0, 0)]]))
+    budget = 0.7 * vitrail.count(model).flops
+    found = quickly(model, images, gflops=budget / 1e9, quality="cosine", search=search)
+    assert found.flops <= budget
+    assert found.family == "constant"
+
+
+def test_an_interrupted_tuning_stays_within_the_budget(model: Any, images: Tensor) -> None:
+    def interrupt(stage: str, done: int, total: int | None) -> None:
+        if stage == "search":
+            raise KeyboardInterrupt
+
+    budget = 0.7 * vitrail.count(model).flops
+    found = quickly(model, images, gflops=budget / 1e9, quality="cosine", on_progress=interrupt)
+    assert found.interrupted
+    assert found.flops <= budget
+
+
+def test_a_budget_that_cannot_be_reached_is_refused(model: Any, images: Tensor) -> None:
+    full = vitrail.count(model).flops
+    with pytest.raises(InvalidOption, match=r"cannot be reached: .* leaves [0-9.e-]+ GFLOPs of") as caught:
+        quickly(model, images, gflops=0.01 * full / 1e9)
+    least = float(str(caught.value).partition("leaves ")[2].partition(" ")[0])
+    assert 0.2 * full <= least * 1e9 <= full
+    assert quickly(model, images, gflops=1.001 * least).flops <= 1.001 * least * 1e9
+    with pytest.raises(InvalidOption, match="latency_ms=1e-06 cannot be reached"):
+        quickly(model, images, latency_ms=1e-6)
+    assert not hasattr(model, "_vitrail_plan")
+
+
 def test_a_budget_of_time_merges_as_little_as_it_needs(model: Any, images: Tensor) -> None:
     found = quickly(model, images, latency_ms=1e6)
     assert sum(found.config["r"]) <= 1 * 3, "an endless budget needs no merge"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vitrail._wording import kind_of
 from vitrail.adapters.registry import head_names
 from vitrail.errors import UnsupportedInput
 from vitrail.heads.by_role import Heads
@@ -52,5 +53,5 @@ def output_tensor(output: Any) -> Tensor:
         if isinstance(value, Tensor):
             return value
     raise UnsupportedInput(
-        f"the model returned a {type(output).__name__}; expected a tensor, or an output with {' or '.join(names)}"
+        f"the model returned {kind_of(output)}; expected a tensor, or an output with {' or '.join(names)}"
     )

@@ -14,6 +14,7 @@ from statistics import NormalDist, fmean, stdev
 import torch
 from torch import Tensor
 
+from vitrail._wording import counted
 from vitrail.analysis._inputs import Array, check_count, check_share
 from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
@@ -64,7 +65,10 @@ class Split:
             object.__setattr__(self, name, part.long())
         twice = len(self.train) + len(self.test) - len(torch.cat([self.train, self.test]).unique())
         if twice:
-            raise InvalidOption(f"{twice} images are in the split twice; expected each in train or test, once")
+            raise InvalidOption(
+                f"{counted(twice, 'image')} {'is' if twice == 1 else 'are'} in the split twice; expected each in train "
+                "or test, once"
+            )
 
     def check(self, count: int) -> None:
         """Raise if an index is out of range for ``count`` images."""

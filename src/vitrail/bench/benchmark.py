@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vitrail._checks import as_tuple
 from vitrail._deprecation import renamed_arguments, renamed_property
+from vitrail._wording import kind_of
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench._agreement import compare, kernels_used, relative_error
 from vitrail.bench._modes import Runner, fresh_compiler, prepare
@@ -338,7 +339,7 @@ def _check(models: Mapping[Key, nn.Module], batches: Sequence[Tensor]) -> None:
         )
     for name, model in models.items():
         if not isinstance(model, nn.Module):
-            raise InvalidOption(f"model {name!r} is a {type(model).__name__}; expected a torch.nn.Module")
+            raise InvalidOption(f"model {name!r} is {kind_of(model)}; expected a torch.nn.Module")
 
 
 def _describe(batch: Tensor) -> str:

@@ -18,7 +18,7 @@ from vitrail.adapters.registry import split_name
 from vitrail.adapters.saved import PREFIX, named
 from vitrail.analysis.attention import token_maps
 from vitrail.cli._shared import console, options
-from vitrail.cli._shared.media import find_readable
+from vitrail.cli._shared.media import check_any, find_readable, skip
 from vitrail.cli._shared.model import Loaded, load
 from vitrail.cli._shared.output import Names, make_directory, write_image
 from vitrail.cli._shared.prediction import compare_merged, cost_of, predict
@@ -27,13 +27,13 @@ from vitrail.cli._shared.summary import Cost, Guesses, Result, Summary, markdown
 from vitrail.data import Dataset, open_dataset, read_image, samples
 from vitrail.data.sample_images import drawings
 from vitrail.drawing.predictions import WIDE, Column, prediction_sheet
-from vitrail.errors import InvalidOption
+from vitrail.errors import ImageError, InvalidOption
 from vitrail.report.page.images import colors
 from vitrail.report.sections.attention import MAX_TOKENS
 from vitrail.tokens import token_names
 from vitrail.training.run_directory import model_of
 
-EXAMPLES = ("vitrail demo -o demo", "vitrail demo --model runs/student --pictures photos/ -o student")
+EXAMPLES = ("vitrail demo -o demo", "vitrail demo --model runs/student --images photos/ -o student")
 
 Costs = dict[str, tuple[Cost, dict[str, Any]]]
 
@@ -59,25 +59,32 @@ DRAWN = (
 
 def demo(
     model: Annotated[str, typer.Option(metavar="RUN", help="Run directory of a trained model.")] = "vitrail:tiny",
-    pictures: Annotated[
+    images: Annotated[
         list[Path] | None, typer.Option(metavar="PATH", help="Images, or a directory, instead of the samples.")
     ] = None,
     out: options.Folder = Path("demo"),
+    pictures: Annotated[list[Path] | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Write for each image a sheet with the predictions, the stained glass and the attention of special tokens.
 
-    Also writes a report on the model, and a summary.
+    Also writes a report on the model, and a summary. Unreadable images are skipped and named; the exit code is then 1.
     """
     torch.set_num_threads(1)  # enough for a small model, and much faster than several on a busy machine
     with command():
-        run_demo(out, model, pictures)
+        if pictures:
+            console.note("--pictures is deprecated and will be removed in 0.4; use --images.")
+        runs = run_demo(out, model, [*(images or ()), *(pictures or ())] or None)
+    if any(run.skipped for run in runs):
+        raise typer.Exit(1)
 
 
 def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summary]:
     """Show a model on images from any source, by default the samples and three drawings; return results by strength."""
     given = open_dataset(images) if images else None
+    skipped: list[dict[str, str]] = []
     if given is not None:
-        given = given.select(find_readable(given)[0])
+        good, skipped = find_readable(given)
+        given = given.select(good)
     loaded = _load(model)
     folder = make_directory(out)
     if given is None:
@@ -88,7 +95,7 @@ def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summa
     if len(given) > MOST:
         console.note(f"Only the first {MOST} of {len(given)} images are shown.")
         given = given.select(range(MOST))
-    runs = _show(loaded, given, folder)
+    runs = _show(loaded, given, folder, skipped, by_stem=not images)
     with console.err.status("Writing report.html"):
         report = vitrail.inspect(loaded.model, given, probes=False, name=loaded.name)
         assert report is not None  # one process
@@ -113,18 +120,29 @@ def _load(name: str) -> Loaded:
     return loaded
 
 
-def _show(loaded: Loaded, dataset: Dataset, folder: Path) -> dict[str, Summary]:
-    """Write a sheet for each image; return the results by strength."""
-    names, costs = Names(folder, dataset), _costs(loaded)
+def _show(
+    loaded: Loaded, dataset: Dataset, folder: Path, skipped: list[dict[str, str]], *, by_stem: bool
+) -> dict[str, Summary]:
+    """Write a sheet for each image; return the results by strength. What cannot be read joins ``skipped``."""
+    names, costs = Names(folder, dataset, by_stem=by_stem), _costs(loaded)
     results: dict[str, list[Result]] = {strength: [] for strength in costs}
-    predict(loaded, loaded.medium.batch(dataset.read(0).image, loaded.spec))  # the first pass is slower
+    shown: list[int] = []
     with console.progress() as bar:
         for index in bar.track(range(len(dataset)), description="Merging"):
+            try:
+                sample = dataset.read(index).image
+            except ImageError as error:
+                skipped.append(skip(dataset, index, error))
+                continue
+            if not shown:
+                predict(loaded, loaded.medium.batch(sample, loaded.spec))  # the first pass is slower
             file = names.of(index, ["sheet"])["sheet"]
-            write_image(file, _one_sample(loaded, dataset.read(index).image, file, costs, results))
+            write_image(file, _one_sample(loaded, sample, file, costs, results))
+            shown.append(index)
+    check_any(shown, dataset)
     size, device = loaded.spec.size, loaded.device.type
     return {
-        strength: Summary(loaded.name, "trained", device, size, config, cost, results[strength])
+        strength: Summary(loaded.name, "trained", device, size, config, cost, results[strength], skipped)
         for strength, (cost, config) in costs.items()
     }
 
@@ -224,6 +242,9 @@ def _conclude(loaded: Loaded, runs: Mapping[str, Summary], folder: Path, remarks
     for remark in remarks:
         console.note(remark)
     console.out.print(table)
+    if first.skipped:
+        total = len(first.pictures) + len(first.skipped)
+        console.error(f"{len(first.skipped)} of {total} images could not be read and were skipped, see above.")
     sheets = ", ".join(result.files["sheet"] for result in first.pictures)
     console.say(f"{sheets}, report.html and summary.md are in {folder}", style="bold")
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from vitrail import training
+from vitrail._wording import counted
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.output import check_writable, write_text
 from vitrail.cli._shared.ranks import command
@@ -74,7 +75,7 @@ def evaluate(
 def _print(found: Evaluation) -> None:
     settings = ", ".join(f"{name}={value}" for name, value in (found.merge or {}).items() if name != "protect")
     merged = "not merged" if found.merge is None else f"merged: {settings}"
-    console.say(f"{found.count} images, {merged}", style="bold")
+    console.say(f"{counted(found.count, 'image')}, {merged}", style="bold")
     table = console.table("head", "accuracy", "top 5", "calibration error")
     for name, share in found.accuracy.items():
         shares = (share, found.top5.get(name), found.calibration.get(name))

@@ -46,7 +46,7 @@ def tune(
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Result, as JSON.")] = Path("tune.json"),
     seconds: Annotated[float, typer.Option(min=1, metavar="S", help="About how long it may take.")] = 600.0,
-    limit: Annotated[int, typer.Option(min=4, metavar="N", help="Most images to use.")] = 500,
+    limit: Annotated[int, typer.Option(min=4, metavar="N", help="Maximum number of images.")] = 500,
     batch: options.Batch = 32,
     proportional: options.Proportional = True,
     size: options.Size = None,

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from vitrail._checks import as_tuple, check_int, check_rank, check_share
 from vitrail._deprecation import renamed_property
-from vitrail.data.decode import center_square
+from vitrail._wording import counted
+from vitrail.data.decode import as_image, center_square
 from vitrail.data.loading.order import generator
 from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
 from vitrail.data.sources import Labels, Source, open_source
 from vitrail.data.sources.base import LABEL, MAX_CLASSES
-from vitrail.data.sources.torch_dataset import as_image
 from vitrail.data.spec import InputSpec, to_tensor
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
 
@@ -205,7 +205,7 @@ class Dataset:
         if ready:
             yield _collate(ready)
         if not any_read and world_size == 1:
-            raise ImageError(f"none of the {len(indices)} images could be read. The first: {reason}")
+            raise ImageError(f"none of the {counted(len(indices), 'image')} could be read. The first: {reason}")
 
     def _prepare(self, index: int, spec: InputSpec) -> Batch:
         """Read one sample as a batch, preprocessed; the original, which may be large, is gone."""
@@ -261,8 +261,8 @@ class Dataset:
         count = round(share * len(self))
         if not 0 < count < len(self):
             raise InvalidOption(
-                f"a share of {share} of {len(self)} samples cannot be held out; expected one that leaves at least one "
-                "sample on either side"
+                f"a share of {share} of {counted(len(self), 'sample')} cannot be held out; expected one that "
+                "leaves at least one sample on either side"
             )
         held = self._stratified(count, seed)
         return self.select(sorted({*range(len(self))} - {*held})), self.select(held)
@@ -405,10 +405,11 @@ def _labeled(dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequen
     if not required:
         return dataset._with(labels=table, classes=found) if (table >= 0).any() else dataset
     if not len(rows):
+        part, recipe = ("val", "") if known else ("train", "; a recipe that needs no labels takes labels='none'")
         raise ImageError(
-            f"none of the {len(table)} samples has a label ({', '.join(chosen)}). Expected a folder that holds two or "
-            "more class folders and nothing else (name PATH/train if they are there), or a label column; a recipe that "
-            "needs no labels takes labels='none'"
+            f"none of the {counted(len(table), 'sample')} has a label ({', '.join(chosen)}). Expected a folder that "
+            f"holds two or more class folders and nothing else (name PATH/{part} if they are there), or a label "
+            f"column{recipe}"
         )
     missing = len(table) - len(rows) + dataset.num_unlabeled
     return dataset._with(labels=table, classes=found).select(rows.tolist())._with(num_unlabeled=missing)
@@ -426,7 +427,7 @@ def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tu
     if known is None:
         return names or tuple(str(number) for number in range(top)), numbers
     known = tuple(known)
-    if not names and known != tuple(map(str, range(len(known)))):
+    if not names and top and known != tuple(map(str, range(len(known)))):
         raise InvalidOption(
             f"{column}: the classes here are numbers without names, and the known classes have names "
             f"({_shortened(known)}); expected class folders, or a column of names"
@@ -438,8 +439,8 @@ def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tu
     places = {name: number for number, name in enumerate(known)}
     unknown = [names[number] for number in numbers[numbers >= 0].unique().tolist() if names[number] not in places]
     if unknown or len(places) < len(known):
-        shown = _shortened(unknown) or "a name that occurs twice"
-        raise InvalidOption(f"{column}: {shown} is not one of the {len(known)} known classes ({_shortened(known)})")
+        shown = f"{_shortened(unknown)} {'is' if len(unknown) == 1 else 'are'}" if unknown else "a repeated name is"
+        raise InvalidOption(f"{column}: {shown} not among the {len(known)} known classes ({_shortened(known)})")
     table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])
     return known, table[numbers]  # the last entry is for -1
 

@@ -117,15 +117,29 @@ def find_images(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     return list(found.values())
 
 
+def has_images(folder: Path) -> bool:
+    """Return whether a folder or one of its subfolders holds an image, as :func:`find_images` finds them."""
+    return next(_images_under(folder), None) is not None
+
+
 def read_images(images: Any) -> list[Image.Image]:
-    """Return one image or several, PIL images or paths of files, as RGB images at their own resolution."""
+    """Return one image or several as RGB images at their own resolution.
+
+    Images are PIL images, paths of files, arrays (H, W, 3) or tensors (3, H, W), as :func:`as_image` takes them.
+    """
     several = images if isinstance(images, list | tuple) else [images]
     if not several:
-        raise InvalidOption("no images were given; pass one or more PIL images or paths")
+        raise InvalidOption("no images were given; pass one or more PIL images, paths or arrays")
     for image in several:
-        if not isinstance(image, Image.Image | str | os.PathLike):
-            raise InvalidOption(f"expected PIL images or paths of image files; got {type(image).__name__}")
-    return [as_rgb(image) if isinstance(image, Image.Image) else read_image(image) for image in several]
+        if not isinstance(image, Image.Image | str | os.PathLike | np.ndarray | Tensor):
+            raise InvalidOption(
+                f"expected PIL images, paths of image files, arrays (H, W, 3) or tensors (3, H, W); got "
+                f"{type(image).__name__}"
+            )
+    return [
+        read_image(image) if isinstance(image, str | os.PathLike) else as_image(image, f"image {number}")
+        for number, image in enumerate(several)
+    ]
 
 
 def center_square(image: Image.Image, size: int) -> Tensor:
@@ -149,6 +163,28 @@ def as_rgb(image: Image.Image) -> Image.Image:
         image = Image.new("RGBA", rgba.size, "white")
         image.alpha_composite(rgba)
     return image.convert("RGB")
+
+
+def as_image(value: Any, name: str) -> Image.Image:
+    """Convert a PIL image, a tensor or an array to an RGB image.
+
+    Tensors are (C, H, W), arrays (H, W, C) or (H, W), with one or three channels, in bytes or from 0 to 1.
+    """
+    if isinstance(value, Image.Image):
+        return as_rgb(value)
+    if isinstance(value, Tensor) and value.dim() == 3:
+        value = value.detach().cpu().movedim(0, -1)
+        value = (value.float() if value.is_floating_point() else value.byte()).numpy()
+    if isinstance(value, np.ndarray) and (value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (1, 3))):
+        if np.issubdtype(value.dtype, np.floating) and bool(((value >= 0) & (value <= 1)).all()):
+            value = np.rint(value * 255).astype(np.uint8)
+        if value.dtype == np.uint8:
+            value = value[..., 0] if value.shape[2:] == (1,) else value
+            return Image.fromarray(np.ascontiguousarray(value)).convert("RGB")
+    raise ImageError(
+        f"{name}: not an image; expected a PIL image, a tensor (3, H, W) or an array (H, W, 3), in bytes or from 0 to "
+        "1. Leave out transforms that normalize: that is done here"
+    )
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

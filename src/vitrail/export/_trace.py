@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._wording import kind_of
 from vitrail.adapters.saved import class_names
 from vitrail.errors import ExportError, VitrailError, VitrailWarning
 from vitrail.heads import Output
@@ -55,7 +56,7 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
     tensors = dict(_walk(result, ""))
     if not tensors:
         raise ExportError(
-            f"the model returned a {type(result).__name__}; expected a tensor, or a dict or tuple of tensors. Wrap the "
+            f"the model returned {kind_of(result)}; expected a tensor, or a dict or tuple of tensors. Wrap the "
             "model in a module that returns tensors"
         )
     return tensors

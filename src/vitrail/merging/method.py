@@ -369,7 +369,7 @@ def as_method(method: str | Mapping[str, Any] | Method) -> Method:
                 f"{method.label}: place is 'before' or 'between' and scope 'pass' or 'block'; got {method.place!r} and "
                 f"{method.scope!r}"
             )
-        return method
+        return _check_reduces(method)
     if isinstance(method, type) and issubclass(method, Method):
         raise InvalidOption(f"method takes an instance, not a class: method={method.__name__}()")
     options = dict(method) if isinstance(method, Mapping) else {"name": method}
@@ -380,9 +380,19 @@ def as_method(method: str | Mapping[str, Any] | Method) -> Method:
             f"vitrail.Method; got {method!r}"
         )
     try:
-        return METHODS[name](**options)
+        return _check_reduces(METHODS[name](**options))
     except TypeError as error:
         raise InvalidOption(f"method {name!r} does not take these options: {error}") from error
+
+
+def _check_reduces(method: Method) -> Method:
+    """Return a method; raise ``InvalidOption`` if it does not implement :meth:`Method.reduce`."""
+    if getattr(method.reduce, "__func__", None) is Method.reduce:
+        raise InvalidOption(
+            f"{method.label} does not implement reduce(context, r), which returns the tokens that become one; see "
+            "vitrail.Method"
+        )
+    return method
 
 
 def check_amount(method: Method, r: object, context: Context) -> None:

@@ -38,6 +38,7 @@ class Room:
         capacity: the method's capacity.
         restored: tokens are restored after each layer, so that every layer starts with all of them.
         feasible: largest number of tokens, at most a wanted one, that one step can remove from this many.
+        special: number of special tokens, which are among the protected ones; None where no patch is protected.
     """
 
     tokens: int
@@ -46,6 +47,12 @@ class Room:
     capacity: Capacity = front_edges
     restored: bool = False
     feasible: Capacity | None = None
+    special: int | None = None
+
+    @property
+    def patches(self) -> int:
+        """Number of patches, protected ones included."""
+        return self.tokens - (self.protected if self.special is None else self.special)
 
     def cap(self, wanted: Sequence[int]) -> tuple[int, ...]:
         """Limit each layer's merges to what is possible in that layer.
@@ -90,7 +97,7 @@ class Schedule:
 
     Attributes:
         r: tokens to merge per layer, one number or one per layer.
-        keep: share of the patches left after the last layer.
+        keep: share of the patches left after the last layer, protected ones included.
         gflops: budget for one input in 10⁹ multiply-adds (the literature's FLOPs).
         inflection: −1 merges most in the first layers, 0 equally, 1 most in the last ones.
         layers: share of the merges of each layer; None where the inflection decides.
@@ -183,16 +190,17 @@ class Schedule:
 
     def _solve_keep(self, depth: int, room: Room) -> Solution:
         assert self.keep is not None
-        patches = room.tokens - room.protected
+        patches, fixed = room.patches, room.patches - (room.tokens - room.protected)
         total = patches - max(1, round(self.keep * patches)) if patches else 0
         if room.restored:
             return Solution((total,) * depth, room.cap([total] * depth))
         per_layer = self._scaled(depth, room, lambda merges: sum(merges) >= total)
         if per_layer is None:
             most = patches - sum(room.cap([room.tokens] * depth))
+            protected = f", {fixed} of them protected" if fixed else ""
             raise InvalidOption(
                 f"keep={self.keep} would leave {patches - total} of {patches} patches, but {depth} layers cannot "
-                f"merge below {most}; use at least keep={math.ceil(1000 * most / patches) / 1000}"
+                f"merge below {most}{protected}; use at least keep={math.ceil(1000 * most / patches) / 1000}"
             )
         if room.feasible is not None:  # trimmed numbers may not be feasible
             return Solution(per_layer, per_layer)

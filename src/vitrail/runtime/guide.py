@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from vitrail._wording import counted
 from vitrail.adapters.forward_pass import Place
 from vitrail.errors import BrokenPass, InvalidOption, UnsupportedInput
 from vitrail.merging import Method
@@ -37,8 +38,8 @@ def current_guide(plan: object, layout: TokenLayout, batch: int, device: torch.d
     for name, values in current[1].items():
         if values.shape[1] != layout.num_patches or values.shape[0] not in (1, batch):
             raise UnsupportedInput(
-                f"the guide {name!r} is for {values.shape[0]} images of {values.shape[1]} patches, but this batch has "
-                f"{batch} of {layout.num_patches}"
+                f"the guide {name!r} is for {counted(values.shape[0], 'image')} of {values.shape[1]} patches, but this "
+                f"batch has {batch} of {layout.num_patches}"
             )
         values = values.to(device, torch.promote_types(values.dtype, torch.float32)).expand(batch, -1)
         found[name] = torch.cat([values.new_zeros(batch, layout.num_special), values], 1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.adapters.base import BlockAdapter
 from vitrail.errors import InvalidOption, SaturatedWarning, UnsupportedInput, VitrailWarning
@@ -118,7 +119,8 @@ class Plan:
             )
         mask = _with_special(self.protect, special)
         first = method.capacity(special + patches, mask)
-        return Room(special + patches, int(mask.sum(1).max()), first, method.capacity, restored, feasible)
+        protected = int(mask.sum(1).max())
+        return Room(special + patches, protected, first, method.capacity, restored, feasible, special)
 
     def _solve(self, schedule: Schedule, patches: int, grid: Grid) -> Solution:
         if self.method.decides:
@@ -183,8 +185,8 @@ class Plan:
         mask = _with_special(self.protect, layout.num_special).to(device)
         if mask.shape[0] not in (1, batch):
             raise UnsupportedInput(
-                f"protect= has masks for {mask.shape[0]} images, but this batch has {batch}; pass one mask per "
-                "image, or one for all"
+                f"protect= has masks for {counted(mask.shape[0], 'image')}, but this batch has {batch}; pass one mask "
+                "per image, or one for all"
             )
         return mask
 

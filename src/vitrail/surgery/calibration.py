@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vitrail._checks import is_number
+from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
@@ -154,8 +155,8 @@ def _refine(
     deviation, counts, method.settings = best
     if abs(deviation) > tolerance:
         warnings.warn(
-            f"calibration missed the budget by {deviation:+.1%} on {len(counts.kept)} images; use more images, a "
-            "larger budget, or a larger tolerance",
+            f"calibration missed the budget by {deviation:+.1%} on {counted(len(counts.kept), 'image')}; use more "
+            "images, a larger budget, or a larger tolerance",
             VitrailWarning,
             stacklevel=4,
         )

@@ -75,7 +75,7 @@ def merge(
     Args:
         model: a supported model, or a module that contains exactly one.
         r: tokens to merge in each layer, or a list with one number per layer.
-        keep: share of the patches left after the last layer.
+        keep: share of the patches left after the last layer, protected ones included.
         gflops: budget for one input, in 10⁹ multiply-adds; solved for each input size.
         schedule: distribution of the merges over depth: ``"constant"``, ``"decreasing"`` (most in early layers),
             ``"increasing"``, or ToMe's inflection from −1 to 1. By default the method's own: for most, constant.
@@ -452,7 +452,8 @@ class Merging(Handle):
         """Draw each image as stained glass: one pane per kept token, in the mean color of its patches.
 
         Args:
-            images: one image or several: PIL images, or paths of files. The whole image is resized to the model's
+            images: one image or several: PIL images, paths of files, arrays (H, W, 3) or tensors (3, H, W), in bytes
+                or from 0 to 1. The whole image is resized to the model's
                 input size for the model, and drawn at its own resolution.
         """
         from vitrail.data import to_tensor

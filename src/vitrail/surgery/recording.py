@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
@@ -133,5 +134,7 @@ def read_batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Te
     if batches.skipped:
         many, (_, reason) = len(batches.skipped), batches.skipped[0]
         warnings.warn(
-            f"skipped {many} images that could not be read; the first: {reason}", VitrailWarning, stacklevel=2
+            f"skipped {counted(many, 'image')} that could not be read; the first: {reason}",
+            VitrailWarning,
+            stacklevel=2,
         )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
+from vitrail._wording import counted
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
@@ -304,9 +305,9 @@ def _check_artifacts(found: _Norms, threshold: float, least: float) -> None:
         raise UnsupportedInput("there are no images to find register neurons with")
     if not found.outliers or not found.others:
         raise UnsupportedInput(
-            f"{'all patches' if found.outliers else 'no patches'} of {found.images} images have a norm above "
-            f"{threshold:.4g} after the last block, so there are no artifacts to find neurons for; use more images, "
-            "or another threshold"
+            f"{'all patches' if found.outliers else 'no patches'} of {counted(found.images, 'image')} have a norm "
+            f"above {threshold:.4g} after the last block, so there are no artifacts to find neurons for; use more "
+            "images, or another threshold"
         )
     if float(found.factor[-1]) < least:
         raise UnsupportedInput(
@@ -338,10 +339,18 @@ def _activations(
 
 
 def _check_neurons(found: Found, neurons: Any) -> tuple[dict[int, tuple[int, ...]], dict[int, int]]:
-    """Return the given neurons, and the number of neurons, of each layer."""
+    """Return the given neurons, and the number of neurons, of each layer; JSON has layers as text."""
+    given = neurons
     valid = isinstance(neurons, Mapping) and all(isinstance(some, Sequence) for some in neurons.values())
+    if valid:
+        neurons = {_layer_number(layer): some for layer, some in given.items()}
     if not valid or not all(is_int(one) for layer, some in neurons.items() for one in (layer, *some)):
-        raise InvalidOption(f"neurons is a number, or numbers by layer such as {{5: [17, 301]}}; got {neurons!r:.200}")
+        raise InvalidOption(f"neurons is a number, or numbers by layer such as {{5: [17, 301]}}; got {given!r:.200}")
+    if len(neurons) < len(given):
+        raise InvalidOption(f"neurons has a layer twice, as a number and as text; give it once; got {given!r:.200}")
+    empty = [layer for layer, some in neurons.items() if not some]
+    if empty:
+        raise InvalidOption(f"neurons has none for layer {empty[0]}; give one or more, or leave the layer out")
     widths = {}
     for layer, some in neurons.items():
         if not 0 <= layer < len(found.blocks):
@@ -353,6 +362,11 @@ def _check_neurons(found: Found, neurons: Any) -> tuple[dict[int, tuple[int, ...
                 f"layer {layer} has neurons 0 to {widths[layer] - 1}, each to be given once; got {wrong or list(some)}"
             )
     return {layer: tuple(some) for layer, some in neurons.items()}, widths
+
+
+def _layer_number(layer: object) -> object:
+    """Return a layer that is a number in text, as a key in JSON, as an integer; anything else unchanged."""
+    return int(layer) if isinstance(layer, str) and layer.isascii() and layer.isdigit() else layer
 
 
 def _random_neurons(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.timing import Clock, Spread, measure
@@ -152,7 +153,7 @@ class Trials:
         if tokens.dim() < 2 or len(tokens) != len(batch):
             raise UnsupportedInput(
                 f"tune compares one output per image, (images, ...); this model returned {tuple(tokens.shape)} for "
-                f"{len(batch)} images"
+                f"{counted(len(batch), 'image')}"
             )
         return tokens.float().cpu()
 

@@ -181,19 +181,44 @@ class Tuner:
 
     def run(self, methods: Sequence[Any], search: str, began: float) -> Tuning:
         """Search, decide on the held-out images, and measure."""
-        paths = [Path("constant", one, self._constant(one)) for one in methods]
-        chosen: list[tuple[Path, int]] = [(path, 0) for path in paths]
+        paths = self._reaching([Path("constant", one, self._constant(one)) for one in methods])
+        chosen: list[tuple[Path, int]] = [(path, self._start(path)) for path in paths]
         with self._interruptible():
             if len(paths) > 1:
                 paths = [min(paths, key=self._pilot)]
-                chosen = [(paths[0], 0)]
-            chosen = [(path, self._choose(path)) for path in paths]
+                chosen = [(paths[0], self._start(paths[0]))]
+            index = self._choose(paths[0])
+            if index is None:
+                raise InvalidOption(
+                    f"latency_ms={self.goal.latency_ms:g} cannot be reached for batches of {self.batch_size} images: "
+                    "the most merging that tune tries takes longer; raise the budget, or use smaller batches"
+                )
+            chosen = [(paths[0], index)]
             target = max(FLOOR, 0.95 * self._cost(paths[0].method, paths[0].schedules[chosen[0][1]]))
             for found in self._search(paths[0].method, search, target):
                 path = Path(search, paths[0].method, found)
-                chosen = [chosen[0], (path, self._choose(path))]
+                index = self._choose(path)
+                if index is not None:  # a search that ran out of time may end above the budget
+                    chosen = [chosen[0], (path, index)]
         path, index, values = self._decide(chosen)
         return self._result(path, index, values, began)
+
+    def _reaching(self, paths: list[Path]) -> list[Path]:
+        """Return the paths that reach a budget in FLOPs; raise where none does."""
+        found = [path for path in paths if self.goal.gflops is None or self._within_flops(path) is not None]
+        if not found:
+            costs = (self.trials.flops(path.method, counts) for path in paths for counts in path.schedules)
+            raise InvalidOption(
+                f"gflops={self.goal.gflops:g} cannot be reached: the most merging that tune tries leaves "
+                f"{min(costs) / 1e9:.4g} GFLOPs of {self._unmerged_flops / 1e9:.4g}; raise the budget to more than that"
+            )
+        return found
+
+    def _start(self, path: Path) -> int:
+        """Return the index of the schedule that stands if the user interrupts at once: within a budget if any is."""
+        if self.goal.gflops is not None:
+            return self._within_flops(path) or 0
+        return 0 if self.goal.latency_ms is None else len(path.schedules) - 1
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -266,29 +291,37 @@ class Tuner:
         """Return whether a greedy path has gone well beyond the cost that matters."""
         return self._cost(method, counts) <= max(FLOOR, target - 0.25)
 
-    def _choose(self, path: Path) -> int:
-        """Return the index of the schedule that meets the goal on the tuning images with the most merging."""
+    def _choose(self, path: Path) -> int | None:
+        """Return the index of the schedule that meets the goal on the tuning images; None if none is within a budget.
+
+        Within a tolerance it is the one with the most merging, within a budget the one with the least.
+        """
         if self.goal.latency_ms is not None:
             return self._within_latency(path)
         if self.goal.gflops is not None:
-            fits = [self.trials.flops(path.method, counts) <= self.goal.gflops * 1e9 for counts in path.schedules]
-            return fits.index(True) if True in fits else len(fits) - 1
+            return self._within_flops(path)
         low, high = 0, len(path.schedules)
         while high - low > 1 and time.monotonic() < self.until:
             middle = (low + high) // 2
             low, high = (middle, high) if self._meets(self._value(path, middle)) else (low, middle)
         return low
 
-    def _within_latency(self, path: Path) -> int:
-        """Return the least merging whose measured latency is within the budget."""
+    def _within_flops(self, path: Path) -> int | None:
+        """Return the least merging whose FLOPs are within the budget; None if there is none."""
+        assert self.goal.gflops is not None
+        costs = (self.trials.flops(path.method, counts) for counts in path.schedules)
+        return next((index for index, cost in enumerate(costs) if cost <= self.goal.gflops * 1e9), None)
+
+    def _within_latency(self, path: Path) -> int | None:
+        """Return the least merging whose measured latency is within the budget; None if there is none."""
         batch = torch.cat(self.trials.images)[: self.batch_size]
-        low, high = -1, len(path.schedules) - 1
+        low, high = -1, len(path.schedules)
         while high - low > 1:
             middle = (low + high) // 2
             setting = (path.method, path.schedules[middle])
             fits = 1e3 * self.trials.times([setting], batch, 0.5)[1].median <= float(self.goal.latency_ms or 0)
             low, high = (low, middle) if fits else (middle, high)
-        return high
+        return high if high < len(path.schedules) else None
 
     def _meets(self, value: float) -> bool:
         return self.goal.bound is None or self.goal.quality.meets(value, self.goal.bound)

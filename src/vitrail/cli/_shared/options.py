@@ -85,7 +85,9 @@ Batch = Annotated[int, typer.Option("-b", "--batch", min=1, metavar="N", help="I
 Device = Annotated[
     Literal["cpu", "cuda"] | None, typer.Option(help="Device; CUDA if available by default.", show_default=False)
 ]
-Limit = Annotated[int, typer.Option(min=0, metavar="N", help="Most images, spread over the data; 0 for all.")]
+Limit = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Maximum number of images, spread over the data; 0 for all.")
+]
 Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
 
 

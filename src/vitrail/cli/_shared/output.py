@@ -88,15 +88,16 @@ class Names:
     """File names for results, after their samples; they collide neither with each other nor with an input.
 
     Results of ``cat.jpg`` are called ``cat``, those of ``dogs/rex.jpg`` beside it ``dogs-rex``; ``cat.gif`` and
-    ``cat.webp`` keep their suffixes. Case is ignored, as on some file systems.
+    ``cat.webp`` keep their suffixes. Case is ignored, as on some file systems. With ``by_stem`` directories play no
+    part: a name tells nothing about where its file lies.
     """
 
-    def __init__(self, directory: Path, dataset: Dataset) -> None:
+    def __init__(self, directory: Path, dataset: Dataset, *, by_stem: bool = False) -> None:
         self.directory = directory
         paths = dataset.paths or [re.sub(r"[^\w./-]+", "-", name) for name in dataset.names]
         inputs = [Path(os.path.normpath(Path(path).absolute())) for path in paths]
         root = os.path.commonpath([path.parent for path in inputs])
-        full = ["-".join(path.relative_to(root).parts) for path in inputs]
+        full = [path.name if by_stem else "-".join(path.relative_to(root).parts) for path in inputs]
         count = Counter(Path(label).stem.casefold() for label in full)
         self.labels = [label if count[Path(label).stem.casefold()] > 1 else Path(label).stem for label in full]
         self.taken = {str(Path(path).resolve()).casefold() for path in paths}

@@ -7,7 +7,7 @@ To add a format, derive a class from :class:`~vitrail.data.sources.base.Source` 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vitrail.data.decode import EXTENSIONS, find_images
+from vitrail.data.decode import EXTENSIONS, find_images, has_images
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Labels, Source, matching
 from vitrail.data.sources.folder import FolderSource
@@ -38,6 +38,10 @@ def open_source(source: Any, columns: Sequence[str] = ()) -> Source:
         return Arrays(source)
     if hasattr(source, "features") and hasattr(source, "cast_column"):
         return HubSource(source)
+    if isinstance(source, list | tuple | Mapping) and not source:
+        raise InvalidOption(
+            f"{source!r} holds no images; expected an image file, a folder, or another source of images"
+        )
     if not are_paths(source):
         return TorchSource(source, columns)
     given = [source] if isinstance(source, str | os.PathLike) else list(source)
@@ -73,7 +77,24 @@ def _open_files(given: Sequence[PathLike]) -> Source:
     if tables:
         return ParquetSource(tables)
     root = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
-    return FolderSource(find_images(paths), root)
+    images = find_images(paths)
+    for path in map(Path, given):
+        if len(given) > 1:
+            _check_holds_images(path)
+    return FolderSource(images, root)
+
+
+def _check_holds_images(path: Path) -> None:
+    """Raise for a path among several, some of which hold images, that is a shard or a folder without images."""
+    if path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar")) and not has_images(path)):
+        raise InvalidOption(
+            f"{path} holds WebDataset shards, and other paths hold images; open images and shards one after the other"
+        )
+    if path.is_dir() and not has_images(path):
+        raise InvalidOption(
+            f"{path} is a folder without images, among other paths with images; expected files that end in "
+            f"{', '.join(sorted(EXTENSIONS))}. Leave it out, or name the folder that holds the images"
+        )
 
 
 def _find_tables(paths: Sequence[Path]) -> list[Path]:

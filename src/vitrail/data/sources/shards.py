@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from vitrail._wording import counted
 from vitrail.data.decode import EXTENSIONS, decode_image
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import Labels, Source, clean, matching, number_classes
@@ -48,7 +49,7 @@ class ShardSource(Source):
                 self._offsets.append(offset)
                 self._sizes.append(size)
         if not self.names:
-            raise ImageError(f"{self._paths[0]}: no images found in {len(self._paths)} shards")
+            raise ImageError(f"{self._paths[0]}: no images found in {counted(len(self._paths), 'shard')}")
 
     def labels(self, column: str | None) -> Labels:
         column = column or next((name for name in LABELS if name in self._columns), None)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
-from vitrail.data.decode import as_rgb
+from vitrail.data.decode import as_image
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import Labels, Source, class_number, clean
 from vitrail.errors import ImageError, InvalidOption
@@ -96,28 +95,6 @@ def open_torchvision(source: str, columns: Sequence[str]) -> TorchSource:
     except (RuntimeError, OSError, ValueError) as error:
         raise ImageError(f"torchvision:{source}: {str(error).splitlines()[0]} Download it first") from error
     return TorchSource(dataset, columns, name)
-
-
-def as_image(value: Any, name: str) -> Image.Image:
-    """Convert whatever a dataset calls an image.
-
-    Tensors are (C, H, W), arrays (H, W, C) or (H, W), with one or three channels, in bytes or from 0 to 1.
-    """
-    if isinstance(value, Image.Image):
-        return as_rgb(value)
-    if isinstance(value, Tensor) and value.dim() == 3:
-        value = value.detach().cpu().movedim(0, -1)
-        value = (value.float() if value.is_floating_point() else value.byte()).numpy()
-    if isinstance(value, np.ndarray) and (value.ndim == 2 or (value.ndim == 3 and value.shape[-1] in (1, 3))):
-        if np.issubdtype(value.dtype, np.floating) and bool(((value >= 0) & (value <= 1)).all()):
-            value = np.rint(value * 255).astype(np.uint8)
-        if value.dtype == np.uint8:
-            value = value[..., 0] if value.shape[2:] == (1,) else value
-            return Image.fromarray(np.ascontiguousarray(value)).convert("RGB")
-    raise ImageError(
-        f"{name}: not an image; expected a PIL image, a tensor (3, H, W) or an array (H, W, 3), in bytes or from 0 to "
-        "1. Leave out transforms that normalize: that is done here"
-    )
 
 
 def _as_sequence(value: Any) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail._checks import is_int
+from vitrail._wording import kind_of
 from vitrail.errors import InvalidOption
 
 
@@ -169,7 +170,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidOption(f"cannot read {path} as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise InvalidOption(f"{path} holds a {type(values).__name__}; expected a mapping of option names to values")
+        raise InvalidOption(f"{path} holds {kind_of(values)}; expected a mapping of option names to values")
     return values
 
 

@@ -179,3 +179,13 @@ def test_a_video() -> None:
     sizes = trace.sizes.gather(1, trace.groups)
     assert (sizes[:, moving.flatten()] == 1).all()
     assert [len(groups[~moving.flatten()].unique()) for groups in trace.groups] == [8, 8], "the others halved"
+
+
+def test_a_guide_that_is_not_shown_is_named() -> None:
+    config = ViTConfig(**SMALL)
+    model = built(config)
+    with (
+        vitrail.merge(model, r=1, method=Salient("ahead")),
+        pytest.raises(InvalidOption, match=r"importance='ahead' .*with merging\.guide\(ahead=\.\.\.\)"),
+    ):
+        model(random_images(config))

@@ -227,15 +227,16 @@ def received_attention(
         bias = torch.zeros_like(ones) if size is None else size.float().log2()
         received: Tensor = ops.attention_received(q.detach(), k.detach(), bias, share.float(), scale)
         return received
+
+    def weigh_by_size(scores: Tensor, rows: slice) -> Tensor:
+        bias = key_bias(size, None, scores)
+        return (scores if bias is None else scores + bias).softmax(-1)
+
     total: Tensor | float = 0.0
     for start in range(0, q.shape[2], QUERIES_AT_ONCE):
         rows = slice(start, start + QUERIES_AT_ONCE)
         scores = (q[:, :, rows] * scale) @ k.transpose(-2, -1)
-        if weigh is None:
-            bias_now = key_bias(size, None, scores)
-            weights = (scores if bias_now is None else scores + bias_now).softmax(-1)
-        else:
-            weights = weigh(scores, rows)
+        weights = (weigh or weigh_by_size)(scores, rows)
         total = total + (weights * share[:, None, rows, None]).sum(2)
     assert isinstance(total, Tensor)
     return total

@@ -145,6 +145,6 @@ def divergence(quality: Quality) -> Compare:
     return _kl if quality.logits else _relative_error
 
 
-def is_number(value: object) -> bool:
+def is_positive(value: object) -> bool:
     """Return whether a value is a finite number above 0."""
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf

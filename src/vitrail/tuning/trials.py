@@ -15,7 +15,6 @@ from vitrail.adapters import Found
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.timing import Clock, Spread, measure
 from vitrail.errors import SaturatedWarning, UnsupportedInput
-from vitrail.merging import Method
 from vitrail.surgery import Merging, merge
 from vitrail.surgery.recording import evaluating, to_model
 from vitrail.tuning.quality import Compare, Quality, divergence
@@ -161,11 +160,3 @@ class Trials:
         if self.merging is not None:
             self.merging.remove()
             self.merging = None
-
-
-def is_static(method: Any) -> bool:
-    """Return whether a method removes the same number of tokens from every image."""
-    from vitrail.merging import as_method
-
-    made: Method = as_method(method)
-    return made.static

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from vitrail.data.batches import open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.merging import Method, as_method
 from vitrail.runtime.checks import refuse_merged
-from vitrail.tuning.quality import Quality, Tolerance, as_quality, is_number
+from vitrail.surgery import merge
+from vitrail.tuning.quality import Quality, Tolerance, as_quality, is_positive
 from vitrail.tuning.result import Candidate, Tuning
 from vitrail.tuning.search import SEARCHES, Problem
 from vitrail.tuning.trials import Counts, Trials
@@ -91,7 +93,7 @@ def tune(
     methods = _methods(method)
     if search not in SEARCHES:
         raise InvalidOption(f"search is one of {', '.join(SEARCHES)}; got {search!r}")
-    if not is_number(seconds) or not 0 < held_out < 1:
+    if not is_positive(seconds) or not 0 < held_out < 1:
         raise InvalidOption(
             f"seconds is a number above 0 and held_out a share between 0 and 1; got {seconds!r} and {held_out!r}"
         )
@@ -149,7 +151,7 @@ class Goal:
         if within is not None:
             tolerance = Tolerance.parse(within)
             return cls(tolerance.quality, tolerance.bound)
-        if not is_number(given[named[0]]):
+        if not is_positive(given[named[0]]):
             raise InvalidOption(f"{named[0]} is a budget above 0; got {given[named[0]]!r}")
         return cls(as_quality(quality), None, gflops, latency_ms)
 
@@ -195,7 +197,8 @@ class Tuner:
                 )
             chosen = [(paths[0], index)]
             target = max(FLOOR, 0.95 * self._cost(paths[0].method, paths[0].schedules[chosen[0][1]]))
-            for found in self._search(paths[0].method, search, target):
+            found = self._search(paths[0].method, search, target)
+            if found is not None:
                 path = Path(search, paths[0].method, found)
                 index = self._choose(path)
                 if index is not None:  # a search that ran out of time may end above the budget
@@ -234,7 +237,7 @@ class Tuner:
         counts = [self.trials.cap(method, [r] * depth) for r in range(patches // 2 + 1)]
         return [one for one in dict.fromkeys(counts) if self._cost(method, one) >= FLOOR]
 
-    @property
+    @cached_property
     def _patches(self) -> int:
         adapter, trunk = self.trials.found.adapter, self.trials.found.trunk
         return adapter.layout(trunk, self.trials._size).num_patches
@@ -242,7 +245,7 @@ class Tuner:
     def _cost(self, method: Any, counts: Counts) -> float:
         return self.trials.flops(method, counts) / self._unmerged_flops
 
-    @property
+    @cached_property
     def _unmerged_flops(self) -> int:
         merging = self.trials.apply(self.trials.method or "tome", [0] * len(self.trials.found.blocks))
         return merging.flops(self.trials._size, merged=False)
@@ -259,8 +262,8 @@ class Tuner:
         count = int(max(FEWEST, min(len(self.tuning), spend / max(self.per_image, 1e-9))))
         return self.tuning[: min(count, len(self.tuning))]
 
-    def _search(self, method: Any, name: str, target: float) -> Iterator[list[Counts]]:
-        """Yield the paths of a search, each better than the one before."""
+    def _search(self, method: Any, name: str, target: float) -> list[Counts] | None:
+        """Return the best path of a search; None if there was no time for one."""
         few = self._few()
         spent = time.monotonic()
 
@@ -275,6 +278,7 @@ class Tuner:
             cost=lambda counts: self._cost(method, tuple(counts)),
             loss=loss,
             target=target,
+            floor=max(FLOOR, target - 0.25),
             until=spent + 0.7 * max(0.0, self.until - spent),
             seed=self.seed,
         )
@@ -282,14 +286,7 @@ class Tuner:
         with self._interruptible():
             for path in SEARCHES[name](problem):
                 last = path
-                if self._is_far_enough(method, path[-1], target) and name == "greedy":
-                    break
-        if last is not None:
-            yield last
-
-    def _is_far_enough(self, method: Any, counts: Counts, target: float) -> bool:
-        """Return whether a greedy path has gone well beyond the cost that matters."""
-        return self._cost(method, counts) <= max(FLOOR, target - 0.25)
+        return last
 
     def _choose(self, path: Path) -> int | None:
         """Return the index of the schedule that meets the goal on the tuning images; None if none is within a budget.
@@ -413,8 +410,7 @@ def _methods(method: Any) -> list[Any]:
 
 
 def _try(model: nn.Module, method: Method, proportional: bool) -> None:
-    from vitrail.surgery import merge
-
+    """Raise if a model cannot serve a method."""
     merge(model, 0, method=method, proportional=proportional).remove()
 
 

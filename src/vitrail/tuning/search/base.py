@@ -24,6 +24,7 @@ class Problem:
         cost: share of the unmerged model's FLOPs that a schedule leaves.
         loss: distance from the unmerged model's outputs under a schedule, on the search images.
         target: share of the FLOPs around which the schedule matters.
+        floor: share of the FLOPs below which it no longer does.
         until: moment (``time.monotonic``) at which to stop.
         seed: seed of random choices.
         evaluations: calls of ``loss`` so far.
@@ -36,6 +37,7 @@ class Problem:
     loss: Callable[[Counts], float]
     target: float
     until: float
+    floor: float = 0.0
     seed: int = 0
     evaluations: int = 0
     _known: dict[Counts, float] = field(default_factory=dict)

@@ -40,4 +40,6 @@ def by_sensitivity(problem: Problem) -> Iterator[list[Counts]]:
         cost = problem.cost(counts)
         path.append(counts)
         yield list(path)
+        if cost <= problem.floor:
+            return
         heapq.heappush(heap, (price, layer, turn))

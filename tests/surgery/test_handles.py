@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -106,14 +107,19 @@ def test_deprecated_names(kind: type[Handle]) -> None:
 
 
 @each
-def test_the_handle_of_a_copy_leaves_the_original_alone(kind: type[Handle]) -> None:
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_the_handle_of_a_copy_leaves_the_original_alone(kind: type[Handle], duplicate: Callable) -> None:
     model, images = CASE.model(), CASE.images()
     before = model(images)
     handle = apply(kind, model)
     changed = model(images)
-    twin = copy.deepcopy(model)
+    twin = duplicate(model)
     assert torch.equal(twin(images), changed)
-    kind.of(twin).remove()
+    twin_handle = kind.of(twin)
+    assert twin_handle.model is twin
+    twin_handle.remove()
     assert torch.equal(twin(images), before)
     assert handle.is_active
     assert torch.equal(model(images), changed)

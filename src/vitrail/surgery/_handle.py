@@ -86,7 +86,10 @@ class Handle(ABC):
 
 @dataclass(eq=False, repr=False)
 class HookHandle(Handle):
-    """A change that consists of hooks; the trunk's attribute ``_mark`` holds the handle."""
+    """A change that consists of hooks; the trunk's attribute ``_mark`` holds the handle.
+
+    Hooks are bound methods, or partials of them: copies and pickles of a model then have hooks of their own handle.
+    """
 
     _mark: ClassVar[str]
     _name: ClassVar[str]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -91,20 +92,18 @@ class Ablation(HookHandle):
     seed: int
 
     def __post_init__(self) -> None:
-        self._attach([self.found.blocks[layer].register_forward_hook(self._hook(layer)) for layer in self.layers])
+        blocks = self.found.blocks
+        self._attach([blocks[layer].register_forward_hook(partial(self._replace, layer)) for layer in self.layers])
 
     @property
     def config(self) -> dict[str, Any]:
         """The options as plain data; ``mean`` and ``noise`` need ``data`` in addition."""
         return {"how": self.how, "tokens": list(self.places), "layers": list(self.layers), "seed": self.seed}
 
-    def _hook(self, layer: int) -> Any:
-        def replace(_: nn.Module, __: Any, output: Any) -> Any:
-            x = (output[0] if isinstance(output, tuple) else output).clone()
-            x[:, self.places] = self._replacement(layer, x[:, self.places])
-            return (x, *output[1:]) if isinstance(output, tuple) else x
-
-        return replace
+    def _replace(self, layer: int, _: nn.Module, __: Any, output: Any) -> Any:
+        x = (output[0] if isinstance(output, tuple) else output).clone()
+        x[:, self.places] = self._replacement(layer, x[:, self.places])
+        return (x, *output[1:]) if isinstance(output, tuple) else x
 
     def _replacement(self, layer: int, tokens: Tensor) -> Tensor:
         """Return the replacement of tokens (B, Q, D)."""

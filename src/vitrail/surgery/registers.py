@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -103,7 +104,7 @@ class TestTimeRegisters(HookHandle):
         hooks = [blocks[0].register_forward_pre_hook(self._insert, with_kwargs=True)]
         for layer, some in self.by_layer.items():
             last = found.block_adapters[layer].feed_last(blocks[layer])
-            hooks.append(last.register_forward_pre_hook(self._move(some)))
+            hooks.append(last.register_forward_pre_hook(partial(self._move, some)))
         self._attach([*hooks, blocks[-1].register_forward_hook(self._drop)])
         self._shift(self.registers)
 
@@ -134,19 +135,15 @@ class TestTimeRegisters(HookHandle):
         x = torch.cat([x[:, : self.place], x[:, self.place + self.registers :]], 1)
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
-    def _move(self, neurons: tuple[int, ...]) -> Any:
+    def _move(self, neurons: tuple[int, ...], _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         places = [self.place + number % self.registers for number in range(len(neurons))]
-
-        def move(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            h = args[0].clone()
-            index = torch.tensor(neurons, device=h.device)
-            values = h[..., index]
-            largest = values.gather(-2, values.abs().argmax(-2, keepdim=True)).squeeze(-2)
-            h[..., index] = 0
-            h[..., torch.tensor(places, device=h.device), index] = largest
-            return (h, *args[1:])
-
-        return move
+        h = args[0].clone()
+        index = torch.tensor(neurons, device=h.device)
+        values = h[..., index]
+        largest = values.gather(-2, values.abs().argmax(-2, keepdim=True)).squeeze(-2)
+        h[..., index] = 0
+        h[..., torch.tensor(places, device=h.device), index] = largest
+        return (h, *args[1:])
 
 
 @dataclass(frozen=True)

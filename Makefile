@@ -5,11 +5,13 @@
 #   ARGS="-k merge -x"   extra arguments for pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test test-lowest test-installed check format clean
 
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.vitrail-$(shell (pwd; cat pyproject.toml constraints.txt) | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.vitrail-$(shell (pwd; cat pyproject.toml $(CONSTRAINTS)) | cksum | cut -d' ' -f1)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -q -n logical --maxprocesses 4 --dist worksteal
 
 # Check that it runs: a name on the path may be too old, an empty shim, or lack venv.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -19,6 +21,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 help:
 	@echo "make demo     run the bundled model on six images, with more and more merging"
 	@echo "make test     run all checks and tests; ARGS=--cov also measures coverage"
+	@echo "make test-lowest  run the tests with the lowest supported versions of the dependencies"
 	@echo "make check    check formatting, lint, types and imports between layers"
 	@echo "make format   format the code and apply automatic lint fixes"
 	@echo "make clean    remove .venv, caches and the output of the demo"
@@ -28,7 +31,14 @@ demo: $(STAMP)
 
 # One thread per worker: the workers already use all cores.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# The same tests in .venv-lowest; warnings of old libraries are not errors there.
+test-lowest:
+	$(MAKE) VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt ARGS="-W default $(ARGS)" test-installed
+
+test-installed: $(STAMP)
+	$(PYTEST) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -41,7 +51,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache demo
+	rm -rf .venv .venv-lowest .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache demo
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An existing .venv is reused.
@@ -51,6 +61,6 @@ $(STAMP):
 		$(PYTHON) -m venv $(VENV); \
 	fi
 	@echo "Installing Vitrail and its tools into $(VENV); the first time takes a few minutes ..."
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@rm -f $(VENV)/.vitrail-*
 	@touch $@

@@ -43,7 +43,8 @@ class MlpNames:
 class BlockNames:
     """Where the parts of a block are: dotted paths from the block, and a few choices.
 
-    A part that is None in a block, such as a gate that is switched off, is skipped.
+    A part that is None in a block, such as a gate that is switched off, is skipped. A path that ends in ``?`` names a
+    part that not every version of the library has; it counts as None where it is missing.
 
     Attributes:
         norm1, norm2: norms of the attention half and of the MLP half.
@@ -268,7 +269,10 @@ class NamedBlock(BlockAdapter):
 
 def find_part(block: nn.Module, path: str) -> Any:
     """Return the object at a dotted path, resolved at each call: LoRA or quantization may replace a part."""
-    return attrgetter(path)(block)
+    if not path.endswith("?"):
+        return attrgetter(path)(block)
+    owner, _, name = path.removesuffix("?").rpartition(".")
+    return getattr(attrgetter(owner)(block) if owner else block, name, None)
 
 
 def linear_at(block: nn.Module, path: str) -> Callable[[Tensor], Tensor]:

@@ -32,7 +32,7 @@ from vitrail.tokens import Role, TokenLayout
 _VIT = replace(
     TIMM_NAMES,
     inner_norm="attn.norm",
-    gate="attn.gate",
+    gate="attn.gate?",  # since timm 1.0.28
     arguments=(("attn_mask", "mask"), ("is_causal", "causal")),
     dense=MlpNames(("Mlp",), act="mlp.act", norm="mlp.norm", drops=("mlp.drop1", "mlp.drop2")),
 )

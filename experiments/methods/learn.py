@@ -25,6 +25,9 @@ SHARE = 0.6
 RATES = {"method": 1e-3, "model": 3e-5}
 """Peak learning rate, for the method's parameters alone and for all weights."""
 
+DIFFRATE_RATE = 1e-2
+"""Peak learning rate of DiffRate's logits, as published."""
+
 SHIFT = 8
 """Largest shift of an image in pixels."""
 
@@ -55,9 +58,10 @@ def learn(
         if isinstance(part, DropPath):
             part.eval()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
+    rates = RATES | ({"method": DIFFRATE_RATE} if variant.base == "diffrate" else {})
     own = {id(weight) for weight in merging.method.parameters()}
     groups = [
-        {"params": [weight for weight in trained if (id(weight) in own) == method], "lr": RATES[name]}
+        {"params": [weight for weight in trained if (id(weight) in own) == method], "lr": rates[name]}
         for name, method in (("method", True), ("model", False))
     ]
     groups = [group for group in groups if group["params"]]

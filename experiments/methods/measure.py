@@ -23,6 +23,9 @@ from vitrail.merging.method import METHODS
 
 ACCURACY, SPEED = "accuracy.jsonl", "speed.jsonl"
 UNMERGED, KERNELS = "unmerged", "kernels alone"
+REFERENCE = "tome"
+"""The method that others are compared with."""
+
 GROUP = 25
 """Images whose mean KL divergence is kept; intervals treat groups as samples."""
 
@@ -108,7 +111,7 @@ def measure_subject(
         key = row_key(subject.kind, subject.seed, KERNELS, 1)
         rows.add({**base, "key": key, "variant": KERNELS, "share": 1.0, **row})
     for variant in variants:
-        for share in size.fine if variant.name == "tome" else size.shares:
+        for share in size.fine if variant.name == REFERENCE else size.shares:
             key = row_key(subject.kind, subject.seed, variant.name, share)
             if key in known and "skipped" not in known[key]:
                 continue
@@ -212,12 +215,14 @@ def modes_of(row: Mapping[str, Any], cuda: bool) -> tuple[str, ...]:
     """Return the modes in which a setting is timed.
 
     The unmerged model counts with the better of plain and compiled blocks. Methods whose lengths depend on the image
-    cannot be captured as a CUDA graph.
+    cannot be captured as a CUDA graph; ToMe is timed eagerly too, to be compared with them.
     """
     if not cuda:
         return ("eager",)
     if row["variant"] == UNMERGED:
         return ("graph", "blocks-graph")
+    if row["variant"] == REFERENCE:
+        return ("graph", "eager")
     return ("graph",) if row["static"] else ("eager",)
 
 

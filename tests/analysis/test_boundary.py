@@ -38,7 +38,9 @@ def by_hand(predicted: Tensor, true: Tensor, tolerance: float) -> tuple[float, f
 @pytest.mark.parametrize("tolerance", [0, 1, 1.5, 2, 3.2])
 def test_scores_equal_a_loop_over_pixels(tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    maps = torch.nn.functional.interpolate(torch.randn(12, 2, 4, 5, generator=generator), size=(15, 18), mode="bilinear")
+    maps = torch.nn.functional.interpolate(
+        torch.randn(12, 2, 4, 5, generator=generator), size=(15, 18), mode="bilinear"
+    )
     predicted, true = (maps > 0.1).unbind(1)
     scores = boundary_scores(predicted, true, tolerance=tolerance)
     found = torch.stack([scores.precision, scores.recall, scores.f_score], 1)

@@ -40,7 +40,12 @@ def boundary_scores(predicted: Tensor, true: Tensor, *, tolerance: float | None 
         true: the true masks of that class.
         tolerance: in pixels; by default 0.008 of the diagonal, rounded up.
     """
-    if predicted.shape != true.shape or predicted.ndim != 3 or predicted.dtype != torch.bool or true.dtype != torch.bool:
+    if (
+        predicted.shape != true.shape
+        or predicted.ndim != 3
+        or predicted.dtype != torch.bool
+        or true.dtype != torch.bool
+    ):
         raise UnsupportedInput(
             f"expected two boolean masks (B, H, W) of one shape; got {tuple(predicted.shape)} of {predicted.dtype} "
             f"and {tuple(true.shape)} of {true.dtype}"

@@ -16,6 +16,7 @@ from experiments.methods.subjects import KINDS, SHIPPED, Size, model_folder, par
 from experiments.methods.variants import Variant, quiet
 from vitrail._distributed import choose_device
 from vitrail.errors import InvalidOption
+from vitrail.merging import as_method
 from vitrail.models.layers import DropPath
 from vitrail.training import load_trained
 
@@ -53,7 +54,8 @@ def learn(
     with vitrail.merge(model, r=0) as merging:
         budget = SHARE * merging.flops(merged=False) / 1e9
     with quiet():
-        merging = vitrail.merge(model, gflops=budget, method=variant.method)
+        method = as_method(variant.method)
+        merging = vitrail.merge(model, gflops=None if method.decides else budget, method=method)
     for part in model.modules():
         if isinstance(part, DropPath):
             part.eval()

@@ -29,7 +29,7 @@ REFERENCE = "tome"
 GROUP = 25
 """Images whose mean KL divergence is kept; intervals treat groups as samples."""
 
-CHUNK = 24
+CHUNK = 32
 """Settings that are timed interleaved, besides the unmerged model."""
 
 Row = dict[str, Any]
@@ -140,8 +140,9 @@ def _measure(subject: Subject, variant: Variant, share: float, size: Size, refer
             method = None
         with quiet(), budget.merge(target.model, variant, method) as merging:
             row = measured(target, merging, reference, size.batch)
+            trained = state is not None and (variant.trains == "model" or merging.method.name == variant.base)
         row |= {} if budget.position is None else {"position": budget.position}
-        return row | ({} if state is None else {"state": state.name})
+        return row | ({"state": state.name} if state is not None and trained else {})
     except Exception as error:  # a failed method must not stop the others
         subject.model.eval()
         return {"skipped": reason(error)}

@@ -22,6 +22,7 @@ from vitrail.errors import InvalidOption, SaturatedWarning, VitrailWarning
 from vitrail.merging import Method, as_method
 from vitrail.merging.method import METHODS
 from vitrail.merging.methods.dynamic import Calibrated
+from vitrail.merging.schedule import spread
 
 STEPS = 9
 """Steps of the bisection of a dial."""
@@ -198,6 +199,8 @@ class Budget:
             VitrailError: the budget cannot be reached, or the method cannot serve the model.
         """
         made = as_method(variant.method) if method is None else method
+        if made.decides:
+            return self._scaled(model, made)
         if made.static:
             return vitrail.merge(model, gflops=self.gflops, method=made, restore=variant.restore)
         if isinstance(made, Calibrated):
@@ -205,6 +208,26 @@ class Budget:
         if variant.dial is None:
             raise Unreachable(f"there is no rule that sets {variant.name} to a budget; add one to DIALS")
         return self._dialed(model, variant.dial, method, variant.restore)
+
+    def _scaled(self, model: nn.Module, method: Method) -> vitrail.Merging:
+        """Merge by the numbers per layer that a method has learned, scaled to the budget."""
+        with vitrail.merge(model, method=method) as merging:
+            counts, high = list(merging.r), merging.layout.num_patches
+        if not any(counts):
+            raise Unreachable(f"{method.label} has learned to merge nothing")
+        shares = [count / sum(counts) for count in counts]
+        low = 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            with vitrail.merge(model, spread(middle, shares)) as merging:
+                low, high = (low, middle) if merging.flops() <= self.gflops * 1e9 else (middle, high)
+        merging = vitrail.merge(model, spread(high, shares))
+        try:
+            self._check(merging.flops() / 1e9, method.label)
+        except BaseException:
+            merging.remove()
+            raise
+        return merging
 
     def _calibrated(self, model: nn.Module, method: Calibrated, restore: str | None) -> vitrail.Merging:
         merging = vitrail.merge(model, gflops=self.gflops, method=method, restore=restore)

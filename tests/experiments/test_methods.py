@@ -20,7 +20,7 @@ from experiments.common.datasets import find_file, trimaps
 from experiments.common.results import pack, read_rows, unpack
 from experiments.methods.__main__ import app
 from experiments.methods.dense import DENSE, Heads, boxes_of, score
-from experiments.methods.measure import ACCURACY, KERNELS, SPEED, UNMERGED, compare, logits_of
+from experiments.methods.measure import ACCURACY, KERNELS, SPEED, UNMERGED, compare, load_learned, logits_of, state_file
 from experiments.methods.report import above_reference, moonshot
 from experiments.methods.settings import by_variant
 from experiments.methods.subjects import SMALL, load_subject
@@ -203,6 +203,29 @@ def test_dial_meets_a_budget_or_says_that_it_cannot(finished: Path) -> None:
         budget.merge(subject.model, Variant("mutual", "mutual"))
     with pytest.raises(vitrail.errors.NotApplied):
         vitrail.Merging.of(subject.model)
+
+
+def test_learned_numbers_of_merges_are_scaled_to_a_budget(finished: Path) -> None:
+    invoke(finished, "learn", "--methods", "^diffrate$")
+    subject = load_subject("vit_s", 0, finished, SMALL, "cpu")
+    variant = next(variant for variant in all_variants() if variant.name == "diffrate")
+    method, _ = load_learned(state_file(finished / "learned", "vit_s", 0, variant), variant, subject.model)
+    with vitrail.merge(subject.model, method=method) as merging:
+        learned = np.array(merging.r)
+    for share in (0.85, 0.6):
+        budget = Budget(share * subject.gflops, subject.tuning, 8)
+        with quiet(), budget.merge(subject.model, variant, method) as merging:
+            counts = np.array(merging.r)
+            assert merging.flops() / 1e9 == pytest.approx(budget.gflops, rel=0.03)
+        assert np.abs(counts - learned * counts.sum() / learned.sum()).max() <= 1
+
+
+def test_several_commands_run_in_order(finished: Path, tmp_path: Path) -> None:
+    shown = invoke(tmp_path, "train,measure", "--methods", "^prune$")
+    assert shown.index("vit_s-0  ") < shown.index("vit_s/0/prune/0.8")
+    result = CliRunner().invoke(app, ["train,nothing", "--reduced"])
+    assert result.exit_code == 2
+    assert "separated by commas" in result.output
 
 
 def setting(name: str, share: float, accuracy: float, seed: int = 0) -> Row:

@@ -69,7 +69,7 @@ class Size:
     batch: int = 256
     steps: int = 300
     learn_batch: int = 128
-    warm_seconds: float = 6.0
+    warm_seconds: float = 4.0
     tune_seconds: float = 12.0
     dense: int = 1500
     reduced: bool = False

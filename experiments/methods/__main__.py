@@ -7,6 +7,7 @@
     python -m experiments.methods dense --models vit_s --seeds 0    # segmentation and boxes on Pets
     python -m experiments.methods time --models vit_s               # throughput: alone on the machine, seed 0
     python -m experiments.methods plot                              # tables and plots from the rows
+    python -m experiments.methods learn,measure --models tiny       # one after the other, in one process
     python -m experiments.methods all --reduced                     # everything in a minute on a CPU
 
 Every command skips what its rows already hold, so it can be repeated after an interrupt or at its time limit.
@@ -33,7 +34,7 @@ from experiments.methods.measure import ACCURACY, SPEED, Rows, measure_subject, 
 from experiments.methods.report import write_report
 from experiments.methods.subjects import FULL, KINDS, SMALL, Size, load_subject, train_model
 from experiments.methods.tuning import TUNED, tune_subject
-from experiments.methods.variants import FEW, Variant, all_variants
+from experiments.methods.variants import FEW, Variant, all_variants, dense_variants
 from vitrail.errors import InvalidOption
 
 HERE = Path(__file__).resolve().parent
@@ -113,14 +114,15 @@ def _tune(work: Work, kind: str, seed: int) -> None:
     if KINDS[kind].inputs != "images":
         return
     subject = load_subject(kind, seed, work.states, work.size, work.device)
-    work.report(tune_subject(subject, work.size, work.file(ACCURACY), work.until))
+    names = [name for name in TUNED if re.search(work.pattern, name)]
+    work.report(tune_subject(subject, names, work.size, work.file(ACCURACY), work.until))
 
 
 def _dense(work: Work, kind: str, seed: int) -> None:
     if KINDS[kind].inputs != "images":
         return
     subject = load_subject(kind, seed, work.states, work.size, work.device)
-    variants = [one for one in work.variants(kind) if one.trains is None and not one.slow]
+    variants = [one for one in dense_variants() if re.search(work.pattern, one.name)]
     work.report(dense_subject(subject, variants, work.size, work.file(DENSE), work.until))
 
 
@@ -139,7 +141,7 @@ STEPS: dict[str, Callable[[Work, str, int], None]] = {
 
 @app.command()
 def main(
-    command: Annotated[str, typer.Argument(help=f"One of {', '.join(COMMANDS)}, or all.")],
+    command: Annotated[str, typer.Argument(help=f"Some of {', '.join(COMMANDS)}, separated by commas, or all.")],
     models: Annotated[str, typer.Option(metavar="NAMES", help=f"Of {', '.join(KINDS)}; by default all.")] = "",
     seeds: Annotated[str, typer.Option(metavar="0,1", help="Only these seeds.")] = "",
     methods: Annotated[str, typer.Option(metavar="REGEX", help="Only variants that match.")] = "",
@@ -158,13 +160,14 @@ def main(
     base = STATES.with_name("methods-reduced") if reduced else STATES
     rows = out or (base if reduced else HERE)
     with exit_on_error("--out"):
-        if command not in (*COMMANDS, "all"):
-            raise InvalidOption(f"{command}: expected one of {', '.join(COMMANDS)}, or all")
+        commands = COMMANDS if command == "all" else tuple(command.split(","))
+        if not set(commands) <= set(COMMANDS):
+            raise InvalidOption(f"{command}: expected some of {', '.join(COMMANDS)}, separated by commas, or all")
         work = Work(
             rows, states or (out if reduced and out else base), SMALL if reduced else FULL, _chosen(models, seeds),
             methods, time.monotonic() + seconds, device, commit,
         )  # fmt: skip
-        for name in COMMANDS if command == "all" else (command,):
+        for name in commands:
             if name == "plot":
                 write_report(work.rows)
             else:

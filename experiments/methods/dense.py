@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -18,17 +18,24 @@ from experiments.methods.measure import GROUP, UNMERGED, Row, Rows, reason, row_
 from experiments.methods.subjects import Size, Subject, read_inputs, shuffled
 from experiments.methods.variants import Budget, Variant, flops_of, quiet
 from vitrail.adapters import find
+from vitrail.analysis.boundary import boundary_scores
+from vitrail.analysis.decoder import fit_decoder
 from vitrail.analysis.discovery import iou, lost_batch, suggest_biases, sweep_lost
 from vitrail.analysis.probes.linear import LinearClassifier, fit_classifier
 from vitrail.data import Arrays, open_dataset
+from vitrail.heads import DecoderHead
+from vitrail.tokens import TokenLayout
 
 DENSE = "dense.jsonl"
 SIDE = 160
 """Pixels of masks and boxes."""
 
 SHARES = (0.85, 0.7, 0.5)
-TRAINING = 1500
-"""Training images of the linear head."""
+TOLERANCE = 2
+"""Tolerance of boundaries in pixels: 0.008 of the diagonal, rounded up."""
+
+EPOCHS = 20
+"""Passes of the decoder over the training images."""
 
 SWEPT = 200
 """Training images on which LOST's bias is chosen, for the unmerged model."""
@@ -59,10 +66,11 @@ def reduced_masks() -> DenseData:
 
 
 @dataclass
-class Head:
-    """A linear head on the patch tokens of the unmerged model, and LOST's bias for it."""
+class Heads:
+    """A linear head and a decoder on the patch tokens of the unmerged model, and LOST's bias for it."""
 
-    classifier: LinearClassifier
+    linear: LinearClassifier
+    decoder: DecoderHead
     bias: float
     grid: tuple[int, int]
 
@@ -70,6 +78,17 @@ class Head:
     def nearest(self) -> int:
         """Number of patches that LOST grows an object from: an eighth of them."""
         return max(4, self.grid[0] * self.grid[1] // 8)
+
+    @torch.no_grad()
+    def masks(self, tokens: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+        """Return the predicted masks (N, H, W) of both heads."""
+        layout = TokenLayout((), (1, *self.grid))
+        found: dict[str, list[Tensor]] = {"linear": [], "decoder": []}
+        for part in tokens.split(256):
+            maps = self.linear.scores(part).transpose(1, 2).unflatten(2, self.grid)
+            found["linear"].append(F.interpolate(maps, size=size, mode="bilinear").argmax(1) == 1)
+            found["decoder"].append(self.decoder(part, layout, size).argmax(1) == 1)
+        return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 @torch.inference_mode()
@@ -91,20 +110,20 @@ def patch_tokens(model: nn.Module, inputs: Tensor, batch: int) -> Tensor:
     return torch.cat(kept)
 
 
-def fit_head(tokens: Tensor, masks: Tensor, grid: tuple[int, int]) -> Head:
-    """Fit the head on training images, and choose LOST's bias on some of them."""
+def fit_heads(tokens: Tensor, masks: Tensor, grid: tuple[int, int], epochs: int = EPOCHS) -> Heads:
+    """Fit both heads on training images, and choose LOST's bias on some of them."""
     covered = (F.adaptive_avg_pool2d(masks[:, None], grid)[:, 0].flatten(1) > 0.5).long()
     image = torch.arange(len(tokens), device=tokens.device)[:, None].expand_as(covered).flatten()
     chosen = shuffled(image.numel(), MAX_PATCHES).to(tokens.device)
-    classifier = fit_classifier(
+    linear = fit_classifier(
         tokens.flatten(0, 1)[chosen], covered.flatten()[chosen], groups=image[chosen], penalties=(1e-3,)
     )
+    decoder = fit_decoder(tokens, masks > 0.5, grid, classes=2, epochs=epochs)
+    heads = Heads(linear, decoder, 0.0, grid)
     few, patch = tokens[:SWEPT].cpu(), (masks.shape[1] // grid[0], masks.shape[2] // grid[1])
     boxes = [None if box is None else box[None] for box in boxes_of(masks[:SWEPT] > 0.5)]
-    swept = sweep_lost(
-        few, [grid] * len(few), boxes, biases=suggest_biases(few), patch=patch, k=Head(classifier, 0, grid).nearest
-    )
-    return Head(classifier, swept.best_bias, grid)
+    swept = sweep_lost(few, [grid] * len(few), boxes, biases=suggest_biases(few), patch=patch, k=heads.nearest)
+    return replace(heads, bias=swept.best_bias)
 
 
 def boxes_of(masks: Tensor) -> list[Tensor | None]:
@@ -116,36 +135,50 @@ def boxes_of(masks: Tensor) -> list[Tensor | None]:
     return found
 
 
-def score(tokens: Tensor, masks: Tensor, head: Head) -> Row:
-    """Return mIoU of object and background, the share of boxes found by the head, and by LOST (CorLoc)."""
-    size, true = masks.shape[1:], masks > 0.5
-    maps = []
-    for part in head.classifier.scores(tokens).transpose(1, 2).split(256):
-        maps.append(F.interpolate(part.unflatten(2, head.grid), size=size, mode="bilinear").argmax(1) == 1)
-    found = torch.cat(maps)
+def score(tokens: Tensor, masks: Tensor, heads: Heads) -> Row:
+    """Return the scores of both heads, and the shares of boxes found by the linear head and by LOST (CorLoc)."""
+    size, true = (masks.shape[1], masks.shape[2]), masks > 0.5
+    row: Row = {"count": len(masks)}
+    found = heads.masks(tokens, size)
+    for name, predicted in found.items():
+        row |= segmentation_scores(predicted, true, "" if name == "linear" else f"{name}_")
+    patch = (size[0] // heads.grid[0], size[1] // heads.grid[1])
+    grown = lost_batch(tokens, heads.grid, k=heads.nearest, bias=heads.bias)
+    truth = boxes_of(true)
+    hits = [_hit(box, other) for box, other in zip(boxes_of(found["linear"]), truth, strict=True)]
+    lost = [_hit(torch.tensor(one.pixels(patch)), other) for one, other in zip(grown, truth, strict=True)]
+    return row | {
+        "box_recall": sum(hits) / len(hits), "corloc": sum(lost) / len(lost), "boxes": pack(hits), "lost": pack(lost),
+    }  # fmt: skip
+
+
+def segmentation_scores(found: Tensor, true: Tensor, prefix: str) -> Row:
+    """Return mIoU of object and background and the boundary F-score, with means over groups of images for intervals."""
     pairs = [(found, true), (~found, ~true)]
     overlap, union = (
         torch.stack([operation(a, b).flatten(1).sum(1) for a, b in pairs], 1).double()
         for operation in (torch.logical_and, torch.logical_or)
     )
     by_image = (overlap / union.clamp(min=1)).mean(1)
-    patch = (size[0] // head.grid[0], size[1] // head.grid[1])
-    grown = lost_batch(tokens, head.grid, k=head.nearest, bias=head.bias)
-    truth = boxes_of(true)
-    hits = [_hit(box, other) for box, other in zip(boxes_of(found), truth, strict=True)]
-    lost = [_hit(torch.tensor(one.pixels(patch)), other) for one, other in zip(grown, truth, strict=True)]
-    whole = len(by_image) // GROUP * GROUP
-    groups = by_image[:whole].view(-1, GROUP).mean(1) if whole else by_image
+    boundaries = torch.cat(
+        [
+            boundary_scores(one, other, tolerance=TOLERANCE).f_score
+            for one, other in zip(found.split(256), true.split(256), strict=True)
+        ]
+    )
     return {
-        "count": len(masks),
-        "miou": float((overlap.sum(0) / union.sum(0)).mean()),
-        "image_miou": float(by_image.mean()),
-        "box_recall": sum(hits) / len(hits),
-        "corloc": sum(lost) / len(lost),
-        "miou_groups": [round(value, 4) for value in groups.tolist()],
-        "boxes": pack(hits),
-        "lost": pack(lost),
+        f"{prefix}miou": float((overlap.sum(0) / union.sum(0)).mean()),
+        f"{prefix}image_miou": float(by_image.mean()),
+        f"{prefix}boundary": float(boundaries.mean()),
+        f"{prefix}miou_groups": _grouped(by_image),
+        f"{prefix}boundary_groups": _grouped(boundaries),
     }
+
+
+def _grouped(values: Tensor) -> list[float]:
+    whole = len(values) // GROUP * GROUP
+    groups = values[:whole].view(-1, GROUP).mean(1) if whole else values
+    return [round(value, 4) for value in groups.tolist()]
 
 
 def _hit(box: Tensor | None, truth: Tensor | None) -> bool:
@@ -153,16 +186,17 @@ def _hit(box: Tensor | None, truth: Tensor | None) -> bool:
 
 
 def dense_subject(subject: Subject, variants: Sequence[Variant], size: Size, rows: Rows, until: float) -> Iterator[str]:
-    """Measure every variant on Pets with one head, fitted to the unmerged model. Yield one line for each."""
+    """Measure every variant on Pets with heads that are fitted to the unmerged model. Yield one line for each."""
     source = reduced_masks() if size.reduced else pets_with_masks()
     grid = find(subject.model).adapter.layout(find(subject.model).trunk).grid[1:]
     inputs, masks, training, training_masks = _inputs(subject, source, size)
-    head = fit_head(patch_tokens(subject.model, training, size.batch), training_masks, (grid[0], grid[1]))
+    tokens = patch_tokens(subject.model, training, size.batch)
+    heads = fit_heads(tokens, training_masks, (grid[0], grid[1]), 2 if size.reduced else EPOCHS)
     base = {"model": subject.kind, "seed": subject.seed}
     known, full = rows.known(), subject.gflops
     key = row_key(subject.kind, subject.seed, UNMERGED, 1)
     if key not in known:
-        row = score(patch_tokens(subject.model, inputs, size.batch), masks, head)
+        row = score(patch_tokens(subject.model, inputs, size.batch), masks, heads)
         rows.add({**base, "key": key, "variant": UNMERGED, "share": 1.0, "gflops": full, **row})
     shares = size.shares[-1:] if size.reduced else SHARES
     for variant in variants:
@@ -178,28 +212,26 @@ def dense_subject(subject: Subject, variants: Sequence[Variant], size: Size, row
                 budget = Budget(share * full, training[: size.tuning], size.batch)
                 with quiet(), budget.merge(subject.model, variant) as merging:
                     torch.manual_seed(0)
-                    row |= score(patch_tokens(subject.model, inputs, size.batch), masks, head)
+                    row |= score(patch_tokens(subject.model, inputs, size.batch), masks, heads)
                     flops = flops_of(subject.model, merging, inputs, size.batch)
                     row |= {"gflops": sum(flops) / len(flops) / 1e9, "config": merging.config}
             except Exception as error:  # a failed method must not stop the others
                 row["skipped"] = reason(error)
             rows.add(row)
-            yield f"{key}  {row.get('skipped') or 'mIoU {:.3f}  boxes {:.3f}  CorLoc {:.3f}'.format(*_three(row))}"
+            yield f"{key}  {row.get('skipped') or _described(row)}"
 
 
-def _three(row: Row) -> tuple[float, float, float]:
-    return row["miou"], row["box_recall"], row["corloc"]
+def _described(row: Row) -> str:
+    names = ("miou", "decoder_miou", "decoder_boundary", "box_recall", "corloc")
+    return "  ".join(f"{name} {row[name]:.3f}" for name in names)
 
 
 def _inputs(subject: Subject, source: DenseData, size: Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return validation inputs and masks, and those of the training images."""
     found = find(subject.model)
     spec = found.adapter.input_spec(found.trunk)
-    limits = (size.validation, size.validation or TRAINING)
     results = []
-    for data, masks, limit in zip(
-        (source.data.validation, source.data.train), (source.masks, source.train_masks), limits, strict=True
-    ):
-        inputs, _ = read_inputs(subject.model, spec, data, limit)
-        results += [inputs, masks()[shuffled(len(data), limit)].to(inputs.device)]
+    for data, masks in ((source.data.validation, source.masks), (source.data.train, source.train_masks)):
+        inputs, _ = read_inputs(subject.model, spec, data, size.dense)
+        results += [inputs, masks()[shuffled(len(data), size.dense)].to(inputs.device)]
     return results[0], results[1], results[2], results[3]

@@ -16,6 +16,7 @@ from experiments.methods.subjects import KINDS, SHIPPED, Size, model_folder, par
 from experiments.methods.variants import Variant, quiet
 from vitrail._distributed import choose_device
 from vitrail.errors import InvalidOption
+from vitrail.merging import as_method
 from vitrail.models.layers import DropPath
 from vitrail.training import load_trained
 
@@ -24,6 +25,9 @@ SHARE = 0.6
 
 RATES = {"method": 1e-3, "model": 3e-5}
 """Peak learning rate, for the method's parameters alone and for all weights."""
+
+DIFFRATE_RATE = 1e-2
+"""Peak learning rate of DiffRate's logits, as published."""
 
 SHIFT = 8
 """Largest shift of an image in pixels."""
@@ -50,14 +54,16 @@ def learn(
     with vitrail.merge(model, r=0) as merging:
         budget = SHARE * merging.flops(merged=False) / 1e9
     with quiet():
-        merging = vitrail.merge(model, gflops=budget, method=variant.method)
+        method = as_method(variant.method)
+        merging = vitrail.merge(model, gflops=None if method.decides else budget, method=method)
     for part in model.modules():
         if isinstance(part, DropPath):
             part.eval()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
+    rates = RATES | ({"method": DIFFRATE_RATE} if variant.base == "diffrate" else {})
     own = {id(weight) for weight in merging.method.parameters()}
     groups = [
-        {"params": [weight for weight in trained if (id(weight) in own) == method], "lr": RATES[name]}
+        {"params": [weight for weight in trained if (id(weight) in own) == method], "lr": rates[name]}
         for name, method in (("method", True), ("model", False))
     ]
     groups = [group for group in groups if group["params"]]

@@ -23,10 +23,13 @@ from vitrail.merging.method import METHODS
 
 ACCURACY, SPEED = "accuracy.jsonl", "speed.jsonl"
 UNMERGED, KERNELS = "unmerged", "kernels alone"
+REFERENCE = "tome"
+"""The method that others are compared with."""
+
 GROUP = 25
 """Images whose mean KL divergence is kept; intervals treat groups as samples."""
 
-CHUNK = 24
+CHUNK = 32
 """Settings that are timed interleaved, besides the unmerged model."""
 
 Row = dict[str, Any]
@@ -108,7 +111,7 @@ def measure_subject(
         key = row_key(subject.kind, subject.seed, KERNELS, 1)
         rows.add({**base, "key": key, "variant": KERNELS, "share": 1.0, **row})
     for variant in variants:
-        for share in size.fine if variant.name == "tome" else size.shares:
+        for share in size.fine if variant.name == REFERENCE else size.shares:
             key = row_key(subject.kind, subject.seed, variant.name, share)
             if key in known and "skipped" not in known[key]:
                 continue
@@ -137,8 +140,9 @@ def _measure(subject: Subject, variant: Variant, share: float, size: Size, refer
             method = None
         with quiet(), budget.merge(target.model, variant, method) as merging:
             row = measured(target, merging, reference, size.batch)
+            trained = state is not None and (variant.trains == "model" or merging.method.name == variant.base)
         row |= {} if budget.position is None else {"position": budget.position}
-        return row | ({} if state is None else {"state": state.name})
+        return row | ({"state": state.name} if state is not None and trained else {})
     except Exception as error:  # a failed method must not stop the others
         subject.model.eval()
         return {"skipped": reason(error)}
@@ -212,12 +216,14 @@ def modes_of(row: Mapping[str, Any], cuda: bool) -> tuple[str, ...]:
     """Return the modes in which a setting is timed.
 
     The unmerged model counts with the better of plain and compiled blocks. Methods whose lengths depend on the image
-    cannot be captured as a CUDA graph.
+    cannot be captured as a CUDA graph; ToMe is timed eagerly too, to be compared with them.
     """
     if not cuda:
         return ("eager",)
     if row["variant"] == UNMERGED:
         return ("graph", "blocks-graph")
+    if row["variant"] == REFERENCE:
+        return ("graph", "eager")
     return ("graph",) if row["static"] else ("eager",)
 
 

@@ -10,56 +10,22 @@ import numpy as np
 
 from experiments.common.plots import COLORS, INK, figure, legend
 from experiments.common.readme import replace_section, with_plots
-from experiments.common.results import read_rows, unpack
-from experiments.common.statistics import Difference, paired_difference, spread
+from experiments.common.results import read_rows
+from experiments.common.statistics import spread
 from experiments.common.tables import NOT_MEASURED, markdown, plus_minus, points, signed, titled_tables
 from experiments.methods.dense import DENSE
-from experiments.methods.measure import ACCURACY, KERNELS, SPEED, UNMERGED
+from experiments.methods.measure import ACCURACY, KERNELS, REFERENCE, SPEED, UNMERGED
+from experiments.methods.report_dense import dense_tables, plot_dense
+from experiments.methods.settings import By, Row, by_variant, compared, mean
 from experiments.methods.tuning import TUNED
 from vitrail._atomic_files import write_bytes
-
-Row = Mapping[str, Any]
-By = dict[tuple[str, float], dict[int, Row]]
-"""Rows of one model by variant and share, then by seed."""
 
 TABLE_SHARE = 0.6
 """Budget of the table with intervals."""
 
-REFERENCE = "tome"
 MOONSHOT_SPEED = 1.5
 SHOWN = 7
 """Methods that have a color of their own in plots: the most faithful ones. The others are gray."""
-
-
-def by_variant(rows: Sequence[Row], kind: str) -> By:
-    """Return the rows of a model by variant and share, then by seed; the newest of each key."""
-    newest = {row["key"]: row for row in rows}
-    found: By = {}
-    for row in newest.values():
-        if row["model"] == kind and "skipped" not in row:
-            found.setdefault((row["variant"], row["share"]), {})[row["seed"]] = row
-    return found
-
-
-def compared(first: Mapping[int, Row], second: Mapping[int, Row], name: str = "correct") -> Difference | None:
-    """Compare two settings on the seeds that both have; None if there are none."""
-    seeds = sorted(set(first) & set(second))
-    if not seeds:
-        return None
-    one, other = (
-        np.stack([unpack(side[seed][name], side[seed]["count"]) for seed in seeds]).astype(float)
-        for side in (first, second)
-    )
-    return paired_difference(one, other)
-
-
-def grouped(first: Mapping[int, Row], second: Mapping[int, Row], name: str) -> Difference | None:
-    """Compare means over groups of images on the seeds that both have; None if there are none."""
-    seeds = sorted(set(first) & set(second))
-    if not seeds:
-        return None
-    one, other = (np.stack([np.array(side[seed][name]) for seed in seeds]) for side in (first, second))
-    return paired_difference(one, other)
 
 
 def speed_ups(rows: Sequence[Row], kind: str) -> dict[tuple[str, float], float]:
@@ -72,11 +38,6 @@ def variants_of(found: By) -> list[str]:
     """Return the names of the measured variants in the order of their rows."""
     names = dict.fromkeys(name for name, _ in found)
     return [name for name in names if name not in (UNMERGED, KERNELS, *TUNED)]
-
-
-def mean(rows: Mapping[int, Row], name: str) -> float:
-    """Return the mean of a field over seeds."""
-    return float(np.mean([row[name] for row in rows.values()]))
 
 
 # Tables.
@@ -116,6 +77,11 @@ def tuned_settings(found: By) -> list[tuple[str, float]]:
     return sorted((one for one in found if one[0] in TUNED), key=lambda one: (-one[1], one[0]))
 
 
+def flops_share(rows: Mapping[int, Row]) -> str:
+    """Return the share of the unmerged model's multiply-adds in percent."""
+    return f"{100 * mean(rows, 'gflops') / mean(rows, 'unmerged_gflops'):.0f} %"
+
+
 def tuned_table(found: By, speeds: Mapping[tuple[str, float], float]) -> str:
     """Return the tuned settings beside ToMe at the same budgets."""
     lines = []
@@ -123,7 +89,7 @@ def tuned_table(found: By, speeds: Mapping[tuple[str, float], float]) -> str:
         rows, tome = found[name, share], found.get((REFERENCE, share), {})
         chosen = sorted({_method_name(row["config"]["method"]) for row in rows.values()})
         lines.append([
-            name, f"{100 * share:.0f} %", ", ".join(chosen), points(compared(rows, found[UNMERGED, 1.0])),
+            name, flops_share(rows), ", ".join(chosen), points(compared(rows, found[UNMERGED, 1.0])),
             points(compared(tome, found[UNMERGED, 1.0])), points(compared(rows, tome)),
             f"{mean(rows, 'kl'):.4f}", f"{mean(tome, 'kl'):.4f}" if tome else "–",
             _speed(speeds.get((name, share))), _speed(speeds.get((REFERENCE, share))),
@@ -150,7 +116,8 @@ def moonshot(found: By, speeds: Mapping[tuple[str, float], float]) -> str:
             share = max(fast)
             text = (
                 f"*{variant}*: the least merging that is at least {MOONSHOT_SPEED:g} times as fast as the unmerged "
-                f"model has {100 * share:.0f} % of the FLOPs, {speeds[variant, share]:.2f} times the speed and "
+                f"model has {flops_share(found[variant, share])} of the FLOPs, "
+                f"{speeds[variant, share]:.2f} times the speed and "
                 f"{points(compared(found[variant, share], found[UNMERGED, 1.0]))} points"
             )
         above = above_reference(found, speeds, variant, shares)
@@ -177,22 +144,25 @@ def above_reference(
     return [mean(found[variant, share], "accuracy") > float(np.interp(speeds[variant, share], x, y)) for share in timed]
 
 
-def dense_table(found: By) -> str:
-    """Return mIoU, boxes and CorLoc of all variants at every budget, against the unmerged model."""
-    base = found[UNMERGED, 1.0]
-    lines = [[UNMERGED, "100 %", f"{100 * mean(base, 'miou'):.2f}", "–", f"{100 * mean(base, 'box_recall'):.2f}", "–",
-              f"{100 * mean(base, 'corloc'):.2f}", "–"]]  # fmt: skip
-    for name, share in sorted(found, key=lambda one: (-one[1], -mean(found[one], "miou"))):
-        rows = found[name, share]
-        if name != UNMERGED:
-            lines.append([
-                name, f"{100 * share:.0f} %", f"{100 * mean(rows, 'miou'):.2f}",
-                points(grouped(rows, base, "miou_groups")), f"{100 * mean(rows, 'box_recall'):.2f}",
-                points(compared(rows, base, "boxes")), f"{100 * mean(rows, 'corloc'):.2f}",
-                points(compared(rows, base, "lost")),
-            ])  # fmt: skip
-    head = ["method", "FLOPs", "mIoU, %", "of images, points", "boxes found, %", "points", "CorLoc, %", "points"]
-    return markdown([head, *lines])
+def dynamic_table(found: By, rows: Sequence[Row], kind: str) -> str:
+    """Return the methods whose lengths depend on the image beside ToMe's static schedule of the same mean FLOPs."""
+    timed = {(row["variant"], row["share"]): row for row in rows if row["model"] == kind}
+    lines = []
+    for name, share in sorted(found, key=lambda one: (one[0], -one[1])):
+        own, tome = found[name, share], found.get((REFERENCE, share), {})
+        if name in (UNMERGED, KERNELS) or all(row["static"] for row in own.values()) or not tome:
+            continue
+        speeds = [timed.get((one, share), {}).get("images_per_s", {}).get("eager") for one in (name, REFERENCE)]
+        ratio = f"{speeds[0] / speeds[1]:.2f}" if all(speeds) else "–"
+        spread_of = mean(own, "gflops_sd") / mean(own, "gflops")
+        lines.append([
+            name, f"{100 * share:.0f} %", f"{100 * spread_of:.0f} %", points(compared(own, tome)),
+            f"{mean(own, 'kl'):.4f}", f"{mean(tome, 'kl'):.4f}",
+            *("–" if speed is None else f"{speed:,.0f}" for speed in speeds), ratio,
+        ])  # fmt: skip
+    head = ["method", "mean FLOPs", "deviation over images", "against ToMe, points", "KL", "KL of ToMe",
+            "images/s, eager", "ToMe, eager", "ratio"]  # fmt: skip
+    return markdown([head, *lines]) if lines else ""
 
 
 def skipped_table(rows: Sequence[Row]) -> str:
@@ -291,8 +261,12 @@ def section(accuracy: Sequence[Row], speed: Sequence[Row], dense: Sequence[Row])
         if tuned_settings(found):
             table = f"{tuned_table(found, speeds)}\n\n{moonshot(found, speeds)}"
             parts[f"**{kind}**, settings of `vitrail tune` and ToMe"] = table
+        if table := dynamic_table(found, speed, kind):
+            parts[f"**{kind}**, lengths that depend on the image against a static schedule of the same mean FLOPs"] = (
+                table
+            )
     for kind in dict.fromkeys(row["model"] for row in dense):
-        parts[f"**{kind}**, Pets from frozen features"] = dense_table(by_variant(dense, kind))
+        parts |= dense_tables(kind, by_variant(dense, kind))
     if any("skipped" in row for row in accuracy):
         parts["Not measured"] = skipped_table(accuracy)
     return f"{titled_tables(parts)}\n\n{provenance([*accuracy, *speed, *dense])}"
@@ -315,6 +289,8 @@ def write_report(folder: Path) -> None:
         found = by_variant(accuracy, kind)
         if variants_of(found):
             plot_kind(kind, found, speed_ups(speed, kind), folder)
+    for kind in dict.fromkeys(row["model"] for row in dense):
+        plot_dense(kind, by_variant(dense, kind), folder)
     blank = "# Merging methods\n\n<!-- results -->\n<!-- /results -->\n"
     text = section(accuracy, speed, dense)
     page = replace_section(folder / "README.md", with_plots(text, folder) if accuracy else text, blank=blank)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 import vitrail
 from experiments.methods.measure import Rows, described, logits_of, measured, reason, row_key
-from experiments.methods.subjects import Size, Subject
-from experiments.methods.variants import TOLERANCE, quiet
+from experiments.methods.subjects import KINDS, Size, Subject
+from experiments.methods.variants import TOLERANCE, Unreachable, quiet
+from vitrail.bench.timing import Clock, measure
 from vitrail.errors import VitrailError
 from vitrail.merging import as_method
-from vitrail.tuning import tune
+from vitrail.tuning import Tuning, tune
 
 CANDIDATES: dict[str, tuple[Any, ...]] = {
     "tuned": (
@@ -28,37 +30,39 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
         "salient",
         "evit",
     ),
-    "tuned, tome": ("tome",),
+    "tuned, tome": (
+        "tome",
+        {"name": "tome", "features": "queries"},
+        {"name": "tome", "features": "values"},
+    ),
 }
-"""Methods that a tuning chooses from, fixed before any result was seen: several, or ToMe, whose every part has a fused
-kernel, with another schedule."""
+"""Methods that a tuning for a budget of FLOPs chooses from, fixed before any result was seen: several, or ToMe by
+features whose every step has a fused kernel, with another schedule."""
 
-TUNED = tuple(CANDIDATES)
+LATENCY = "tuned for latency"
+"""Name of the settings of ToMe that are tuned for measured latency, on one model of each kind."""
+
+TUNED = (*CANDIDATES, LATENCY)
 """Names of the tuned variants."""
 
 
-def tune_subject(subject: Subject, size: Size, rows: Rows, until: float) -> Iterator[str]:
+def tune_subject(subject: Subject, names: Sequence[str], size: Size, rows: Rows, until: float) -> Iterator[str]:
     """Tune one setting for each budget, and measure it once on the validation set. Yield one line for each."""
     reference = logits_of(subject.model, subject.inputs, size.batch)
-    known, full = rows.known(), subject.gflops
-    for variant, share in ((name, share) for share in size.tuned for name in TUNED):
+    known = rows.known()
+    plan = [(name, share) for share in size.tuned for name in CANDIDATES if name in names]
+    if LATENCY in names and subject.seed == KINDS[subject.kind].seeds[0]:
+        plan += [(LATENCY, share) for share in size.latencies]
+    for variant, share in plan:
         key = row_key(subject.kind, subject.seed, variant, share)
         if key in known:
             continue
         if time.monotonic() > until:
             yield "out of time"
             return
-        candidates = [method for method in CANDIDATES[variant] if serves(subject.model, method)]
         try:
             with quiet():
-                found = tune(
-                    subject.model, subject.tuning, gflops=share * full, quality="kl", method=candidates,
-                    search="greedy", limit=len(subject.tuning), batch_size=min(size.batch, len(subject.tuning)),
-                    held_out=0.3, seconds=size.tune_seconds,
-                )  # fmt: skip
-                if found.flops > (1 + TOLERANCE) * share * full * 1e9:  # there was no time to search that far
-                    yield f"{key}  misses the budget; give it more time"
-                    continue
+                found = _tune(subject, variant, share, size)
                 with found.apply(subject.model) as merging:
                     row = measured(subject, merging, reference, size.batch)
         except Exception as error:  # a failed search must not stop the others
@@ -66,13 +70,39 @@ def tune_subject(subject: Subject, size: Size, rows: Rows, until: float) -> Iter
             continue
         rows.add({
             "key": key, "model": subject.kind, "seed": subject.seed, "variant": variant, "share": share,
-            "unmerged_gflops": full, **row,
+            "unmerged_gflops": subject.gflops, **row,
             "tuning": {
                 "family": found.family, "value": found.value, "interval": found.interval, "tuned_on": found.tuned_on,
-                "held_out": found.held_out, "seconds": found.seconds, "candidates": len(candidates),
+                "held_out": found.held_out, "seconds": found.seconds, "speedup": found.speedup,
             },
         })  # fmt: skip
         yield f"{key}  {row['config']['method']}  {found.family}  {described(row)}"
+
+
+def _tune(subject: Subject, variant: str, share: float, size: Size) -> Tuning:
+    """Return the best setting within a share of the FLOPs, or of the measured time of one batch of all tuning images.
+
+    Raises:
+        Unreachable: there was no time to search as far as the budget.
+    """
+    count, full = len(subject.tuning), subject.gflops
+    timed = variant == LATENCY
+    candidates = [one for one in CANDIDATES["tuned, tome" if timed else variant] if serves(subject.model, one)]
+    found = tune(
+        subject.model, subject.tuning, gflops=None if timed else share * full,
+        latency_ms=share * unmerged_ms(subject) if timed else None, quality="kl", method=candidates, limit=count,
+        batch_size=count if timed else min(size.batch, count), held_out=0.3, seconds=size.tune_seconds,
+    )  # fmt: skip
+    if not timed and found.flops > (1 + TOLERANCE) * share * full * 1e9:
+        raise Unreachable("the search misses the budget; give it more time")
+    return found
+
+
+@torch.inference_mode()
+def unmerged_ms(subject: Subject) -> float:
+    """Return the median time of the unmerged model, run eagerly on all tuning images at once."""
+    found = measure({0: lambda _: subject.model(subject.tuning)}, Clock(subject.tuning.device), 1.0)
+    return 1e3 * found[0].median
 
 
 def serves(model: nn.Module, method: Any) -> bool:

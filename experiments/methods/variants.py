@@ -22,6 +22,7 @@ from vitrail.errors import InvalidOption, SaturatedWarning, VitrailWarning
 from vitrail.merging import Method, as_method
 from vitrail.merging.method import METHODS
 from vitrail.merging.methods.dynamic import Calibrated
+from vitrail.merging.schedule import spread
 
 STEPS = 9
 """Steps of the bisection of a dial."""
@@ -44,6 +45,7 @@ class Variant:
         trains: what training changes: ``"method"`` (its own parameters), ``"model"`` (all weights), or nothing.
         needs: the kinds of input that it is for; all by default.
         slow: whether a pass takes so long that one seed must suffice.
+        restore: how full length is restored, if not by the method's own way.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Variant:
     trains: str | None = None
     needs: tuple[str, ...] = ("images", "clips", "sounds")
     slow: bool = False
+    restore: str | None = None
 
     @property
     def base(self) -> str:
@@ -111,6 +114,8 @@ OPTIONS = (
     Variant("entropy of the input", {"name": "entropy", "source": "input"}, needs=("images",)),
     Variant("salient, class attention", {"name": "salient", "importance": "class_attention"}),
     Variant("salient, motion", {"name": "salient", "importance": "motion"}, needs=("clips",)),
+    Variant("tome, queries", {"name": "tome", "features": "queries"}),
+    Variant("dtem, reconstruction", {"name": "dtem", "reconstruction": 0.1}, trains="method"),
     Variant("tome, fine-tuned", "tome", trains="model"),
     Variant("evit, fine-tuned", "evit", trains="model"),
     Variant("dynamicvit, fine-tuned", "dynamicvit", trains="model"),
@@ -120,6 +125,22 @@ OPTIONS = (
 FEW = ("tome", "random", "prune", "energy", "mctf", "salient", "salient, motion", "threshold", "kmeans")
 """Methods for clips and sounds."""
 
+DENSE_METHODS = (
+    "tome", "tome, tokens", "energy", "mctf", "kmeans", "salient", "threshold", "edges", "grid", "local_global",
+    "mutual", "prune", "random",
+)  # fmt: skip
+"""Methods for dense outputs, restored by copies."""
+
+DENSE_OPTIONS = (
+    Variant("edges, never across", {"name": "edges", "penalty": 2.0}),
+    Variant("tome, transport", "tome", restore="transport"),
+    Variant("edges, transport", "edges", restore="transport"),
+    Variant("grid, transport", "grid", restore="transport"),
+    Variant("local_global, transport", "local_global", _local_global, restore="transport"),
+    Variant("prune, transport", "prune", restore="transport"),
+)
+"""More variants for dense outputs: boundaries that no merge crosses before all others, and transport of the change."""
+
 
 def all_variants() -> list[Variant]:
     """Return every registered method with its defaults, then those with other options; ToMe is first."""
@@ -128,6 +149,12 @@ def all_variants() -> list[Variant]:
         for name in sorted(vitrail.list_methods(), key=lambda name: (name != "tome", name))
     ]
     return own + [variant for variant in OPTIONS if variant.base in METHODS]
+
+
+def dense_variants() -> list[Variant]:
+    """Return the variants for dense outputs; ToMe is first."""
+    known = {variant.name: variant for variant in all_variants()}
+    return [known[name] for name in DENSE_METHODS] + list(DENSE_OPTIONS)
 
 
 def adjust(merging: vitrail.Merging, position: float | None) -> None:
@@ -172,16 +199,38 @@ class Budget:
             VitrailError: the budget cannot be reached, or the method cannot serve the model.
         """
         made = as_method(variant.method) if method is None else method
+        if made.decides:
+            return self._scaled(model, made)
         if made.static:
-            return vitrail.merge(model, gflops=self.gflops, method=made)
+            return vitrail.merge(model, gflops=self.gflops, method=made, restore=variant.restore)
         if isinstance(made, Calibrated):
-            return self._calibrated(model, made)
+            return self._calibrated(model, made, variant.restore)
         if variant.dial is None:
             raise Unreachable(f"there is no rule that sets {variant.name} to a budget; add one to DIALS")
-        return self._dialed(model, variant.dial, method)
+        return self._dialed(model, variant.dial, method, variant.restore)
 
-    def _calibrated(self, model: nn.Module, method: Calibrated) -> vitrail.Merging:
-        merging = vitrail.merge(model, gflops=self.gflops, method=method)
+    def _scaled(self, model: nn.Module, method: Method) -> vitrail.Merging:
+        """Merge by the numbers per layer that a method has learned, scaled to the budget."""
+        with vitrail.merge(model, method=method) as merging:
+            counts, high = list(merging.r), merging.layout.num_patches
+        if not any(counts):
+            raise Unreachable(f"{method.label} has learned to merge nothing")
+        shares = [count / sum(counts) for count in counts]
+        low = 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            with vitrail.merge(model, spread(middle, shares)) as merging:
+                low, high = (low, middle) if merging.flops() <= self.gflops * 1e9 else (middle, high)
+        merging = vitrail.merge(model, spread(high, shares))
+        try:
+            self._check(merging.flops() / 1e9, method.label)
+        except BaseException:
+            merging.remove()
+            raise
+        return merging
+
+    def _calibrated(self, model: nn.Module, method: Calibrated, restore: str | None) -> vitrail.Merging:
+        merging = vitrail.merge(model, gflops=self.gflops, method=method, restore=restore)
         try:
             merging.calibrate(self.images, gflops=self.gflops, batch_size=self.batch, limit=len(self.images))
             self._check(mean_gflops(model, merging, self.images, self.batch), method.label)
@@ -190,7 +239,7 @@ class Budget:
             raise
         return merging
 
-    def _dialed(self, model: nn.Module, dial: Dial, method: Method | None) -> vitrail.Merging:
+    def _dialed(self, model: nn.Module, dial: Dial, method: Method | None, restore: str | None) -> vitrail.Merging:
         """Set a method by bisection: the cost falls as the dial rises."""
         low, high, position = 0.0, 1.0, 1.0
         best: tuple[float, float] | None = None
@@ -208,7 +257,8 @@ class Budget:
             position = (low + high) / 2
         assert best is not None
         self.position = best[1]
-        merging = vitrail.merge(model, **dial(best[1]) | ({} if method is None else {"method": method}))
+        options = dial(best[1]) | ({} if method is None else {"method": method})
+        merging = vitrail.merge(model, **options, restore=restore)
         adjust(merging, best[1])
         try:
             self._check(self.gflops * (1 + best[0]), merging.method.label)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vitrail.errors import InvalidOption, UnsupportedInput
-from vitrail.heads import DenseHead
+from vitrail.heads import DecoderHead, DenseHead
 from vitrail.tokens import Role, TokenLayout
 
 LAYOUT = TokenLayout.of(Role.CLASS, (Role.REGISTER, 2), grid=(1, 2, 3))
@@ -97,3 +97,37 @@ def test_wrong_use():
     head, x = made()
     with pytest.raises(UnsupportedInput, match="9 tokens"):
         head(x[:, :-1], LAYOUT)
+
+
+def test_decoder_head_equals_its_layers_by_hand():
+    """Norm, projection, and two stages, written with torch's functions."""
+    layout = TokenLayout.of(Role.CLASS, grid=(1, 2, 3))
+    head, x = DecoderHead(4, 3, hidden=8).double(), torch.randn(2, 7, 4, dtype=torch.float64)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    F, (first, second) = torch.nn.functional, head.stages
+    maps = torch.stack([torch.stack([
+        F.layer_norm(x[:, 1 + 3 * row + column], (4,), head.norm.weight, head.norm.bias) @ head.project.weight.T
+        + head.project.bias for column in range(3)], 2) for row in range(2)], 2)  # fmt: skip
+    for _, convolve, norm, _ in (first, second):
+        maps = F.interpolate(maps, scale_factor=2, mode="bilinear")
+        maps = F.conv2d(maps, convolve.weight, convolve.bias, padding=1)
+        groups = maps.reshape(2, 8, 1, *maps.shape[2:])
+        groups = (groups - groups.mean((2, 3, 4), keepdim=True)) / (
+            groups.var((2, 3, 4), correction=0, keepdim=True) + norm.eps
+        ).sqrt()
+        maps = F.gelu(groups.reshape(maps.shape) * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1))
+    logits = torch.einsum("bchw,kc->bkhw", maps, head.classify.weight[:, :, 0, 0]) + head.classify.bias.view(-1, 1, 1)
+    assert head(x, layout).shape == (2, 3, 8, 12)
+    assert torch.allclose(head(x, layout), logits, atol=1e-12)
+    assert torch.allclose(head(x, layout, (5, 7)), F.interpolate(logits, (5, 7), mode="bilinear"), atol=1e-12)
+
+
+def test_decoder_head_refuses_other_shapes():
+    head = DecoderHead(4, 2, hidden=8)
+    with pytest.raises(UnsupportedInput, match="unmerge merged tokens first"):
+        head(torch.randn(1, 6, 4), TokenLayout.of(Role.CLASS, grid=(1, 2, 3)))
+    with pytest.raises(UnsupportedInput, match="2 frames"):
+        head(torch.randn(1, 13, 4), TokenLayout.of(Role.CLASS, grid=(2, 2, 3)))
+    with pytest.raises(InvalidOption, match="multiple of 8"):
+        DecoderHead(4, 2, hidden=12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,10 @@ class Assignment:
     def then(self, later: Assignment) -> Assignment:
         """Compose: this map first, then ``later``, which starts where this one ends."""
         return Assignment(later.target.gather(1, self.target), later.length)
+
+    def lengthened(self, length: int) -> Assignment:
+        """Return the same groups, and empty ones behind them."""
+        return replace(self, length=length)
 
     def by_first_member(self) -> Assignment:
         """Return the same groups in the order of their first member; groups without members come last."""

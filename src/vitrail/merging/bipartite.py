@@ -73,7 +73,12 @@ def rank(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def match(
-    metric: Tensor, r: int | Tensor, protected: Protected = 0, order: Order = "paper", present: Tensor | None = None
+    metric: Tensor,
+    r: int | Tensor,
+    protected: Protected = 0,
+    order: Order = "paper",
+    present: Tensor | None = None,
+    penalty: Tensor | None = None,
 ) -> Assignment:
     """Merge the ``r`` most similar pairs of an even and an odd token.
 
@@ -90,6 +95,7 @@ def match(
         order: ``"paper"`` puts protected tokens first, then remaining sources, then destinations, each in their order;
             ``"original"`` sorts groups by their first member.
         present: False for padding (B, N), which must come last; None where there is none.
+        penalty: subtracted from the similarities of each token (B, N); None for none.
     """
     batch, length, _ = metric.shape
     if isinstance(r, int) and r == 0 and present is None:
@@ -97,6 +103,8 @@ def match(
     blocked = blocked_mask(protected, present, length, metric.device)
     with torch.autocast(metric.device.type, enabled=False):
         scores = similarity(metric.to(torch.promote_types(metric.dtype, torch.float32)), blocked)
+        if penalty is not None:
+            scores = scores - penalty[:, ::2].unsqueeze(2) - penalty[:, 1::2].unsqueeze(1)
     return match_scores(scores, r, protected, order, present)
 
 
@@ -138,6 +146,35 @@ def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | T
     if isinstance(r, int) and present is None:
         return Assignment(_place_by_kind(group, mask), group.shape[1] - r)
     return Assignment(*_place_present(group, mask, present, r))
+
+
+class Matcher:
+    """The steps of a matching, as methods reach them by ``context.matcher``: these functions, or their fused twins."""
+
+    def match(
+        self,
+        metric: Tensor,
+        r: int | Tensor,
+        protected: Protected = 0,
+        present: Tensor | None = None,
+        penalty: Tensor | None = None,
+    ) -> Assignment:
+        """See :func:`match`."""
+        return match(metric, r, protected, present=present, penalty=penalty)
+
+    def match_scores(
+        self, scores: Tensor, r: int | Tensor, protected: Protected = 0, present: Tensor | None = None
+    ) -> Assignment:
+        """See :func:`match_scores`."""
+        return match_scores(scores, r, protected, present=present)
+
+    def place_groups(self, group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
+        """See :func:`place_groups`."""
+        return place_groups(group, mask, present, r)
+
+    def rank(self, values: Tensor) -> Tensor:
+        """See :func:`rank`."""
+        return rank(values)
 
 
 def _place_by_kind(group: Tensor, mask: Tensor, present: Tensor | None = None) -> Tensor:

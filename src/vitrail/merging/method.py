@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.bipartite import Protected, protected_mask
+from vitrail.merging.bipartite import Matcher, Protected, protected_mask
 
 Projections = tuple[Tensor, Tensor, Tensor]
 
@@ -51,6 +51,7 @@ class Context:
         project: computes queries, keys and values; called on first use.
         rotate: computes queries and keys with rotary position from these.
         attend: computes attention weights; see :meth:`attention`.
+        matcher: the steps of a matching: the reference functions, or kernels where these run.
     """
 
     layer: int
@@ -69,6 +70,7 @@ class Context:
     project: Callable[[], Projections] | None = None
     rotate: Callable[[Projections], tuple[Tensor, Tensor]] | None = None
     attend: Callable[[Sequence[int] | None], Tensor] | None = None
+    matcher: Matcher = field(default_factory=Matcher)
     _normed: Tensor | None = None
     _projected: Projections | None = None
     _rotated: tuple[Tensor, Tensor] | None = None
@@ -116,6 +118,14 @@ class Context:
         if self.attend is None:
             raise ValueError("this context has no attention")
         return self.attend(queries)
+
+    def match(self, metric: Tensor, r: int | Tensor) -> Assignment:
+        """Merge the ``r`` most similar pairs of an even and an odd token by features (B, N, D)."""
+        return self.matcher.match(metric, r, self.protected, self.present)
+
+    def match_scores(self, scores: Tensor, r: int | Tensor) -> Assignment:
+        """Merge the ``r`` best pairs by scores (B, A, C) of even and odd tokens; −inf where either cannot merge."""
+        return self.matcher.match_scores(scores, r, self.protected, self.present)
 
     @property
     def present(self) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, match_scores, similarity
+from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
 from vitrail.merging.pixels import channels_first, pixels_by_patch
@@ -76,7 +76,7 @@ class Edges(Method):
             blocked = blocked_mask(context.protected, context.present, features.shape[1], features.device)
             crossed = strongest_edge(edges, places[:, ::2], places[:, 1::2]).to(features.dtype)
             scores = similarity(features, blocked) - self.penalty * crossed
-        step = match_scores(scores, r, context.protected, present=context.present)
+        step = context.match_scores(scores, r)
         return Reduction(step, memory=memory, archive=archive)
 
     def _edges_and_places(self, context: Context) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, match_scores, similarity
+from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, ModelShape, Reduction, register_method
 from vitrail.merging.methods.dynamic.base import Calibrated
@@ -117,7 +117,7 @@ class Threshold(Calibrated):
         else:
             amount = (best >= threshold).sum(1)
             amount = amount.clamp(max=r) if isinstance(r, int) else torch.minimum(amount, r)
-        return Reduction(match_scores(scores, amount, context.protected, present=context.present))
+        return Reduction(context.match_scores(scores, amount))
 
     def settle(self, measured: Sequence[Sequence[Tensor]]) -> None:
         self.threshold = [float(torch.cat(list(found)).double().mean()) if found else None for found in measured]

@@ -222,7 +222,7 @@ def kernels_everywhere() -> Iterator[None]:
     """Let the kernels serve every device: Triton's interpreter does."""
 
     def usable(x: Tensor) -> bool:
-        return x.dtype in (torch.float32, torch.float16) and not kernels._switch.forced
+        return x.dtype in (torch.float32, torch.float16, torch.int64) and not kernels._switch.forced
 
     # streams are a GPU's
     with mock.patch.object(kernels, "usable", usable), mock.patch.object(kernels, "SIDE_STREAM_BATCH", 0):

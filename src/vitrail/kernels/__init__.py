@@ -171,7 +171,8 @@ class FusedMatcher(Matcher):
         if penalty is None and present is None and isinstance(r, int) and isinstance(protected, int):
             return match(features, r, protected)
         penalty = None if penalty is None else penalty.float()
-        best, partner = ops.best(features, *_split(protected), penalty, present)
+        first, mask = _split(protected)
+        best, partner = ops.best(features, first, penalty, mask, present)
         return self._merge_best(best, partner, r, metric.shape[1], protected, present)
 
     def match_scores(

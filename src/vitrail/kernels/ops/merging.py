@@ -87,9 +87,7 @@ def merge_norm(
     eps: float,
     add: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge ``x + γ·y``, or ``x`` alone; return tokens (+ ``add``, without gradient), sizes, their log₂, and the LayerNorm
-    of the tokens.
-    """
+    """Merge ``x + γ·y``, or ``x``; return tokens (+ ``add``, without gradient), sizes, their log₂, and LayerNorm."""
     from vitrail.kernels.triton_merging import Groups, Norm, launch
 
     out, sizes, logs, normed = launch(x, Groups(size, member, start), y, gamma, Norm(weight, bias, eps), add)

@@ -2,7 +2,7 @@
 
     _rank      values ─► ranks in descending order                                        (B, N)
     _settle    best edges ─► the token that leads each token's group                      (B, N)
-    _place     leaders ─► the new position of each token, and the members of each group   (B, N)
+    _place_groups  leaders ─► the new position of each token, and the members of each group   (B, N)
     _list      any index map ─► the members of each group                                 (B, N)
     _first     any index map ─► the first member of each token's group                    (B, N)
 
@@ -52,9 +52,10 @@ def _is_present(present_ptr, batch, token, length, HAS_PRESENT: tl.constexpr):
 
 @triton.jit
 def _is_protected(mask_ptr, batch, token, inside, length, protected, mask_b, HAS_MASK: tl.constexpr):
+    held = token < protected
     if HAS_MASK:
-        return tl.load(mask_ptr + batch * mask_b + token, mask=inside, other=1) != 0
-    return token < protected
+        held = tl.load(mask_ptr + batch * mask_b + token, mask=inside, other=1) != 0
+    return held
 
 
 @triton.jit(do_not_specialize=["length", "protected", "mask_b", "r"])
@@ -113,7 +114,7 @@ def _key(
 
 
 @triton.jit(do_not_specialize=["length", "kept", "protected", "mask_b"])
-def _place(
+def _place_groups(
     group_ptr, mask_ptr, present_ptr, target_ptr, member_ptr, start_ptr, length, kept, protected, mask_b,
     KINDS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_PRESENT: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
@@ -244,7 +245,7 @@ def launch_place(
     member, start = _lists(batch, length, kept, group.device)
     masks, flags, stride = as_bytes(mask, present, group)
     launching.launch(
-        _place, _across(batch, length + 1), (group, *masks, target, member, start),
+        _place_groups, _across(batch, length + 1), (group, *masks, target, member, start),
         (length, kept, protected, stride), {"KINDS": kinds, **flags, **_BLOCKS}, num_warps=4,
     )  # fmt: skip
     return target, member, start

@@ -217,12 +217,13 @@ def _unit(x):
 def _chunk(ptr, token, token_stride, head_stride, channel, heads, mask, ONE: tl.constexpr):
     """Load some channels of tokens, mean over heads; of one head in their own dtype."""
     at = ptr + token * token_stride + channel
-    if ONE:
-        return tl.load(at, mask=mask, other=0.0)
-    total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    for head in range(1, heads):
-        total += tl.load(at + head * head_stride, mask=mask, other=0.0).to(tl.float32)
-    return total / heads
+    found = tl.load(at, mask=mask, other=0.0)
+    if not ONE:
+        total = found.to(tl.float32)
+        for head in range(1, heads):
+            total += tl.load(at + head * head_stride, mask=mask, other=0.0).to(tl.float32)
+        found = total / heads
+    return found
 
 
 @triton.jit

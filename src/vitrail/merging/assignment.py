@@ -80,6 +80,14 @@ class Assignment:
         first = position.new_full((position.shape[0], self.length), position.shape[1])
         return first.scatter_reduce(1, self.target, position, "amin")
 
+    def best_members(self, rating: Tensor) -> Tensor:
+        """Return True for the member with the highest rating (B, N) of each group; ties go to the lower index."""
+        best = rating.new_full((len(rating), self.length), -torch.inf).scatter_reduce(1, self.target, rating, "amax")
+        position = torch.arange(rating.shape[1], device=rating.device).expand_as(rating)
+        candidate = torch.where(rating == best.gather(1, self.target), position, rating.shape[1])
+        first = candidate.new_full(best.shape, rating.shape[1]).scatter_reduce(1, self.target, candidate, "amin")
+        return first.gather(1, self.target) == position
+
     def insert(self, places: Sequence[int]) -> Assignment:
         """Return the map for sequences with one more token at each of these places, before and after the map.
 

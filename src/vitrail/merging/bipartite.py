@@ -119,19 +119,30 @@ def match_scores(
     batch, length = scores.shape[0], scores.shape[1] + scores.shape[2]
     if isinstance(r, int) and r == 0 and present is None:
         return Assignment.identity(batch, length, scores.device)
-    mask = protected_mask(protected, length, scores.device)
+    found = match_edges(*best_edges(scores), r, length, protected, present)
+    return found if order == "paper" else found.by_first_member()
+
+
+def best_edges(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the best score (B, A) of each even token, and the odd token that it is with; ties go to the lower index."""
     partner = scores.argmax(2)
-    best = scores.gather(2, partner.unsqueeze(2)).squeeze(2)
+    return scores.gather(2, partner.unsqueeze(2)).squeeze(2), partner
+
+
+def match_edges(
+    best: Tensor, partner: Tensor, r: int | Tensor, length: int, protected: Protected, present: Tensor | None
+) -> Assignment:
+    """Merge the ``r`` best of these edges (B, A), as :func:`match_scores` does in the paper's order."""
+    mask = protected_mask(protected, length, best.device)
     if isinstance(r, Tensor):
-        r = torch.minimum(r, mask_edges(blocked_mask(protected, present, length, scores.device)))
+        r = torch.minimum(r, mask_edges(blocked_mask(protected, present, length, best.device)))
     merges = rank(best) < (r if isinstance(r, int) else r.unsqueeze(1))
 
-    position = torch.arange(length, device=scores.device).expand(batch, length)
+    position = torch.arange(length, device=best.device).expand(len(best), length)
     # group[i]: the position whose token i ends up in, its own unless it merges away
     group = position.clone()
     group[:, ::2] = torch.where(merges, 2 * partner + 1, position[:, ::2])
-    found = place_groups(group, mask, present, r)
-    return found if order == "paper" else found.by_first_member()
+    return place_groups(group, mask, present, r)
 
 
 def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
@@ -146,6 +157,33 @@ def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | T
     if isinstance(r, int) and present is None:
         return Assignment(_place_by_kind(group, mask), group.shape[1] - r)
     return Assignment(*_place_present(group, mask, present, r))
+
+
+def cosines(features: Tensor) -> Tensor:
+    """Return the cosine of every pair of tokens (B, N, N), in float32 or better.
+
+    Where features are not finite, the pair gets the lowest finite score, so that a broken image in a batch never
+    changes how many tokens are left.
+    """
+    with torch.autocast(features.device.type, enabled=False):
+        unit = F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
+        cosine = unit @ unit.transpose(1, 2)
+        return torch.where(cosine.isnan(), torch.finfo(cosine.dtype).min, cosine)
+
+
+class Pairs:
+    """The cosines of all pairs of tokens by features (B, N, D)."""
+
+    def __init__(self, metric: Tensor) -> None:
+        self.cosine = cosines(metric)
+
+    def affinity(self, margin: float, among: Tensor) -> Tensor:
+        """Sum ELU(cos − margin) of each token (B, N) with some tokens (B, N)."""
+        return F.elu(self.cosine - margin).masked_fill(~among.unsqueeze(1), 0).sum(2)
+
+    def nearest(self, among: Tensor) -> Tensor:
+        """Return which of some tokens (B, N) is the most similar to each token (B, N); ties go to the lower index."""
+        return self.cosine.masked_fill(~among.unsqueeze(1), float("-inf")).argmax(2)
 
 
 class Matcher:
@@ -167,6 +205,22 @@ class Matcher:
     ) -> Assignment:
         """See :func:`match_scores`."""
         return match_scores(scores, r, protected, present=present)
+
+    def best_edges(self, metric: Tensor, protected: Protected, present: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See :func:`best_edges`; edges are cosines of features (B, N, D)."""
+        blocked = blocked_mask(protected, present, metric.shape[1], metric.device)
+        with torch.autocast(metric.device.type, enabled=False):
+            return best_edges(similarity(metric.to(torch.promote_types(metric.dtype, torch.float32)), blocked))
+
+    def match_edges(
+        self, best: Tensor, partner: Tensor, r: int | Tensor, length: int, protected: Protected, present: Tensor | None
+    ) -> Assignment:
+        """See :func:`match_edges`."""
+        return match_edges(best, partner, r, length, protected, present)
+
+    def pairs(self, metric: Tensor) -> Pairs:
+        """See :class:`Pairs`."""
+        return Pairs(metric)
 
     def place_groups(self, group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
         """See :func:`place_groups`."""

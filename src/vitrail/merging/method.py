@@ -74,6 +74,7 @@ class Context:
     _normed: Tensor | None = None
     _projected: Projections | None = None
     _rotated: tuple[Tensor, Tensor] | None = None
+    _mergeable: Tensor | None = None
 
     @property
     def normed(self) -> Tensor:
@@ -135,9 +136,11 @@ class Context:
     @property
     def mergeable(self) -> Tensor:
         """True for tokens (B or 1, N) that are neither protected nor padding."""
-        free = ~protected_mask(self.protected, self.x.shape[1], self.x.device)
-        present = self.present
-        return free if present is None else free & present
+        if self._mergeable is None:
+            free = ~protected_mask(self.protected, self.x.shape[1], self.x.device)
+            present = self.present
+            self._mergeable = free if present is None else free & present
+        return self._mergeable
 
     def _qkv(self) -> Projections:
         if self._projected is None:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.merging.bipartite import Protected, protected_mask
+from vitrail.merging.bipartite import Protected, cosines, protected_mask
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
-from vitrail.merging.methods.pairs._pairs import cosines
 
 
 @register_method("mutual")

@@ -43,6 +43,7 @@ from tests.kernels.cases import (  # noqa: E402
     Merging,
     Norm,
     Outcome,
+    Pairs,
     Received,
     Sum,
 )
@@ -154,10 +155,13 @@ def edges_cases() -> Iterator[Case]:
 
 
 def groups_cases() -> Iterator[Case]:
-    """Yield places, members and ranks of every length, some with empty groups."""
+    """Yield places, members and ranks of every length, some with empty groups; pairs of every length and width."""
     for length in (*LENGTHS, *LONG):
         yield Groups(length=length, kept=max(1, length // 3), spare=length % 2 * (length // 3), batch=4)
         yield Groups(length=length, kept=length, batch=3)
+        yield Pairs(length=length, width=64)
+    for width, dtype, keys in product((64, 136, 384, 768), DTYPES, ("random", "lattice", "broken")):
+        yield Pairs(length=197, width=width, dtype=dtype, keys=keys)
 
 
 def merging_cases() -> Iterator[Case]:

@@ -117,6 +117,20 @@ class Edges(Matching):
 
 
 @dataclass(frozen=True)
+class Pairs(Case):
+    """All pairs of tokens: the sums of their affinities, and the most similar of some tokens."""
+
+    topic: ClassVar[str] = "pairs"
+
+    length: int = 17
+    width: int = 32
+    keys: str = "random"
+    layout: str = "packed"
+    heads: int = 1
+    margin: float = 0.3
+
+
+@dataclass(frozen=True)
 class Groups(Case):
     """Places and members of random groups, by kind or by first member, and ranks.
 
@@ -317,6 +331,13 @@ EDGES = (
     Edges(length=40, width=144, heads=3, dtype=HALF),
 )
 
+PAIRS = (
+    *(Pairs(length=length, width=width) for length in (1, 2, 17, 65, 130) for width in (16, 200)),
+    *(Pairs(length=37, width=width, dtype=HALF, margin=-0.2) for width in (64, 136)),
+    *(Pairs(length=40, width=24, keys=keys) for keys in ("lattice", "equal", "broken")),
+    Pairs(length=33, layout="channels"),
+)
+
 GROUPS = (
     *(Groups(length=length, kept=kept) for length, kept in ((1, 1), (2, 1), (17, 11), (64, 64), (65, 20), (130, 1))),
     *(Groups(length=length, kept=length // 2, spare=5) for length in (16, 63, 64, 65)),
@@ -365,6 +386,6 @@ BACKWARD = (
 SUM = (*(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),)
 
 SAMPLE: tuple[Case, ...] = (
-    *ATTENTION, *ATTENTION_BACKWARD, *RECEIVED, *MATCHING, *EDGES, *GROUPS, *MERGING, *NORM, *SUM, *BACKWARD,
+    *ATTENTION, *ATTENTION_BACKWARD, *RECEIVED, *MATCHING, *EDGES, *PAIRS, *GROUPS, *MERGING, *NORM, *SUM, *BACKWARD,
 )  # fmt: skip
 """What the interpreter runs in a few seconds."""

@@ -28,6 +28,7 @@ from tests.kernels.cases import (
     Merging,
     Norm,
     Outcome,
+    Pairs,
     Received,
     Sum,
 )
@@ -36,6 +37,7 @@ from tests.kernels.structure import check_lists, check_places, shortfall
 from vitrail.kernels import triton_attention, triton_groups, triton_matching, triton_merging, triton_received
 from vitrail.kernels import triton_attention_backward as triton_attention_back
 from vitrail.merging import Assignment, match, proportional_attention
+from vitrail.merging.bipartite import Pairs as ReferencePairs
 from vitrail.merging.bipartite import blocked_mask, match_scores, place_groups, protected_mask, rank, similarity
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -166,6 +168,23 @@ def _check_edges(case: Edges, device: torch.device) -> tuple[float, float]:
     return 0.0, 0.0
 
 
+def _check_pairs(case: Pairs, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    metric = _keys(case, draw)[:, 0]
+    among = draw.normal(case.batch, case.length) > 0
+    among[:, 0] = True
+    (sums,) = twice(lambda: (triton_matching.launch_pairs(metric, among, case.margin),), device)
+    exact = ReferencePairs(metric.double())
+    (nearest,) = twice(lambda: (triton_matching.launch_pairs(metric, among, None),), device)
+    scores = exact.cosine.masked_fill(~among.unsqueeze(1), -math.inf)
+    clear = torch.ones_like(among)
+    if case.length > 1:
+        one, two = scores.topk(2, 2).values.unbind(2)
+        clear = (one == two) | (one - two > MATCHING_LIMIT)
+    assert torch.equal(nearest[clear], exact.nearest(among)[clear]), "another token is the nearest"
+    return largest_error((sums, exact.affinity(case.margin, among))), LIMITS[torch.float32]
+
+
 def _near_ties(scores: Tensor) -> Tensor:
     """Return the images (B,) in which rounding may decide between two scores that are near, but not equal."""
     best = scores.amax(2)
@@ -214,6 +233,10 @@ def _check_groups(case: Groups, device: torch.device) -> tuple[float, float]:
         exact = place_groups(leaders.long(), mask, None, case.length - count)
         assert torch.equal(target, exact.target), "groups stand in another order"
         _check_members(target, member, start)
+
+    rating = torch.randint(0, 3, given.shape, generator=draw.source).float().to(device)
+    (chosen,) = twice(lambda: (triton_groups.launch_best_members(given, rating),), device)
+    assert torch.equal(chosen, assignment.best_members(rating).to(torch.uint8)), "other members have the best rating"
 
     values = torch.randint(0, 6, given.shape, generator=draw.source).float().to(device)
     (ranks,) = twice(lambda: (triton_groups.launch_rank(values),), device)
@@ -312,6 +335,7 @@ CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
     Received: _check_received,
     Matching: _check_matching,
     Edges: _check_edges,
+    Pairs: _check_pairs,
     Groups: _check_groups,
     Merging: _check_merging,
     Norm: _check_norm,
@@ -406,7 +430,7 @@ class Draw:
         return Lists(Assignment(target.to(self.device), kept), member.to(self.device), start.to(self.device))
 
 
-def _keys(case: Matching, draw: Draw) -> Tensor:
+def _keys(case: Matching | Pairs, draw: Draw) -> Tensor:
     shape = (case.batch, case.heads, case.length, case.width)
     if case.keys in ("lattice", "equal"):
         # four channels of ±1: unit vectors are exact, similarities multiples of ¼, and a zero vector here and there

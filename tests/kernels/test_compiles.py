@@ -196,6 +196,10 @@ def group_forms() -> Iterator[Form]:
         yield from chosen(partial(matching.launch_best, x, 1))
         yield from chosen(partial(matching.launch_best, x, 0, tensor(8, 197), mask, present))
     yield from chosen(partial(matching.launch_best_given, tensor(8, 99, 98)))
+    for dtype, width in ((LONG, 64), (SHORT, 768)):
+        for margin in (0.5, None):
+            yield from chosen(partial(matching.launch_pairs, tensor(8, 197, width, dtype=dtype), present, margin))
+    yield from chosen(partial(groups.launch_best_members, target, tensor(8, 197)))
     yield from chosen(partial(groups.launch_settle, best, partner, 3, None, 197, 1, None, None))
     yield from chosen(partial(groups.launch_settle, best, partner, 0, amount, 197, 1, None, present))
     yield from chosen(partial(groups.launch_settle, best, partner, 0, amount, 197, 0, mask, None))

@@ -26,7 +26,7 @@ from torch import Tensor
 from vitrail.kernels import ops
 from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
 from vitrail.merging.attention import key_bias
-from vitrail.merging.bipartite import Matcher, Order, Protected
+from vitrail.merging.bipartite import Matcher, Order, Pairs, Protected
 from vitrail.merging.method import check_reduction
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -122,6 +122,12 @@ class KernelAssignment(Assignment):
         merged: Tensor = ops.merge(x.expand(*self.target.shape, -1), weight, self.member, self.start)[0]
         return merged
 
+    def best_members(self, rating: Tensor) -> Tensor:
+        if rating.dtype != torch.float32 or torch.compiler.is_compiling() or not usable(rating):
+            return super().best_members(rating)
+        found: Tensor = ops.best_members(self.target, rating)
+        return found
+
     def lengthened(self, length: int) -> KernelAssignment:
         empty = length - self.length
         start = F.pad(self.start, (0, empty), value=self.target.shape[1]) if empty else self.start
@@ -154,6 +160,21 @@ def _by_first_member(assignment: Assignment) -> Assignment:
     return KernelAssignment(target, length, member, start)
 
 
+class FusedPairs(Pairs):
+    """The cosines of all pairs of tokens, computed where they are used and never written."""
+
+    def __init__(self, metric: Tensor) -> None:
+        self.metric = metric.detach()
+
+    def affinity(self, margin: float, among: Tensor) -> Tensor:
+        found: Tensor = ops.pairs(self.metric, among, float(margin))
+        return found
+
+    def nearest(self, among: Tensor) -> Tensor:
+        found: Tensor = ops.pairs(self.metric, among, None)
+        return found
+
+
 class FusedMatcher(Matcher):
     """The steps of a matching as kernels, for tokens that these serve; the reference functions for others."""
 
@@ -173,7 +194,7 @@ class FusedMatcher(Matcher):
         penalty = None if penalty is None else penalty.float()
         first, mask = _split(protected)
         best, partner = ops.best(features, first, penalty, mask, present)
-        return self._merge_best(best, partner, r, metric.shape[1], protected, present)
+        return self.match_edges(best, partner, r, metric.shape[1], protected, present)
 
     def match_scores(
         self, scores: Tensor, r: int | Tensor, protected: Protected = 0, present: Tensor | None = None
@@ -181,7 +202,17 @@ class FusedMatcher(Matcher):
         if scores.dtype != torch.float32 or not usable(scores) or (isinstance(r, int) and r == 0):
             return super().match_scores(scores, r, protected, present)
         best, partner = ops.best_given(scores.detach())
-        return self._merge_best(best, partner, r, scores.shape[1] + scores.shape[2], protected, present)
+        return self.match_edges(best, partner, r, scores.shape[1] + scores.shape[2], protected, present)
+
+    def best_edges(self, metric: Tensor, protected: Protected, present: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not usable(metric):
+            return super().best_edges(metric, protected, present)
+        first, mask = _split(protected)
+        best, partner = ops.best(metric.detach().unsqueeze(1), first, None, mask, present)
+        return best, partner
+
+    def pairs(self, metric: Tensor) -> Pairs:
+        return FusedPairs(metric) if usable(metric) else super().pairs(metric)
 
     def place_groups(self, group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
         if not usable(group):
@@ -199,17 +230,18 @@ class FusedMatcher(Matcher):
         found: Tensor = ops.ranks(values)
         return found
 
-    @staticmethod
-    def _merge_best(
-        best: Tensor, partner: Tensor, r: int | Tensor, length: int, protected: Protected, present: Tensor | None
+    def match_edges(
+        self, best: Tensor, partner: Tensor, r: int | Tensor, length: int, protected: Protected, present: Tensor | None
     ) -> Assignment:
         """Merge the r best of these edges in each image; numbers per image are read back from the device once."""
+        if best.dtype != torch.float32 or not usable(best):
+            return super().match_edges(best, partner, r, length, protected, present)
         if isinstance(r, int) and present is not None:
             r = torch.full(best.shape[:1], r, dtype=torch.int64, device=best.device)
         amount = r if isinstance(r, Tensor) else None
         first, mask = _split(protected)
         count = r if isinstance(r, int) else 0
-        group, kept = ops.settle(best, partner, count, amount, length, first, mask, present)
+        group, kept = ops.settle(best, partner.to(torch.int32), count, amount, length, first, mask, present)
         left = length - count if amount is None else int(kept.max())
         return KernelAssignment(*_placed(group, left, protected, present))
 

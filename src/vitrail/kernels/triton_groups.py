@@ -1,10 +1,11 @@
 """Groups of tokens by counting: which edges merge, where tokens go, and the members of each group.
 
-    _rank      values ─► ranks in descending order                                        (B, N)
-    _settle    best edges ─► the token that leads each token's group                      (B, N)
-    _place_groups  leaders ─► the new position of each token, and the members of each group   (B, N)
-    _list      any index map ─► the members of each group                                 (B, N)
-    _first     any index map ─► the first member of each token's group                    (B, N)
+    _rank           values ─► ranks in descending order                                       (B, N)
+    _settle         best edges ─► the token that leads each token's group                     (B, N)
+    _place_groups   leaders ─► the new position of each token, and the members of each group  (B, N)
+    _list           any index map ─► the members of each group                                (B, N)
+    _first          any index map ─► the first member of each token's group                   (B, N)
+    _best_members   any index map ─► whether a token has the highest rating of its group      (B, N)
 
 Everything is counted over all pairs of tokens, so there is no sort, no scatter and no atomic: the same input gives the
 same bits. Members are listed in their order. Masks (1 or B, N) have one byte per token.
@@ -189,6 +190,21 @@ def _first(target_ptr, first_ptr, length, BLOCK_I: tl.constexpr, BLOCK_J: tl.con
     tl.store(first_ptr + batch * length + i, found, mask=i < length)
 
 
+@triton.jit(do_not_specialize=["length"])
+def _best_members(target_ptr, rating_ptr, found_ptr, length, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    batch = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    mine = tl.load(rating_ptr + batch * length + i, mask=i < length, other=0.0)
+    group = tl.load(target_ptr + batch * length + i, mask=i < length, other=-1)
+    better = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
+    for start in range(0, length, BLOCK_J):
+        j = start + tl.arange(0, BLOCK_J)
+        other = tl.load(rating_ptr + batch * length + j, mask=j < length, other=0.0)
+        there = tl.load(target_ptr + batch * length + j, mask=j < length, other=-2)
+        better += tl.where(there[None, :] == group[:, None], comes_before(other, j, mine, i, length), 0)
+    tl.store(found_ptr + batch * length + i, (tl.sum(better, 1) == 0).to(tl.uint8), mask=i < length)
+
+
 def launch_rank(values: Tensor) -> Tensor:
     """Return the rank (B, N) of float32 values, 0 for the largest; ties go to the lower index."""
     values = values.contiguous()
@@ -268,6 +284,15 @@ def launch_first(target: Tensor) -> Tensor:
     first = torch.empty(batch, length, dtype=torch.int32, device=target.device)
     launching.launch(_first, _across(batch, length), (target, first), (length,), _BLOCKS, num_warps=4)
     return first
+
+
+def launch_best_members(target: Tensor, rating: Tensor) -> Tensor:
+    """Return 1 (uint8) for the member (B, N) of each group with the highest rating; ties go to the lower index."""
+    target, rating = target.contiguous(), rating.contiguous()
+    batch, length = target.shape
+    found = torch.empty(batch, length, dtype=torch.uint8, device=target.device)
+    launching.launch(_best_members, _across(batch, length), (target, rating, found), (length,), _BLOCKS, num_warps=4)
+    return found
 
 
 _BLOCKS = {"BLOCK_I": BLOCK, "BLOCK_J": BLOCK}

@@ -9,7 +9,8 @@ there is no sort, no scatter and no atomic: the same input gives the same bits.
     _place     where each token goes, and the members of each group    (B, N)
 
 Features wider than a program holds are compared in chunks of channels (_best_wide), also less a penalty of each token
-and under masks, in place of the first two; scores that are given need their best alone (_best_given).
+and under masks, in place of the first two; scores that are given need their best alone (_best_given). _pairs compares
+all tokens with all.
 
 A = ⌈N/2⌉ tokens are at even positions, C = ⌊N/2⌋ at odd ones; the first P tokens are protected. The result has the P
 protected tokens first, then the A − ⌈P/2⌉ − r even ones that stay, then the C − ⌊P/2⌋ odd ones, each in their order.
@@ -311,6 +312,78 @@ def _best_given(
         best = tl.where(better, peak, best)
     tl.store(best_ptr + batch * evens + a, best, mask=a < evens)
     tl.store(partner_ptr + batch * evens + a, partner, mask=a < evens)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _pairs(
+    x_ptr, among_ptr, found_ptr, x_b, x_n, length, margin,
+    D: tl.constexpr, CHUNK: tl.constexpr, SUMS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sum ELU(cos − margin) of each token with some others, or find the most similar of these."""
+    batch = tl.program_id(0).to(tl.int64)
+    a = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    base = x_ptr + batch * x_b
+    best = tl.full([BLOCK_A], float("-inf"), tl.float32)
+    partner = tl.zeros([BLOCK_A], tl.int32)
+    total = tl.zeros([BLOCK_A], tl.float32)
+    for start in range(0, length, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        scores = tl.zeros([BLOCK_A, BLOCK_C], tl.float32)
+        left_squares = tl.zeros([BLOCK_A], tl.float32)
+        right_squares = tl.zeros([BLOCK_C], tl.float32)
+        for first in range(0, D, CHUNK):
+            channel = first + tl.arange(0, CHUNK)
+            inside = channel < D
+            left = tl.load(
+                base + a[:, None] * x_n + channel[None, :], mask=(a < length)[:, None] & inside[None, :], other=0.0
+            )
+            right = tl.load(
+                base + c[None, :] * x_n + channel[:, None], mask=(c < length)[None, :] & inside[:, None], other=0.0
+            )
+            scores = tl.dot(left, right, scores, input_precision="tf32x3")
+            left_squares += tl.sum(left.to(tl.float32) * left.to(tl.float32), 1)
+            right_squares += tl.sum(right.to(tl.float32) * right.to(tl.float32), 0)
+        scores = scores * _inverse_norm(left_squares)[:, None] * _inverse_norm(right_squares)[None, :]
+        scores = tl.where(scores != scores, -3.4028234663852886e38, scores)
+        among = tl.load(among_ptr + batch * length + c, mask=c < length, other=0) != 0
+        if SUMS:
+            scores -= margin
+            scores = tl.where(scores > 0, scores, tl.exp(tl.minimum(scores, 0.0)) - 1)
+            total += tl.sum(tl.where(among[None, :], scores, 0.0), 1)
+        else:
+            scores = tl.where(among[None, :], scores, float("-inf"))
+            peak, where = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+            better = peak > best
+            partner = tl.where(better, start + where.to(tl.int32), partner)
+            best = tl.where(better, peak, best)
+    if SUMS:
+        tl.store(found_ptr + batch * length + a, total, mask=a < length)
+    else:
+        tl.store(found_ptr + batch * length + a, partner.to(tl.int64), mask=a < length)
+
+
+def launch_pairs(x: Tensor, among: Tensor, margin: float | None) -> Tensor:
+    """Compare all pairs of tokens by the cosine of features (B, N, D); return one value for each token (B, N).
+
+    Args:
+        among: the tokens (B, N) to compare with, boolean.
+        margin: sum ELU(cos − margin), in float32; None: the position of the most similar one, in int64.
+    """
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    batch, length, channels = x.shape
+    among = among.contiguous().view(torch.uint8)
+    found = torch.empty(batch, length, dtype=torch.int64 if margin is None else torch.float32, device=x.device)
+    block = min(64, max(16, launching.power_of_two(length)))
+    constants = {
+        "D": channels, "CHUNK": 64 if x.dtype != torch.float32 else 32, "SUMS": margin is not None,
+        "BLOCK_A": block, "BLOCK_C": block,
+    }  # fmt: skip
+    launching.launch(
+        _pairs, (batch, launching.blocks(length, block)), (x, among, found),
+        (*x.stride()[:2], length, float(margin or 0.0)), constants, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return found
 
 
 NARROW = 128

@@ -124,7 +124,7 @@ def match_scores(
 
 
 def best_edges(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best score (B, A) of each even token, and the odd token that it is with; ties go to the lower index."""
+    """Return the best score (B, A) of each even token, and the odd token it is with; ties go to the lower index."""
     partner = scores.argmax(2)
     return scores.gather(2, partner.unsqueeze(2)).squeeze(2), partner
 

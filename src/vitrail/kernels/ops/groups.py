@@ -120,3 +120,29 @@ def ranks(values: Tensor) -> Tensor:
 @ranks.op.register_fake
 def _(values: Tensor) -> Tensor:
     return values.new_empty(values.shape, dtype=torch.int64)
+
+
+@operator("pairs")
+def pairs(x: Tensor, among: Tensor, margin: float | None) -> Tensor:
+    """Sum ELU(cos − margin) of each token with some others, or find the most similar of these: (B, N)."""
+    from vitrail.kernels import triton_matching
+
+    return triton_matching.launch_pairs(x, among, margin)
+
+
+@pairs.op.register_fake
+def _(x: Tensor, among, margin) -> Tensor:  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[:2], dtype=torch.int64 if margin is None else torch.float32)
+
+
+@operator("best_members")
+def best_members(target: Tensor, rating: Tensor) -> Tensor:
+    """Return True for the member (B, N) with the highest float32 rating of each group; ties go to the lower index."""
+    from vitrail.kernels import triton_groups
+
+    return triton_groups.launch_best_members(target, rating).view(torch.bool)
+
+
+@best_members.op.register_fake
+def _(target: Tensor, rating: Tensor) -> Tensor:
+    return target.new_empty(target.shape, dtype=torch.bool)

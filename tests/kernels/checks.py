@@ -38,7 +38,15 @@ from vitrail.kernels import triton_attention, triton_groups, triton_matching, tr
 from vitrail.kernels import triton_attention_backward as triton_attention_back
 from vitrail.merging import Assignment, match, proportional_attention
 from vitrail.merging.bipartite import Pairs as ReferencePairs
-from vitrail.merging.bipartite import blocked_mask, match_scores, place_groups, protected_mask, rank, similarity
+from vitrail.merging.bipartite import (
+    blocked_mask,
+    match_scores,
+    place_groups,
+    protected_mask,
+    rank,
+    similarity,
+    strongest_between,
+)
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an element, as a share of the largest element."""
@@ -237,6 +245,13 @@ def _check_groups(case: Groups, device: torch.device) -> tuple[float, float]:
     rating = torch.randint(0, 3, given.shape, generator=draw.source).float().to(device)
     (chosen,) = twice(lambda: (triton_groups.launch_best_members(given, rating),), device)
     assert torch.equal(chosen, assignment.best_members(rating).to(torch.uint8)), "other members have the best rating"
+
+    # places in sixteenths, so that the points are exact in float32 and float64
+    places = torch.randint(0, 16 * 7, (case.batch, case.length, 2), generator=draw.source).to(device) / 16
+    heights = draw.normal(case.batch, 8, 6).float()
+    lines = heights, places[:, ::2].float(), places[:, 1::2].float()
+    (between,) = twice(lambda: (triton_groups.launch_strongest_between(*lines),), device)
+    assert torch.equal(between, strongest_between(*lines)), "another value is the highest on a line"
 
     values = torch.randint(0, 6, given.shape, generator=draw.source).float().to(device)
     (ranks,) = twice(lambda: (triton_groups.launch_rank(values),), device)

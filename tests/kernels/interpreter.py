@@ -56,6 +56,10 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
         "list_members": (ops.list_members, (target, 9)),
         "first_members": (ops.first_members, (target,)),
         "ranks": (ops.ranks, (size,)),
+        "strongest_between": (
+            ops.strongest_between,
+            (torch.rand(2, 4, 3), 3 * torch.rand(2, 9, 2), 3 * torch.rand(2, 8, 2)),
+        ),
         "pairs": (ops.pairs, (x, present, 0.5)),
         "pairs, nearest": (ops.pairs, (x, present, None)),
         "best_members": (ops.best_members, (target, size)),

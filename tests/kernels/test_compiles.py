@@ -199,6 +199,9 @@ def group_forms() -> Iterator[Form]:
     for dtype, width in ((LONG, 64), (SHORT, 768)):
         for margin in (0.5, None):
             yield from chosen(partial(matching.launch_pairs, tensor(8, 197, width, dtype=dtype), present, margin))
+    places = tensor(8, 197, 2)
+    between = partial(groups.launch_strongest_between, tensor(8, 14, 14), places[:, ::2], places[:, 1::2])
+    yield from chosen(between)
     yield from chosen(partial(groups.launch_best_members, target, tensor(8, 197)))
     yield from chosen(partial(groups.launch_settle, best, partner, 3, None, 197, 1, None, None))
     yield from chosen(partial(groups.launch_settle, best, partner, 0, amount, 197, 1, None, present))

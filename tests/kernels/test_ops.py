@@ -45,7 +45,17 @@ OPERATORS = [
     *("merge_norm", "merge_norm, bare", "merge_norm of half", "merge_norm, learning", "norm", "norm_back"),
     *("norm_back, bare", "add_norm", "add_norm, bare", "add_norm, learning", "add_scaled"),
     *("merge_norm of tokens alone, learning", "best", "best under masks", "best_given", "settle", "settle numbers"),
-    *("place", "place by kind", "list_members", "first_members", "ranks", "pairs", "pairs, nearest", "best_members"),
+    *(
+        "place",
+        "place by kind",
+        "list_members",
+        "first_members",
+        "ranks",
+        "pairs",
+        "pairs, nearest",
+        "best_members",
+        "strongest_between",
+    ),
 ]
 
 

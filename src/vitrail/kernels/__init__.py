@@ -224,6 +224,13 @@ class FusedMatcher(Matcher):
             length = int((here - r).max())
         return KernelAssignment(*_placed(group.to(torch.int32), length, mask, present))
 
+    def strongest_between(self, values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+        parts = (values, sources, destinations)
+        if any(part.dtype != torch.float32 or part.requires_grad or not usable(part) for part in parts):
+            return super().strongest_between(*parts)
+        found: Tensor = ops.strongest_between(*parts)
+        return found
+
     def rank(self, values: Tensor) -> Tensor:
         if values.dtype != torch.float32 or not usable(values):
             return super().rank(values)

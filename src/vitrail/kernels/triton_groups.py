@@ -1,11 +1,12 @@
 """Groups of tokens by counting: which edges merge, where tokens go, and the members of each group.
 
-    _rank           values ─► ranks in descending order                                       (B, N)
-    _settle         best edges ─► the token that leads each token's group                     (B, N)
-    _place_groups   leaders ─► the new position of each token, and the members of each group  (B, N)
-    _list           any index map ─► the members of each group                                (B, N)
-    _first          any index map ─► the first member of each token's group                   (B, N)
-    _best_members   any index map ─► whether a token has the highest rating of its group      (B, N)
+    _rank                values ─► ranks in descending order                                       (B, N)
+    _settle              best edges ─► the token that leads each token's group                     (B, N)
+    _place_groups        leaders ─► the new position of each token, and the members of each group  (B, N)
+    _list                any index map ─► the members of each group                                (B, N)
+    _first               any index map ─► the first member of each token's group                   (B, N)
+    _strongest_between   places ─► the highest value of a map on the line between two              (B, A, C)
+    _best_members        any index map ─► whether a token has the highest rating of its group      (B, N)
 
 Everything is counted over all pairs of tokens, so there is no sort, no scatter and no atomic: the same input gives the
 same bits. Members are listed in their order. Masks (1 or B, N) have one byte per token.
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.kernels import launch as launching
+from vitrail.merging.bipartite import SAMPLES
 
 BLOCK = 64
 
@@ -203,6 +205,52 @@ def _best_members(target_ptr, rating_ptr, found_ptr, length, BLOCK_I: tl.constex
         there = tl.load(target_ptr + batch * length + j, mask=j < length, other=-2)
         better += tl.where(there[None, :] == group[:, None], comes_before(other, j, mine, i, length), 0)
     tl.store(found_ptr + batch * length + i, (tl.sum(better, 1) == 0).to(tl.uint8), mask=i < length)
+
+
+@triton.jit(do_not_specialize=["evens", "odds", "height", "wide"])
+def _strongest_between(
+    map_ptr, source_ptr, destination_ptr, out_ptr, source_b, source_n, destination_b, destination_n,
+    evens, odds, height, wide,
+    SAMPLES: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Read the highest value of a map on the line between two places, for all pairs of them."""
+    batch = tl.program_id(0).to(tl.int64)
+    a = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    c = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    at = source_ptr + batch * source_b + a * source_n
+    row_a = tl.load(at, mask=a < evens, other=0.0)
+    column_a = tl.load(at + 1, mask=a < evens, other=0.0)
+    at = destination_ptr + batch * destination_b + c * destination_n
+    row_c = tl.load(at, mask=c < odds, other=0.0)
+    column_c = tl.load(at + 1, mask=c < odds, other=0.0)
+    found = tl.full([BLOCK_A, BLOCK_C], float("-inf"), tl.float32)
+    for sample in range(SAMPLES):
+        share = sample / (SAMPLES - 1)
+        row = tl.floor(row_a[:, None] * (1 - share) + row_c[None, :] * share + 0.5)
+        column = tl.floor(column_a[:, None] * (1 - share) + column_c[None, :] * share + 0.5)
+        row = tl.minimum(tl.maximum(row.to(tl.int32), 0), height - 1)
+        column = tl.minimum(tl.maximum(column.to(tl.int32), 0), wide - 1)
+        found = tl.maximum(found, tl.load(map_ptr + batch * height * wide + row * wide + column))
+    inside = (a < evens)[:, None] & (c < odds)[None, :]
+    tl.store(out_ptr + (batch * evens + a[:, None]) * odds + c[None, :], found, mask=inside)
+
+
+def launch_strongest_between(values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+    """Return the highest value of a map (B, h, w) on the lines from places (B, A, 2) to places (B, C, 2): (B, A, C).
+
+    All are float32; lines are read at the nearest cells of ``SAMPLES`` points.
+    """
+    values = values.contiguous()
+    sources, destinations = (part if part.stride(2) == 1 else part.contiguous() for part in (sources, destinations))
+    batch, evens, odds = values.shape[0], sources.shape[1], destinations.shape[1]
+    found = torch.empty(batch, evens, odds, dtype=torch.float32, device=values.device)
+    if not found.numel():
+        return found
+    numbers = (*sources.stride()[:2], *destinations.stride()[:2], evens, odds, values.shape[1], values.shape[2])
+    grid = (batch, launching.blocks(evens, 32), launching.blocks(odds, 64))
+    constants = {"SAMPLES": SAMPLES, "BLOCK_A": 32, "BLOCK_C": 64}
+    launching.launch(_strongest_between, grid, (values, sources, destinations, found), numbers, constants, num_warps=4)
+    return found
 
 
 def launch_rank(values: Tensor) -> Tensor:

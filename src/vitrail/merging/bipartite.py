@@ -171,6 +171,26 @@ def cosines(features: Tensor) -> Tensor:
         return torch.where(cosine.isnan(), torch.finfo(cosine.dtype).min, cosine)
 
 
+SAMPLES = 9
+"""Points on the line between two tokens, its ends included, at which a map is read."""
+
+
+def strongest_between(values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+    """Return the highest value of a map (B, h, w) on the lines from places (B, A, 2) to places (B, C, 2): (B, A, C)."""
+    height, width = values.shape[1:]
+    flat, found = values.flatten(1), None
+    for sample in range(SAMPLES):
+        share = sample / (SAMPLES - 1)
+        point = sources.unsqueeze(2) * (1 - share) + destinations.unsqueeze(1) * share
+        row = (point[..., 0] + 0.5).floor().clamp(0, height - 1)
+        column = (point[..., 1] + 0.5).floor().clamp(0, width - 1)
+        index = (row * width + column).long()
+        value = flat.gather(1, index.flatten(1)).view_as(index)
+        found = value if found is None else torch.maximum(found, value)
+    assert found is not None
+    return found
+
+
 class Pairs:
     """The cosines of all pairs of tokens by features (B, N, D)."""
 
@@ -225,6 +245,10 @@ class Matcher:
     def place_groups(self, group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
         """See :func:`place_groups`."""
         return place_groups(group, mask, present, r)
+
+    def strongest_between(self, values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+        """See :func:`strongest_between`."""
+        return strongest_between(values, sources, destinations)
 
     def rank(self, values: Tensor) -> Tensor:
         """See :func:`rank`."""

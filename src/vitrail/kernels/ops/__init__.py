@@ -23,6 +23,7 @@ from vitrail.kernels.ops.groups import (
     place,
     ranks,
     settle,
+    strongest_between,
 )
 from vitrail.kernels.ops.merging import (
     add_norm,
@@ -40,5 +41,5 @@ __all__ = [
     "Operator", "add_norm", "add_scaled", "attend", "attend_back", "attend_keep", "attend_packed",
     "attend_packed_back", "attention_received", "best", "best_given", "best_members", "first_members", "list_members",
     "match", "merge", "merge_back", "merge_norm", "norm", "norm_back", "norm_residual", "pairs", "place", "ranks",
-    "settle", "unpack",
+    "settle", "strongest_between", "unpack",
 ]  # fmt: skip

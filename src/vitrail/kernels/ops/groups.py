@@ -146,3 +146,16 @@ def best_members(target: Tensor, rating: Tensor) -> Tensor:
 @best_members.op.register_fake
 def _(target: Tensor, rating: Tensor) -> Tensor:
     return target.new_empty(target.shape, dtype=torch.bool)
+
+
+@operator("strongest_between")
+def strongest_between(values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+    """Return the highest value of a map (B, h, w) on the lines from places (B, A, 2) to places (B, C, 2): (B, A, C)."""
+    from vitrail.kernels import triton_groups
+
+    return triton_groups.launch_strongest_between(values, sources, destinations)
+
+
+@strongest_between.op.register_fake
+def _(values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+    return values.new_empty(values.shape[0], sources.shape[1], destinations.shape[1])

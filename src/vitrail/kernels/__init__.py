@@ -292,7 +292,7 @@ def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "pa
             return Reduction(match(features, r, protected))
     eager = usable(context.x) and not torch.compiler.is_compiling()
     if eager:
-        context.matcher = FUSED
+        context.kernels = FUSED
     reduction = method.reduce(context, r)
     check_reduction(method, reduction, context)
     if reduction is None:

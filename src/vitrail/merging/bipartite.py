@@ -255,6 +255,9 @@ class Matcher:
         return rank(values)
 
 
+REFERENCE = Matcher()
+
+
 def _place_by_kind(group: Tensor, mask: Tensor, present: Tensor | None = None) -> Tensor:
     """Return the new position of every token: protected first, then remaining even positions, then odd ones."""
     length = group.shape[1]

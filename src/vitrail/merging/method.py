@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.bipartite import Matcher, Protected, protected_mask
+from vitrail.merging.bipartite import REFERENCE, Matcher, Protected, protected_mask
 
 Projections = tuple[Tensor, Tensor, Tensor]
 
@@ -51,7 +51,7 @@ class Context:
         project: computes queries, keys and values; called on first use.
         rotate: computes queries and keys with rotary position from these.
         attend: computes attention weights; see :meth:`attention`.
-        matcher: the steps of a matching: the reference functions, or kernels where these run.
+        kernels: the steps of a matching as kernels, where these run.
     """
 
     layer: int
@@ -70,7 +70,7 @@ class Context:
     project: Callable[[], Projections] | None = None
     rotate: Callable[[Projections], tuple[Tensor, Tensor]] | None = None
     attend: Callable[[Sequence[int] | None], Tensor] | None = None
-    matcher: Matcher = field(default_factory=Matcher)
+    kernels: Matcher | None = None
     _normed: Tensor | None = None
     _projected: Projections | None = None
     _rotated: tuple[Tensor, Tensor] | None = None
@@ -119,6 +119,11 @@ class Context:
         if self.attend is None:
             raise ValueError("this context has no attention")
         return self.attend(queries)
+
+    @property
+    def matcher(self) -> Matcher:
+        """The steps of a matching: the reference functions, or kernels that do the same."""
+        return REFERENCE if self.kernels is None else self.kernels
 
     def match(self, metric: Tensor, r: int | Tensor) -> Assignment:
         """Merge the ``r`` most similar pairs of an even and an odd token by features (B, N, D)."""

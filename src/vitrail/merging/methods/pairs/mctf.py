@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Matcher, Protected, protected_mask, similarity
+from vitrail.merging.bipartite import REFERENCE, Matcher, Protected, protected_mask, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
 from vitrail.merging.methods.pairs._pairs import limit
@@ -90,15 +90,12 @@ class MCTF(Method):
         return ((tokens + 1) // 2) * (tokens // 2) * head_width
 
 
-def merge_both_ways(
-    scores: Tensor, first: int | Tensor, second: int | Tensor, matcher: Matcher | None = None
-) -> Tensor:
+def merge_both_ways(scores: Tensor, first: int | Tensor, second: int | Tensor, matcher: Matcher = REFERENCE) -> Tensor:
     """Merge the ``first`` best even tokens into odd ones, then the ``second`` best odd ones into remaining even ones.
 
     Returns the position (B, N) of the member that names each token's group. Ties go to the lower index.
     """
     batch, even, odd = scores.shape
-    matcher = matcher or Matcher()
     position = torch.arange(even + odd, device=scores.device).expand(batch, -1)
     best, partner = _best(scores)
     moves = matcher.rank(best) < _per_image(first)

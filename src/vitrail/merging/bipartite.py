@@ -138,7 +138,7 @@ def match_edges(
         r = torch.minimum(r, mask_edges(blocked_mask(protected, present, length, best.device)))
     merges = rank(best) < (r if isinstance(r, int) else r.unsqueeze(1))
 
-    position = torch.arange(length, device=best.device).expand(len(best), length)
+    position = torch.arange(length, device=best.device).expand(best.shape[0], length)
     # group[i]: the position whose token i ends up in, its own unless it merges away
     group = position.clone()
     group[:, ::2] = torch.where(merges, 2 * partner + 1, position[:, ::2])

@@ -82,7 +82,9 @@ class Assignment:
 
     def best_members(self, rating: Tensor) -> Tensor:
         """Return True for the member with the highest rating (B, N) of each group; ties go to the lower index."""
-        best = rating.new_full((rating.shape[0], self.length), -torch.inf).scatter_reduce(1, self.target, rating, "amax")
+        best = rating.new_full((rating.shape[0], self.length), -torch.inf).scatter_reduce(
+            1, self.target, rating, "amax"
+        )
         position = torch.arange(rating.shape[1], device=rating.device).expand_as(rating)
         candidate = torch.where(rating == best.gather(1, self.target), position, rating.shape[1])
         first = candidate.new_full(best.shape, rating.shape[1]).scatter_reduce(1, self.target, candidate, "amin")

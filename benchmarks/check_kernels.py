@@ -37,14 +37,28 @@ from tests.kernels.cases import (  # noqa: E402
     AttentionBackward,
     Backward,
     Case,
+    Edges,
+    Groups,
     Matching,
     Merging,
     Norm,
     Outcome,
+    Pairs,
     Received,
     Sum,
 )
-from tests.kernels.whole import LARGE, SMALL, compiled_outcome, graph_outcome, outcomes, small_vit, streams_outcome  # noqa: E402
+from tests.kernels.whole import (  # noqa: E402
+    IMAGES,
+    LARGE,
+    METHODS,
+    SMALL,
+    compiled_outcome,
+    graph_outcome,
+    method_outcomes,
+    outcomes,
+    small_vit,
+    streams_outcome,
+)
 
 from vitrail import kernels  # noqa: E402
 from vitrail.errors import VitrailWarning  # noqa: E402
@@ -122,6 +136,34 @@ def matching_cases() -> Iterator[Case]:
         yield Matching(length=length, r=16, layout=layout, dtype="bfloat16")
 
 
+def edges_cases() -> Iterator[Case]:
+    """Yield the steps of a matching: every length and width, masks, penalties, padding and numbers per image."""
+    turn = count()
+    for length, width in product((*LENGTHS, *LONG), (64, 768)):
+        protected = min(next(turn) % 10, length - 2)
+        if protected >= 0:
+            yield Edges(length=length, protected=protected, width=width, batch=4, dtype=DTYPES[length % 3])
+    for width, dtype, length in product((136, 192, 384, 768, 1024, 1664), DTYPES, (40, 197, 300)):
+        yield Edges(length=length, width=width, dtype=dtype, batch=8, penalty=length == 197)
+        yield Edges(length=length, width=width, dtype=dtype, batch=8, padding=length // 3, counts=True)
+        yield Matching(length=length, r=8, width=width, dtype=dtype, heads=1, batch=16)
+    for keys, length in product(("lattice", "equal", "crowd", "broken"), (29, 197, 257, 1025)):
+        yield Edges(length=length, width=384, keys=keys, dtype="bfloat16", batch=4)
+        yield Edges(length=length, keys=keys, given=True, batch=4, masked=True, counts=True)
+    for layout, heads in product(("separate", "heads", "channels"), (1, 3)):
+        yield Edges(length=131, width=200, layout=layout, heads=heads, dtype="float16")
+
+
+def groups_cases() -> Iterator[Case]:
+    """Yield places, members and ranks of every length, some with empty groups; pairs of every length and width."""
+    for length in (*LENGTHS, *LONG):
+        yield Groups(length=length, kept=max(1, length // 3), spare=length % 2 * (length // 3), batch=4)
+        yield Groups(length=length, kept=length, batch=3)
+        yield Pairs(length=length, width=64)
+    for width, dtype, keys in product((64, 136, 384, 768), DTYPES, ("random", "lattice", "broken")):
+        yield Pairs(length=197, width=width, dtype=dtype, keys=keys)
+
+
 def merging_cases() -> Iterator[Case]:
     """Yield every width and dtype with all options and with each one off; norms, sums and gradients."""
     everything = {"y": True, "gamma": True, "add": True, "norm": True, "sizes": True}
@@ -193,6 +235,17 @@ def model_tasks(quick: bool) -> list[Task]:
     return tasks
 
 
+def method_tasks(quick: bool) -> list[Task]:
+    """Return whole models that merge by every method."""
+    dtypes = (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16, torch.float32)
+    subject = replace(LARGE[0], make=small_vit, images=IMAGES)
+    return [
+        Task("method", f"{name} {dtype}", partial(method_outcomes, subject, name, dtype, "cuda"))
+        for name in METHODS
+        for dtype in dtypes
+    ]
+
+
 def beyond_tasks(device: str, small: bool = False) -> list[Task]:
     """Return inputs beyond 32-bit indices; with ``small``, small inputs that only exercise the check."""
     if small:
@@ -222,11 +275,14 @@ def _run_beyond(name: str, *arguments: Any) -> Outcome:
 
 def all_tasks(device: str, quick: bool) -> list[Task]:
     """Return what can run on a device, longest first."""
-    cases = [*attention_cases(), *attention_backward_cases(), *received_cases(), *matching_cases(), *merging_cases()]
+    cases = [
+        *attention_cases(), *attention_backward_cases(), *received_cases(), *matching_cases(), *edges_cases(),
+        *groups_cases(), *merging_cases(),
+    ]  # fmt: skip
     if device == "cuda":
         if quick:
-            return [*model_tasks(quick), *kernel_tasks(cases[::10], device)]
-        return [*model_tasks(quick), *beyond_tasks(device), *kernel_tasks(cases, device)]
+            return [*model_tasks(quick), *method_tasks(quick), *kernel_tasks(cases[::10], device)]
+        return [*model_tasks(quick), *method_tasks(quick), *beyond_tasks(device), *kernel_tasks(cases, device)]
     models = [Task("model", subject.name, partial(outcomes, subject, "fp32", device)) for subject in SMALL]
     if os.environ.get("TRITON_INTERPRET") != "1":
         return models
@@ -309,7 +365,7 @@ def main(arguments: Sequence[str]) -> int:
     found.sort(key=lambda outcome: (outcome.topic, outcome.case))
     failures = [outcome for outcome in found if not outcome.passed]
     for outcome in found:
-        if outcome.topic == "model" and outcome.passed:
+        if outcome.topic in ("model", "method") and outcome.passed:
             say(f"{outcome.case}: error {outcome.error:.2e}, allowed {outcome.limit:.1e}")
     for outcome in failures:
         say(f"FAILED {outcome.case}: {outcome.why or f'error {outcome.error:.2e}, allowed {outcome.limit:.1e}'}")

@@ -95,6 +95,58 @@ class Matching(Case):
 
 
 @dataclass(frozen=True)
+class Edges(Matching):
+    """The steps of a matching one by one: best edges of features of any width, those that merge, and places.
+
+    Attributes:
+        masked: whether random tokens are protected, instead of the first ones.
+        penalty: whether tokens have penalties.
+        padding: tokens of size 0 at the end of the first image, half as many at the end of the others.
+        counts: whether each image merges its own number, more than possible in some.
+        given: whether scores are given instead of features.
+    """
+
+    topic: ClassVar[str] = "edges"
+
+    heads: int = 1
+    masked: bool = False
+    penalty: bool = False
+    padding: int = 0
+    counts: bool = False
+    given: bool = False
+
+
+@dataclass(frozen=True)
+class Pairs(Case):
+    """All pairs of tokens: the sums of their affinities, and the most similar of some tokens."""
+
+    topic: ClassVar[str] = "pairs"
+
+    length: int = 17
+    width: int = 32
+    keys: str = "random"
+    layout: str = "packed"
+    heads: int = 1
+    margin: float = 0.3
+
+
+@dataclass(frozen=True)
+class Groups(Case):
+    """Places and members of random groups, by kind or by first member, and ranks.
+
+    Attributes:
+        kept: number of groups at most.
+        spare: empty groups behind all others.
+    """
+
+    topic: ClassVar[str] = "groups"
+
+    length: int = 17
+    kept: int = 11
+    spare: int = 0
+
+
+@dataclass(frozen=True)
 class Merging(Case):
     """Merging of ``length`` tokens of ``channels`` into ``kept``, of ``x`` or ``x + γ·y``, and what follows.
 
@@ -259,8 +311,36 @@ MATCHING = (
     Matching(length=300, protected=5, r=50, batch=1),
     Matching(length=257, protected=1, keys="lattice", batch=1),
     *(Matching(length=37, width=width, dtype=HALF, heads=3) for width in (16, 24, 64, 72, 80, 128)),
-    Matching(length=37, width=136, dtype=HALF),
+    *(Matching(length=length, width=136, dtype=HALF) for length in (37, 70)),
+    Matching(length=33, width=200, heads=3, layout="separate"),
     *(Matching(length=37, layout=layout, dtype=HALF) for layout in ("separate", "heads", "channels")),
+)
+
+EDGES = (
+    *(
+        Edges(length=length, protected=protected, width=width, penalty=width > 128)
+        for length, protected in ((2, 0), (3, 1), (17, 2), (65, 1), (131, 5))
+        for width in (16, 200)
+    ),
+    *(Edges(length=70, width=136, dtype=HALF, masked=masked, counts=True) for masked in (False, True)),
+    *(Edges(length=66, width=384, padding=30, counts=True, penalty=penalty) for penalty in (False, True)),
+    *(Edges(length=33, masked=masked, counts=True, padding=9, given=True) for masked in (False, True)),
+    Edges(length=140, r=9, given=True, keys="lattice"),
+    *(Edges(length=29, width=160, keys=keys) for keys in ("equal", "crowd", "broken", "lattice")),
+    *(Edges(length=37, width=136, layout=layout, dtype=HALF) for layout in ("separate", "channels")),
+    Edges(length=40, width=144, heads=3, dtype=HALF),
+)
+
+PAIRS = (
+    *(Pairs(length=length, width=width) for length in (1, 2, 17, 65, 130) for width in (16, 200)),
+    *(Pairs(length=37, width=width, dtype=HALF, margin=-0.2) for width in (64, 136)),
+    *(Pairs(length=40, width=24, keys=keys) for keys in ("lattice", "equal", "broken")),
+    Pairs(length=33, layout="channels"),
+)
+
+GROUPS = (
+    *(Groups(length=length, kept=kept) for length, kept in ((1, 1), (2, 1), (17, 11), (64, 64), (65, 20), (130, 1))),
+    *(Groups(length=length, kept=length // 2, spare=5) for length in (16, 63, 64, 65)),
 )
 
 _EVERYTHING = {"y": True, "gamma": True, "add": True, "norm": True, "sizes": True}
@@ -305,5 +385,7 @@ BACKWARD = (
 
 SUM = (*(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),)
 
-SAMPLE: tuple[Case, ...] = (*ATTENTION, *ATTENTION_BACKWARD, *RECEIVED, *MATCHING, *MERGING, *NORM, *SUM, *BACKWARD)
+SAMPLE: tuple[Case, ...] = (
+    *ATTENTION, *ATTENTION_BACKWARD, *RECEIVED, *MATCHING, *EDGES, *PAIRS, *GROUPS, *MERGING, *NORM, *SUM, *BACKWARD,
+)  # fmt: skip
 """What the interpreter runs in a few seconds."""

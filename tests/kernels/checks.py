@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,18 +22,31 @@ from tests.kernels.cases import (
     AttentionBackward,
     Backward,
     Case,
+    Edges,
+    Groups,
     Matching,
     Merging,
     Norm,
     Outcome,
+    Pairs,
     Received,
     Sum,
 )
 from tests.kernels.guards import guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, shortfall
-from vitrail.kernels import triton_attention, triton_matching, triton_merging, triton_received
+from vitrail.kernels import triton_attention, triton_groups, triton_matching, triton_merging, triton_received
 from vitrail.kernels import triton_attention_backward as triton_attention_back
 from vitrail.merging import Assignment, match, proportional_attention
+from vitrail.merging.bipartite import Pairs as ReferencePairs
+from vitrail.merging.bipartite import (
+    blocked_mask,
+    match_scores,
+    place_groups,
+    protected_mask,
+    rank,
+    similarity,
+    strongest_between,
+)
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an element, as a share of the largest element."""
@@ -130,6 +144,121 @@ def _check_matching(case: Matching, device: torch.device) -> tuple[float, float]
     return short, MATCHING_LIMIT
 
 
+def _check_edges(case: Edges, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    features = _keys(case, draw)
+    penalty = draw.normal(case.batch, case.length).float().abs() if case.penalty else None
+    present = draw.sizes(case.length, case.padding) > 0 if case.padding else None
+    mask = (draw.normal(case.batch, case.length) > 0.5) if case.masked else None
+    protected = case.protected if mask is None else mask
+    amount = torch.arange(case.batch, device=device) * case.length // 3 if case.counts else None
+    scores = similarity(features.double().mean(1), blocked_mask(protected, present, case.length, device))
+    if penalty is not None:
+        scores = scores - penalty[:, ::2].double().unsqueeze(2) - penalty[:, 1::2].double().unsqueeze(1)
+    exact = match_scores(scores, case.merges if amount is None else amount, protected, present=present)
+    first = 0 if mask is not None else case.protected
+
+    def launch() -> Sequence[Tensor]:
+        if case.given:
+            best, partner = triton_matching.launch_best_given(scores.float())
+        else:
+            best, partner = triton_matching.launch_best(features, first, penalty, mask, present)
+        count = case.merges if amount is None else 0
+        group, kept = triton_groups.launch_settle(best, partner, count, amount, case.length, first, mask, present)
+        left = exact.length if amount is None else int(kept.max())
+        return triton_groups.launch_place(group, left, True, first, mask, present)
+
+    target, member, start = twice(launch, device)
+    assert start.shape == (case.batch, exact.length + 1), "another number of tokens than the reference's"
+    _check_members(target, member, start)
+    clear = ~_near_ties(scores)
+    assert torch.equal(target[clear], exact.target[clear]), "other merges than the reference's"
+    return 0.0, 0.0
+
+
+def _check_pairs(case: Pairs, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    metric = _keys(case, draw)[:, 0]
+    among = draw.normal(case.batch, case.length) > 0
+    among[:, 0] = True
+    (sums,) = twice(lambda: (triton_matching.launch_pairs(metric, among, case.margin),), device)
+    exact = ReferencePairs(metric.double())
+    (nearest,) = twice(lambda: (triton_matching.launch_pairs(metric, among, None),), device)
+    scores = exact.cosine.masked_fill(~among.unsqueeze(1), -math.inf)
+    clear = torch.ones_like(among)
+    if case.length > 1:
+        one, two = scores.topk(2, 2).values.unbind(2)
+        clear = (one == two) | (one - two > MATCHING_LIMIT)
+    assert torch.equal(nearest[clear], exact.nearest(among)[clear]), "another token is the nearest"
+    return largest_error((sums, exact.affinity(case.margin, among))), LIMITS[torch.float32]
+
+
+def _near_ties(scores: Tensor) -> Tensor:
+    """Return the images (B,) in which rounding may decide between two scores that are near, but not equal."""
+    best = scores.amax(2)
+    near = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+    if scores.shape[2] > 1:
+        one, two = scores.topk(2, 2).values.unbind(2)
+        near |= ((one - two > 0) & (one - two < MATCHING_LIMIT)).any(1)
+    gaps = -best.sort(1, descending=True).values.diff(dim=1)
+    return near | ((gaps > 0) & (gaps < MATCHING_LIMIT)).any(1)
+
+
+def _check_members(target: Tensor, member: Tensor, start: Tensor) -> None:
+    """Check that the members of each group are listed in their order."""
+    expected = target.argsort(dim=1, stable=True)
+    groups = torch.arange(start.shape[1], device=target.device)
+    begins = (target.unsqueeze(1) < groups[:, None]).sum(2)
+    assert torch.equal(member.long(), expected), "members are not listed group by group, in their order"
+    assert torch.equal(start.long(), begins), "groups begin elsewhere"
+
+
+def _check_groups(case: Groups, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    given = draw.groups(case.length, case.kept, crowded=False).assignment.target
+    given = given.clamp(max=case.kept - 1)
+    length = case.kept + case.spare
+    member, start = twice(lambda: triton_groups.launch_list(given, length), device)
+    _check_members(given, member, start)
+
+    (first,) = twice(lambda: (triton_groups.launch_first(given),), device)
+    assignment = Assignment(given, length)
+    assert torch.equal(first.long(), assignment.first_members().gather(1, given)), "other first members"
+    target, member, start = twice(lambda: triton_groups.launch_place(first, length, False), device)
+    assert torch.equal(target, assignment.by_first_member().target), "groups stand in another order"
+    _check_members(target, member, start)
+
+    protected = min(2, case.length)
+    leaders = torch.where(torch.arange(case.length, device=device) < protected, first * 0, first)
+    leaders[:, :protected] = torch.arange(protected, device=device, dtype=torch.int32)
+    leaders = leaders.gather(1, leaders.long())
+    count = int((leaders == torch.arange(case.length, device=device)).sum(1).max())
+    mask = protected_mask(protected, case.length, device)
+    for given_mask in (None, mask):
+        target, member, start = twice(
+            partial(triton_groups.launch_place, leaders, count, True, protected, given_mask), device
+        )
+        exact = place_groups(leaders.long(), mask, None, case.length - count)
+        assert torch.equal(target, exact.target), "groups stand in another order"
+        _check_members(target, member, start)
+
+    rating = torch.randint(0, 3, given.shape, generator=draw.source).float().to(device)
+    (chosen,) = twice(lambda: (triton_groups.launch_best_members(given, rating),), device)
+    assert torch.equal(chosen, assignment.best_members(rating).to(torch.uint8)), "other members have the best rating"
+
+    # places in sixteenths, so that the points are exact in float32 and float64
+    places = torch.randint(0, 16 * 7, (case.batch, case.length, 2), generator=draw.source).to(device) / 16
+    heights = draw.normal(case.batch, 8, 6).float()
+    lines = heights, places[:, ::2].float(), places[:, 1::2].float()
+    (between,) = twice(lambda: (triton_groups.launch_strongest_between(*lines),), device)
+    assert torch.equal(between, strongest_between(*lines)), "another value is the highest on a line"
+
+    values = torch.randint(0, 6, given.shape, generator=draw.source).float().to(device)
+    (ranks,) = twice(lambda: (triton_groups.launch_rank(values),), device)
+    assert torch.equal(ranks, rank(values)), "other ranks"
+    return 0.0, 0.0
+
+
 def _check_merging(case: Merging, device: torch.device) -> tuple[float, float]:
     draw = Draw(case, device)
     groups = draw.groups(case.length, case.kept, case.crowded, case.padding)
@@ -220,6 +349,9 @@ CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
     AttentionBackward: _check_attention_backward,
     Received: _check_received,
     Matching: _check_matching,
+    Edges: _check_edges,
+    Pairs: _check_pairs,
+    Groups: _check_groups,
     Merging: _check_merging,
     Norm: _check_norm,
     Sum: _check_sum,
@@ -313,7 +445,7 @@ class Draw:
         return Lists(Assignment(target.to(self.device), kept), member.to(self.device), start.to(self.device))
 
 
-def _keys(case: Matching, draw: Draw) -> Tensor:
+def _keys(case: Matching | Pairs, draw: Draw) -> Tensor:
     shape = (case.batch, case.heads, case.length, case.width)
     if case.keys in ("lattice", "equal"):
         # four channels of ±1: unit vectors are exact, similarities multiples of ¼, and a zero vector here and there

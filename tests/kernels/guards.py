@@ -19,6 +19,8 @@ POISON = -7_777_777
 
 def poison(dtype: torch.dtype) -> float | int:
     """Return a value that no kernel writes: NaN, or an index far out of range."""
+    if dtype == torch.uint8:
+        return 201
     return math.nan if dtype.is_floating_point else POISON
 
 

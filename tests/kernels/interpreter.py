@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import SAMPLE, Outcome
-from tests.kernels.whole import FEATURE_METHODS, SMALL, features_outcome, kernels_everywhere, outcomes
+from tests.kernels.whole import METHODS, SMALL, kernels_everywhere, method_outcomes, outcomes
 from vitrail.kernels import ops
 
 FORMS = (("fp32", False), ("fp32", True), ("fp16", False), ("fp16", True))
@@ -42,7 +42,27 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
         return tensor.clone().requires_grad_()
 
     half = tuple(tensor.half() for tensor in (x, y, vector))
+    best, partner = ops.best(k[:, :1], 1, None, None, None)
+    mask, present, amount = torch.rand(2, 17) < 0.3, torch.rand(2, 17) < 0.9, torch.tensor([3, 5])
+    target = torch.randint(0, 9, (2, 17))
     return {
+        "best": (ops.best, (k, 1, None, None, None)),
+        "best under masks": (ops.best, (k, 0, torch.rand(2, 17), mask, present)),
+        "best_given": (ops.best_given, (torch.randn(2, 9, 8),)),
+        "settle": (ops.settle, (best, partner, 3, None, 17, 1, None, None)),
+        "settle numbers": (ops.settle, (best, partner, 0, amount, 17, 1, None, None)),
+        "place": (ops.place, (ops.first_members(target), 9, False, 0, None, None)),
+        "place by kind": (ops.place, (ops.first_members(target), 17, True, 0, mask, None)),
+        "list_members": (ops.list_members, (target, 9)),
+        "first_members": (ops.first_members, (target,)),
+        "ranks": (ops.ranks, (size,)),
+        "strongest_between": (
+            ops.strongest_between,
+            (torch.rand(2, 4, 3), 3 * torch.rand(2, 9, 2), 3 * torch.rand(2, 8, 2)),
+        ),
+        "pairs": (ops.pairs, (x, present, 0.5)),
+        "pairs, nearest": (ops.pairs, (x, present, None)),
+        "best_members": (ops.best_members, (target, size)),
         "attend": (ops.attend, (k, k, k, size.log2(), 0.25)),
         "attend_keep": (ops.attend_keep, (learns(k), learns(k), learns(k), size.log2(), 0.25)),
         "attend_back": (ops.attend_back, (attended, k, k, k, size.log2(), attended, sums, 0.25)),
@@ -61,6 +81,10 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
         "merge_norm, learning": (
             ops.merge_norm,
             (*map(learns, (x, y, vector)), size, *lists, learns(weight), learns(vector), 1e-6, None),
+        ),
+        "merge_norm of tokens alone, learning": (
+            ops.merge_norm,
+            (learns(x), None, None, size, *lists, learns(weight), learns(vector), 1e-6, None),
         ),
         "add_norm, learning": (ops.add_norm, (*map(learns, (x, y)), None, learns(weight), learns(vector), 1e-6, None)),
         "merge_norm": (ops.merge_norm, (x, y, vector, size, member, start, vector, vector, 1e-6, vector)),
@@ -96,16 +120,17 @@ def check_kernels() -> list[Outcome]:
     return [run(case) for case in SAMPLE]
 
 
-def check_features() -> list[Outcome]:
-    """Run a small model that matches by other features than keys through the kernels."""
+def check_methods() -> list[Outcome]:
+    """Run a small model that merges by each method through the kernels."""
     return [
-        features_outcome(SMALL[0], method, dtype, "cpu")
-        for method in FEATURE_METHODS
+        outcome
+        for method in METHODS
         for dtype in (torch.float32, torch.float16)
+        for outcome in method_outcomes(SMALL[0], method, dtype, "cpu")
     ]
 
 
-PARTS = {"kernels": check_kernels, "ops": check_operators, "models": check_models, "features": check_features}
+PARTS = {"kernels": check_kernels, "ops": check_operators, "models": check_models, "methods": check_methods}
 
 
 def look_once() -> Any:

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from tests.extras import always
 from vitrail.kernels import launch as launching
-from vitrail.kernels import triton_attention, triton_matching, triton_merging
+from vitrail.kernels import triton_attention, triton_groups, triton_matching, triton_merging
 from vitrail.kernels import triton_attention_backward as triton_attention_back
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -41,6 +41,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 SHORT, LONG = torch.bfloat16, torch.float32
 
@@ -134,6 +135,7 @@ MATCHING = (
     *((SHORT, 80, length) for length in (100, 197)),
     *((LONG, 128, length) for length in (197, 577)),
     (LONG, 64, 197),
+    *((dtype, 768, length) for dtype in (SHORT, LONG) for length in (20, 197)),
 )
 
 MERGING = ((SHORT, 768), (LONG, 768), (torch.float16, 1280))
@@ -172,6 +174,7 @@ def merging_forms() -> Iterator[Form]:
             calls += [
                 partial(merging.launch, x, groups, y, gamma, norm, add),
                 partial(merging.launch, x, groups),
+                partial(merging.launch, x, groups, None, None, norm, add),
                 partial(merging.launch_norm, x, norm, y, gamma, add),
                 partial(merging.launch_backward, grad, None, groups, merged),
                 partial(merging.launch_backward, grad, back, groups, merged, y, gamma),
@@ -182,7 +185,36 @@ def merging_forms() -> Iterator[Form]:
             yield from chosen(call)
 
 
-FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_forms()]))
+def group_forms() -> Iterator[Form]:
+    matching, groups = triton_matching, triton_groups
+    mask, present = tensor(1, 197, dtype=torch.bool), tensor(8, 197, dtype=torch.bool)
+    amount, target = tensor(8, dtype=torch.int64), tensor(8, 197, dtype=torch.int64)
+    best, partner = tensor(8, 99), tensor(8, 99, dtype=torch.int32)
+    leaders = tensor(8, 197, dtype=torch.int32)
+    for dtype, heads, width in ((SHORT, 1, 768), (LONG, 1, 64), (LONG, 1, 1152), (SHORT, 12, 64)):
+        x = tensor(8, heads, 197, width, dtype=dtype)
+        yield from chosen(partial(matching.launch_best, x, 1))
+        yield from chosen(partial(matching.launch_best, x, 0, tensor(8, 197), mask, present))
+    yield from chosen(partial(matching.launch_best_given, tensor(8, 99, 98)))
+    for dtype, width in ((LONG, 64), (SHORT, 768)):
+        for margin in (0.5, None):
+            yield from chosen(partial(matching.launch_pairs, tensor(8, 197, width, dtype=dtype), present, margin))
+    places = tensor(8, 197, 2)
+    between = partial(groups.launch_strongest_between, tensor(8, 14, 14), places[:, ::2], places[:, 1::2])
+    yield from chosen(between)
+    yield from chosen(partial(groups.launch_best_members, target, tensor(8, 197)))
+    yield from chosen(partial(groups.launch_settle, best, partner, 3, None, 197, 1, None, None))
+    yield from chosen(partial(groups.launch_settle, best, partner, 0, amount, 197, 1, None, present))
+    yield from chosen(partial(groups.launch_settle, best, partner, 0, amount, 197, 0, mask, None))
+    yield from chosen(partial(groups.launch_place, leaders, 181, False))
+    yield from chosen(partial(groups.launch_place, leaders, 181, True, 1))
+    yield from chosen(partial(groups.launch_place, leaders, 181, True, 0, mask, present))
+    yield from chosen(partial(groups.launch_list, target, 181))
+    yield from chosen(partial(groups.launch_first, target))
+    yield from chosen(partial(groups.launch_rank, tensor(8, 197)))
+
+
+FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_forms(), *group_forms()]))
 
 
 def outermost(forms: list[Form]) -> set[Form]:
@@ -204,7 +236,7 @@ def test_form_compiles_for_hopper(form: Form) -> None:
 
 
 def test_every_kernel_is_compiled() -> None:
-    modules = (triton_attention, triton_attention_back, triton_matching, triton_merging)
+    modules = (triton_attention, triton_attention_back, triton_groups, triton_matching, triton_merging)
     launched = {
         name for module in modules for name in re.findall(r"launching\.launch\(\s*(\w+)", inspect.getsource(module))
     }

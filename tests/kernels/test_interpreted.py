@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.kernels.cases import SAMPLE
 from tests.kernels.conftest import Interpreted
-from tests.kernels.whole import FEATURE_METHODS, SMALL
+from tests.kernels.whole import METHODS, SMALL
 
 
 def test_no_case_hides_another() -> None:
@@ -18,9 +18,14 @@ def test_kernels_give_what_the_reference_gives(interpreted: Interpreted) -> None
     assert [outcome for outcome in found if not outcome.passed] == []
 
 
-def test_features_of_a_method_are_matched_by_the_kernel(interpreted: Interpreted) -> None:
-    found = interpreted("features")
-    assert [o.case for o in found] == [f"{name} {form}" for name in FEATURE_METHODS for form in ("float32", "float16")]
+def test_methods_give_what_the_reference_gives(interpreted: Interpreted) -> None:
+    found = interpreted("methods")
+    assert [outcome.case for outcome in found] == [
+        f"{name} {form} {part}"
+        for name, method in METHODS.items()
+        for form in ("float32", "float16")
+        for part in ("output", *(["gradient"] if method.learns else []))
+    ]
     assert [outcome for outcome in found if not outcome.passed] == []
 
 

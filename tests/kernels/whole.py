@@ -25,8 +25,9 @@ from vitrail.bench._agreement import compare, relative_error
 from vitrail.bench._modes import CapturedGraph
 from vitrail.bench._variants import build
 from vitrail.kernels import ops
-from vitrail.merging import Method, ToMe
+from vitrail.merging import Method, ToMe, as_method
 from vitrail.merging.methods.learned import DTEM
+from vitrail.runtime import block_forward
 
 IMAGES = 64
 """How many images a GPU compares in half precision, whatever a model's batch."""
@@ -161,23 +162,49 @@ def compiled_outcome(subject: Subject, dtype: torch.dtype, device: str) -> Outco
     return Outcome("model", f"{subject.name} {_name(dtype)} compiled", relative_error(compiled, exact), limit)
 
 
-def features_outcome(subject: Subject, name: str, dtype: torch.dtype, device: str) -> Outcome:
-    """Compare a model that matches by the method's own features: kernels, reference, and reference in float64."""
+def method_outcomes(subject: Subject, name: str, dtype: torch.dtype, device: str) -> list[Outcome]:
+    """Compare a model that merges by a method: kernels, reference in the same dtype, and reference in float64.
+
+    In half precision every block must take the dense path. Some methods also compare gradients.
+    """
+    method = METHODS[name]
     model = lively(subject.make()).to(device, dtype).eval()
-    size = vitrail.adapters.input_spec(model).size
-    batch = random_images(subject.images, size, device).to(dtype)
-    torch.manual_seed(0)
-    vitrail.merge(model, r=subject.r, method=FEATURE_METHODS[name]())
-    calls = mock.Mock(side_effect=ops.match)
-    with torch.inference_mode():
-        with nullcontext() if device == "cuda" else kernels_everywhere(), mock.patch.object(ops, "match", calls):
-            found = output_tensor(model(batch))
-        with kernels.reference():
-            reference = output_tensor(model(batch))
-            exact = output_tensor(model.double()(batch.double()))
-    limit = 1e-4 if dtype == torch.float32 else 1.5 * relative_error(reference, exact) + 1e-3
-    why = "" if calls.call_count == 2 else f"the fused matching ran {calls.call_count} times in 2 blocks"
-    return Outcome("model", f"{name} {_name(dtype)}", relative_error(found, exact), limit, why)
+    batch = random_images(subject.images, vitrail.adapters.input_spec(model).size, device)
+    batch[0, :, : batch.shape[2] // 2] = 0.3  # some patches are equal
+    batch = batch.to(dtype)
+    vitrail.merge(model, r=method.r or subject.r, method=method.make())
+    blocks = mock.Mock(side_effect=block_forward.dense_forward)
+    matches = mock.Mock(side_effect=ops.match)
+    here = nullcontext() if device == "cuda" else kernels_everywhere()
+    with here, mock.patch.object(block_forward, "dense_forward", blocks), mock.patch.object(ops, "match", matches):
+        found = _output_and_gradient(model, batch, method.learns)
+    with kernels.reference():
+        reference = _output_and_gradient(model, batch, method.learns)
+        exact = _output_and_gradient(model.double(), batch.double(), method.learns)
+    depth = len(vitrail.adapters.find(model).blocks)
+    dense, why = blocks.call_count, ""
+    if dense != (depth if dtype != torch.float32 else 0):
+        why = f"the dense path ran {dense} times in {depth} blocks"
+    elif method.matches and matches.call_count != depth:
+        why = f"the fused matching ran {matches.call_count} times in {depth} blocks"
+    outcomes = []
+    for what, mine, other, truth in zip(("output", "gradient"), found, reference, exact, strict=False):
+        limit = 1.5 * relative_error(other, truth) + (1e-4 if dtype == torch.float32 else 1e-3)
+        outcomes.append(Outcome("method", f"{name} {_name(dtype)} {what}", relative_error(mine, truth), limit, why))
+    return outcomes
+
+
+def _output_and_gradient(model: nn.Module, batch: Tensor, learns: bool) -> tuple[Tensor, ...]:
+    """Return a model's output; with ``learns`` also the gradients of all its weights, in one row."""
+    torch.manual_seed(0)  # some methods draw
+    with torch.set_grad_enabled(learns):
+        output = output_tensor(model(batch))
+    if not learns:
+        return (output,)
+    model.zero_grad()
+    output.float().square().sum().backward()
+    found = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
+    return output.detach(), torch.cat(found)
 
 
 def _trained_dtem() -> Method:
@@ -186,7 +213,48 @@ def _trained_dtem() -> Method:
     return method
 
 
-FEATURE_METHODS: dict[str, Callable[[], Method]] = {"dtem": _trained_dtem, "values": partial(ToMe, features="values")}
+@dataclass(frozen=True)
+class Merges:
+    """A method to try in whole models: how it is made, what merges, and whether gradients are compared.
+
+    ``matches``: whether every block runs the fused matching of ToMe.
+    """
+
+    make: Callable[[], Method]
+    r: int | tuple[int, ...] | None = None
+    learns: bool = False
+    matches: bool = False
+
+
+def _named(**options: Any) -> Callable[[], Method]:
+    return partial(as_method, options)
+
+
+METHODS: dict[str, Merges] = {
+    "dtem": Merges(_trained_dtem, matches=True),
+    "values": Merges(partial(ToMe, features="values"), learns=True, matches=True),
+    "tokens": Merges(_named(name="tome", features="tokens"), learns=True, matches=True),
+    "energy": Merges(_named(name="energy"), learns=True),
+    "mctf": Merges(_named(name="mctf"), learns=True),
+    "mlerp": Merges(_named(name="mlerp"), learns=True),
+    "mutual": Merges(_named(name="mutual")),
+    "grid": Merges(_named(name="grid")),
+    "kmeans": Merges(_named(name="kmeans")),
+    "dpc_knn": Merges(_named(name="dpc_knn")),
+    "evit": Merges(_named(name="evit"), learns=True),
+    "evit, mean": Merges(_named(name="evit", fuse="mean"), learns=True),
+    "evit, drop": Merges(_named(name="evit", fuse="drop")),
+    "ats": Merges(_named(name="ats")),
+    "threshold": Merges(_named(name="threshold", threshold=0.2), learns=True),
+    "threshold, bucket": Merges(_named(name="threshold", threshold=0.2, bucket=8)),
+    "entropy": Merges(_named(name="entropy", strength=1.0)),
+    "identical": Merges(_named(name="identical")),
+    "salient": Merges(_named(name="salient", keep=0.3)),
+    "vid_tldr": Merges(_named(name="vid_tldr")),
+    "edges": Merges(_named(name="edges")),
+    "prune": Merges(_named(name="prune"), learns=True, matches=True),
+    "prune by energy": Merges(_named(name="prune", matcher="energy")),
+}
 
 
 def random_images(count: int, size: tuple[int, int], device: str, seed: int = 0) -> Tensor:
@@ -222,7 +290,7 @@ def kernels_everywhere() -> Iterator[None]:
     """Let the kernels serve every device: Triton's interpreter does."""
 
     def usable(x: Tensor) -> bool:
-        return x.dtype in (torch.float32, torch.float16) and not kernels._switch.forced
+        return x.dtype in (torch.float32, torch.float16, torch.int64) and not kernels._switch.forced
 
     # streams are a GPU's
     with mock.patch.object(kernels, "usable", usable), mock.patch.object(kernels, "SIDE_STREAM_BATCH", 0):

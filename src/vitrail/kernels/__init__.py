@@ -3,6 +3,7 @@
     attention                     proportional attention            merging.proportional_attention
     received_attention            the attention that each token receives
     reduce                        a method, or its fused twin       merging.Method.reduce
+    FusedMatcher                  the steps of a matching           merging.bipartite.Matcher
     KernelAssignment.merge_all    means of groups                   merging.Assignment.merge_all
 
 The kernels run on CUDA devices where Triton is installed; every other device and dtype uses the reference functions,
@@ -19,16 +20,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.kernels import ops
-from vitrail.merging import Assignment, Context, Method, Reduction, bipartite, proportional_attention
+from vitrail.merging import Assignment, Context, Method, Reduction, proportional_attention
 from vitrail.merging.attention import key_bias
-from vitrail.merging.bipartite import Order
-from vitrail.merging.features import mean_over_heads
+from vitrail.merging.bipartite import Matcher, Order, Pairs, Protected
 from vitrail.merging.method import check_reduction
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
+"""Dtypes of tokens, and of index maps."""
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDEST = 128
 """Largest head width whose blocks fit the shared memory of a multiprocessor."""
@@ -112,14 +114,159 @@ class KernelAssignment(Assignment):
     def merge_all(self, x: Tensor, size: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return ops.merge(x, size, self.member, self.start)
 
+    def merge(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        learns = weight is not None and weight.requires_grad
+        if learns or x.shape[2] > MOST_CHANNELS or torch.compiler.is_compiling() or not usable(x):
+            return super().merge(x, weight)
+        weight = None if weight is None else weight.float().contiguous()
+        merged: Tensor = ops.merge(x.expand(*self.target.shape, -1), weight, self.member, self.start)[0]
+        return merged
+
+    def best_members(self, rating: Tensor) -> Tensor:
+        if rating.dtype != torch.float32 or torch.compiler.is_compiling() or not usable(rating):
+            return super().best_members(rating)
+        found: Tensor = ops.best_members(self.target, rating)
+        return found
+
+    def lengthened(self, length: int) -> KernelAssignment:
+        empty = length - self.length
+        start = F.pad(self.start, (0, empty), value=self.target.shape[1]) if empty else self.start
+        return replace(self, length=length, start=start)
+
+
+MOST_CHANNELS = 4096
+"""Most channels of a token that one program merges."""
+
 
 def with_members(assignment: Assignment) -> KernelAssignment:
     """Return any assignment with the members of its groups listed."""
+    if isinstance(assignment, KernelAssignment):
+        return assignment
     target, length = assignment.target, assignment.length
+    if usable(target):
+        return KernelAssignment(target, length, *ops.list_members(target, length))
     member = target.argsort(stable=True, dim=1).to(torch.int32)
     counts = torch.zeros(target.shape[0], length + 1, dtype=torch.int64, device=target.device)
     counts.scatter_add_(1, target + 1, torch.ones_like(target))
     return KernelAssignment(target, length, member, counts.cumsum(1).to(torch.int32))
+
+
+def _by_first_member(assignment: Assignment) -> Assignment:
+    """Return the same groups in the order of their first member."""
+    if torch.compiler.is_compiling() or not usable(assignment.target):
+        return assignment.by_first_member()
+    first, length = ops.first_members(assignment.target), assignment.length
+    target, member, start = ops.place(first, length, False, 0, None, None)
+    return KernelAssignment(target, length, member, start)
+
+
+class FusedPairs(Pairs):
+    """The cosines of all pairs of tokens, computed where they are used and never written."""
+
+    def __init__(self, metric: Tensor) -> None:
+        self.metric = metric.detach()
+
+    def affinity(self, margin: float, among: Tensor) -> Tensor:
+        found: Tensor = ops.pairs(self.metric, among, float(margin))
+        return found
+
+    def nearest(self, among: Tensor) -> Tensor:
+        found: Tensor = ops.pairs(self.metric, among, None)
+        return found
+
+
+class FusedMatcher(Matcher):
+    """The steps of a matching as kernels, for tokens that these serve; the reference functions for others."""
+
+    def match(
+        self,
+        metric: Tensor,
+        r: int | Tensor,
+        protected: Protected = 0,
+        present: Tensor | None = None,
+        penalty: Tensor | None = None,
+    ) -> Assignment:
+        if not usable(metric) or (isinstance(r, int) and r == 0):
+            return super().match(metric, r, protected, present, penalty)
+        features = metric.detach().unsqueeze(1)
+        if penalty is None and present is None and isinstance(r, int) and isinstance(protected, int):
+            return match(features, r, protected)
+        penalty = None if penalty is None else penalty.float()
+        first, mask = _split(protected)
+        best, partner = ops.best(features, first, penalty, mask, present)
+        return self.match_edges(best, partner, r, metric.shape[1], protected, present)
+
+    def match_scores(
+        self, scores: Tensor, r: int | Tensor, protected: Protected = 0, present: Tensor | None = None
+    ) -> Assignment:
+        if scores.dtype != torch.float32 or not usable(scores) or (isinstance(r, int) and r == 0):
+            return super().match_scores(scores, r, protected, present)
+        best, partner = ops.best_given(scores.detach())
+        return self.match_edges(best, partner, r, scores.shape[1] + scores.shape[2], protected, present)
+
+    def best_edges(self, metric: Tensor, protected: Protected, present: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not usable(metric):
+            return super().best_edges(metric, protected, present)
+        first, mask = _split(protected)
+        best, partner = ops.best(metric.detach().unsqueeze(1), first, None, mask, present)
+        return best, partner
+
+    def pairs(self, metric: Tensor) -> Pairs:
+        return FusedPairs(metric) if usable(metric) else super().pairs(metric)
+
+    def place_groups(self, group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
+        if not usable(group):
+            return super().place_groups(group, mask, present, r)
+        if isinstance(r, int) and present is None:
+            length = group.shape[1] - r
+        else:
+            here = torch.full_like(group[:, 0], group.shape[1]) if present is None else present.sum(1)
+            length = int((here - r).max())
+        return KernelAssignment(*_placed(group.to(torch.int32), length, mask, present))
+
+    def strongest_between(self, values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+        parts = (values, sources, destinations)
+        if any(part.dtype != torch.float32 or part.requires_grad or not usable(part) for part in parts):
+            return super().strongest_between(*parts)
+        found: Tensor = ops.strongest_between(*parts)
+        return found
+
+    def rank(self, values: Tensor) -> Tensor:
+        if values.dtype != torch.float32 or not usable(values):
+            return super().rank(values)
+        found: Tensor = ops.ranks(values)
+        return found
+
+    def match_edges(
+        self, best: Tensor, partner: Tensor, r: int | Tensor, length: int, protected: Protected, present: Tensor | None
+    ) -> Assignment:
+        """Merge the r best of these edges in each image; numbers per image are read back from the device once."""
+        if best.dtype != torch.float32 or not usable(best):
+            return super().match_edges(best, partner, r, length, protected, present)
+        if isinstance(r, int) and present is not None:
+            r = torch.full(best.shape[:1], r, dtype=torch.int64, device=best.device)
+        amount = r if isinstance(r, Tensor) else None
+        first, mask = _split(protected)
+        count = r if isinstance(r, int) else 0
+        group, kept = ops.settle(best, partner.to(torch.int32), count, amount, length, first, mask, present)
+        left = length - count if amount is None else int(kept.max())
+        return KernelAssignment(*_placed(group, left, protected, present))
+
+
+def _split(protected: Protected) -> tuple[int, Tensor | None]:
+    """Return the number of protected tokens in front, and the mask of protected tokens: 0 or None for the other."""
+    return (protected, None) if isinstance(protected, int) else (0, protected)
+
+
+def _placed(
+    group: Tensor, length: int, protected: Protected, present: Tensor | None
+) -> tuple[Tensor, int, Tensor, Tensor]:
+    """Place groups in ToMe's order; return the fields of their assignment."""
+    target, member, start = ops.place(group, length, True, *_split(protected), present)
+    return target, length, member, start
+
+
+FUSED = FusedMatcher()
 
 
 TWINS = ("tome", "features")
@@ -127,24 +274,25 @@ TWINS = ("tome", "features")
 
 
 def match(features: Tensor, r: int, protected: int) -> KernelAssignment:
-    """Match tokens as ToMe does, by the mean of their features (B, H, N, d) over H.
-
-    The fused kernel serves features up to `WIDEST` channels, the reference wider ones.
-    """
-    if features.shape[-1] > WIDEST:
-        return with_members(bipartite.match(mean_over_heads(features), r, protected))
+    """Match tokens as ToMe does, by the mean of their features (B, H, N, d) over H."""
     target, member, start = ops.match(features, r, protected)
     return KernelAssignment(target, features.shape[2] - r, member, start)
 
 
 def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "paper") -> Reduction | None:
-    """Reduce the tokens of a block: by the method's fused twin where it runs, by the method itself otherwise."""
+    """Reduce the tokens of a block: by the method's fused twin where it runs, by the method itself otherwise.
+
+    The method's own matching runs as kernels, too, where it calls ``context.match`` or ``context.matcher``.
+    """
     protected = context.protected
     fused = method.twin in TWINS and order == "paper" and not context.padded and usable(context.x)
     if fused and r and isinstance(r, int) and isinstance(protected, int):
         features = (context.k if method.twin == "tome" else method.matched(context)).detach()
         if usable(features):
             return Reduction(match(features, r, protected))
+    eager = usable(context.x) and not torch.compiler.is_compiling()
+    if eager:
+        context.kernels = FUSED
     reduction = method.reduce(context, r)
     check_reduction(method, reduction, context)
     if reduction is None:
@@ -152,9 +300,9 @@ def reduce(method: Method, context: Context, r: int | Tensor, order: Order = "pa
     if not method.static and reduction.soft is None:
         reduction = replace(reduction, assignment=_pad(reduction.assignment, bucket_of(method, context.x)))
     if reduction.soft is None and (not method.places_groups or (order == "original" and not method.keeps_grid)):
-        reduction = replace(reduction, assignment=reduction.assignment.by_first_member())
+        reduction = replace(reduction, assignment=_by_first_member(reduction.assignment))
     plain = reduction.weight is None and reduction.size is None and reduction.soft is None and method.averages
-    if plain and usable(context.x) and not torch.compiler.is_compiling():
+    if plain and eager:
         return replace(reduction, assignment=with_members(reduction.assignment))
     return reduction
 
@@ -171,7 +319,7 @@ def bucket_of(method: Method, x: Tensor) -> int:
 def _pad(assignment: Assignment, multiple: int) -> Assignment:
     """Return the assignment with empty groups behind the others, up to a multiple or the length before."""
     length = -(-assignment.length // multiple) * multiple
-    return replace(assignment, length=max(assignment.length, min(length, assignment.target.shape[1])))
+    return assignment.lengthened(max(assignment.length, min(length, assignment.target.shape[1])))
 
 
 def attention(

@@ -8,6 +8,10 @@ there is no sort, no scatter and no atomic: the same input gives the same bits.
     _choose    the r best edges: rank = edges that come before         (B, A)
     _place     where each token goes, and the members of each group    (B, N)
 
+Features wider than a program holds are compared in chunks of channels (_best_wide), also less a penalty of each token
+and under masks, in place of the first two; scores that are given need their best alone (_best_given). _pairs compares
+all tokens with all.
+
 A = ⌈N/2⌉ tokens are at even positions, C = ⌊N/2⌋ at odd ones; the first P tokens are protected. The result has the P
 protected tokens first, then the A − ⌈P/2⌉ − r even ones that stay, then the C − ⌊P/2⌋ odd ones, each in their order.
 """
@@ -20,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.kernels import launch as launching
+from vitrail.kernels.triton_groups import as_bytes, comes_before
 
 WHOLE = 256
 """Longest sequence that one program matches alone."""
@@ -84,16 +89,9 @@ def _choose(best_ptr, merges_ptr, evens, r, BLOCK_A: tl.constexpr, BLOCK_J: tl.c
     for start in range(0, evens, BLOCK_J):
         j = start + tl.arange(0, BLOCK_J)
         other = tl.load(best_ptr + batch * evens + j, mask=j < evens, other=float("-inf"))
-        ahead += _comes_before(other, j, mine, a, evens)
+        ahead += comes_before(other, j, mine, a, evens)
     rank = tl.sum(ahead, 1)
     tl.store(merges_ptr + batch * evens + a, (rank < r).to(tl.int32), mask=a < evens)
-
-
-@triton.jit
-def _comes_before(other, j, mine, a, evens):
-    """Return whether edge j precedes edge a in descending order, ties by lower index: (A, J) of 0 and 1."""
-    larger = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < a[:, None]))
-    return (larger & (j < evens)[None, :]).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["length", "protected", "r"])
@@ -195,7 +193,7 @@ def _match_whole(
     tl.debug_barrier()
     other = tl.load(scratch + a)
     there = tl.load(scratch + BLOCK + a).to(tl.int32)[None, :]
-    merges = (tl.sum(_comes_before(other, a, best, a, evens), 1) < r) & (a < evens)
+    merges = (tl.sum(comes_before(other, a, best, a, evens), 1) < r) & (a < evens)
     tl.debug_barrier()
     tl.store(scratch + a, merges.to(tl.float32))
     tl.debug_barrier()
@@ -216,6 +214,228 @@ def _unit(x):
     return x / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)[:, None]
 
 
+@triton.jit
+def _chunk(ptr, token, token_stride, head_stride, channel, heads, mask, ONE: tl.constexpr):
+    """Load some channels of tokens, mean over heads; of one head in their own dtype."""
+    at = ptr + token * token_stride + channel
+    found = tl.load(at, mask=mask, other=0.0)
+    if not ONE:
+        total = found.to(tl.float32)
+        for head in range(1, heads):
+            total += tl.load(at + head * head_stride, mask=mask, other=0.0).to(tl.float32)
+        found = total / heads
+    return found
+
+
+@triton.jit
+def _inverse_norm(squares):
+    return 1.0 / tl.maximum(tl.sqrt(squares), 1e-12)
+
+
+@triton.jit
+def _is_open(mask_ptr, present_ptr, batch, token, length, protected, mask_b, HAS_MASK, HAS_PRESENT):
+    """Return whether tokens may merge: neither protected nor padding."""
+    free = token < length
+    if HAS_MASK:
+        free = free & (tl.load(mask_ptr + batch * mask_b + token, mask=free, other=1) == 0)
+    else:
+        free = free & (token >= protected)
+    if HAS_PRESENT:
+        free = free & (tl.load(present_ptr + batch * length + token, mask=free, other=0) != 0)
+    return free
+
+
+@triton.jit(do_not_specialize=["heads", "length", "protected", "mask_b"])
+def _best_wide(
+    x_ptr, penalty_ptr, mask_ptr, present_ptr, best_ptr, partner_ptr,
+    x_b, x_h, x_n, heads, length, protected, mask_b,
+    D: tl.constexpr, CHUNK: tl.constexpr, ONE: tl.constexpr, HAS_PENALTY: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_PRESENT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Find each even token's best odd one by the cosine of features of any width, less the penalties of both."""
+    batch = tl.program_id(0).to(tl.int64)
+    evens = (length + 1) // 2
+    odds = length // 2
+    a = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    base = x_ptr + batch * x_b
+    open_a = _is_open(mask_ptr, present_ptr, batch, 2 * a, length, protected, mask_b, HAS_MASK, HAS_PRESENT)
+    best = tl.full([BLOCK_A], float("-inf"), tl.float32)
+    partner = tl.zeros([BLOCK_A], tl.int32)
+    for start in range(0, odds, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        scores = tl.zeros([BLOCK_A, BLOCK_C], tl.float32)
+        left_squares = tl.zeros([BLOCK_A], tl.float32)
+        right_squares = tl.zeros([BLOCK_C], tl.float32)
+        for first in range(0, D, CHUNK):
+            channel = first + tl.arange(0, CHUNK)
+            inside = channel < D
+            left = _chunk(
+                base, 2 * a[:, None], x_n, x_h, channel[None, :], heads, (a < evens)[:, None] & inside[None, :], ONE
+            )
+            right = _chunk(
+                base, 2 * c[None, :] + 1, x_n, x_h, channel[:, None], heads, (c < odds)[None, :] & inside[:, None], ONE
+            )
+            scores = tl.dot(left, right, scores, input_precision="tf32x3")
+            left_squares += tl.sum(left.to(tl.float32) * left.to(tl.float32), 1)
+            right_squares += tl.sum(right.to(tl.float32) * right.to(tl.float32), 0)
+        scores = scores * _inverse_norm(left_squares)[:, None] * _inverse_norm(right_squares)[None, :]
+        scores = tl.where(scores != scores, -3.4028234663852886e38, scores)
+        if HAS_PENALTY:
+            scores -= tl.load(penalty_ptr + batch * length + 2 * a, mask=a < evens, other=0.0)[:, None]
+            scores -= tl.load(penalty_ptr + batch * length + 2 * c + 1, mask=c < odds, other=0.0)[None, :]
+        open_c = _is_open(mask_ptr, present_ptr, batch, 2 * c + 1, length, protected, mask_b, HAS_MASK, HAS_PRESENT)
+        scores = tl.where(open_a[:, None] & open_c[None, :], scores, float("-inf"))
+        peak, where = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+        better = peak > best
+        partner = tl.where(better, start + where.to(tl.int32), partner)
+        best = tl.where(better, peak, best)
+    tl.store(best_ptr + batch * evens + a, best, mask=a < evens)
+    tl.store(partner_ptr + batch * evens + a, partner, mask=a < evens)
+
+
+@triton.jit(do_not_specialize=["evens", "odds"])
+def _best_given(
+    score_ptr, best_ptr, partner_ptr, evens, odds, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Find each even token's best odd one by scores that are given (B, A, C)."""
+    batch = tl.program_id(0).to(tl.int64)
+    a = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    row = score_ptr + (batch * evens + a[:, None]) * odds
+    best = tl.full([BLOCK_A], float("-inf"), tl.float32)
+    partner = tl.zeros([BLOCK_A], tl.int32)
+    for start in range(0, odds, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        scores = tl.load(row + c[None, :], mask=(a < evens)[:, None] & (c < odds)[None, :], other=float("-inf"))
+        peak, where = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+        better = peak > best
+        partner = tl.where(better, start + where.to(tl.int32), partner)
+        best = tl.where(better, peak, best)
+    tl.store(best_ptr + batch * evens + a, best, mask=a < evens)
+    tl.store(partner_ptr + batch * evens + a, partner, mask=a < evens)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _pairs(
+    x_ptr, among_ptr, found_ptr, x_b, x_n, length, margin,
+    D: tl.constexpr, CHUNK: tl.constexpr, SUMS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sum ELU(cos − margin) of each token with some others, or find the most similar of these."""
+    batch = tl.program_id(0).to(tl.int64)
+    a = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
+    base = x_ptr + batch * x_b
+    best = tl.full([BLOCK_A], float("-inf"), tl.float32)
+    partner = tl.zeros([BLOCK_A], tl.int32)
+    total = tl.zeros([BLOCK_A], tl.float32)
+    for start in range(0, length, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        scores = tl.zeros([BLOCK_A, BLOCK_C], tl.float32)
+        left_squares = tl.zeros([BLOCK_A], tl.float32)
+        right_squares = tl.zeros([BLOCK_C], tl.float32)
+        for first in range(0, D, CHUNK):
+            channel = first + tl.arange(0, CHUNK)
+            inside = channel < D
+            left = tl.load(
+                base + a[:, None] * x_n + channel[None, :], mask=(a < length)[:, None] & inside[None, :], other=0.0
+            )
+            right = tl.load(
+                base + c[None, :] * x_n + channel[:, None], mask=(c < length)[None, :] & inside[:, None], other=0.0
+            )
+            scores = tl.dot(left, right, scores, input_precision="tf32x3")
+            left_squares += tl.sum(left.to(tl.float32) * left.to(tl.float32), 1)
+            right_squares += tl.sum(right.to(tl.float32) * right.to(tl.float32), 0)
+        scores = scores * _inverse_norm(left_squares)[:, None] * _inverse_norm(right_squares)[None, :]
+        scores = tl.where(scores != scores, -3.4028234663852886e38, scores)
+        among = tl.load(among_ptr + batch * length + c, mask=c < length, other=0) != 0
+        if SUMS:
+            scores -= margin
+            scores = tl.where(scores > 0, scores, tl.exp(tl.minimum(scores, 0.0)) - 1)
+            total += tl.sum(tl.where(among[None, :], scores, 0.0), 1)
+        else:
+            scores = tl.where(among[None, :], scores, float("-inf"))
+            peak, where = tl.max(scores, 1, return_indices=True, return_indices_tie_break_left=True)
+            better = peak > best
+            partner = tl.where(better, start + where.to(tl.int32), partner)
+            best = tl.where(better, peak, best)
+    if SUMS:
+        tl.store(found_ptr + batch * length + a, total, mask=a < length)
+    else:
+        tl.store(found_ptr + batch * length + a, partner.to(tl.int64), mask=a < length)
+
+
+def launch_pairs(x: Tensor, among: Tensor, margin: float | None) -> Tensor:
+    """Compare all pairs of tokens by the cosine of features (B, N, D); return one value for each token (B, N).
+
+    Args:
+        among: the tokens (B, N) to compare with, boolean.
+        margin: sum ELU(cos − margin), in float32; None: the position of the most similar one, in int64.
+    """
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    batch, length, channels = x.shape
+    among = among.contiguous().view(torch.uint8)
+    found = torch.empty(batch, length, dtype=torch.int64 if margin is None else torch.float32, device=x.device)
+    block = min(64, max(16, launching.power_of_two(length)))
+    constants = {
+        "D": channels, "CHUNK": 64 if x.dtype != torch.float32 else 32, "SUMS": margin is not None,
+        "BLOCK_A": block, "BLOCK_C": block,
+    }  # fmt: skip
+    launching.launch(
+        _pairs, (batch, launching.blocks(length, block)), (x, among, found),
+        (*x.stride()[:2], length, float(margin or 0.0)), constants, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return found
+
+
+NARROW = 128
+"""Most channels that a program compares at once."""
+
+
+def launch_best(
+    x: Tensor, protected: int, penalty: Tensor | None = None, mask: Tensor | None = None, present: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Find each even token's most similar odd one by features (B, H, N, D): best (B, A) and partner (B, A).
+
+    Args:
+        protected: tokens in front that cannot merge, where ``mask`` is None.
+        penalty: subtracted from the cosines of each token (B, N), float32.
+        mask: protected tokens (1 or B, N), boolean.
+        present: False for padding (B, N).
+    """
+    batch, heads, length, channels = x.shape
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    best, partner = _edges(batch, (length + 1) // 2, x.device)
+    block = min(64, max(16, launching.power_of_two((length + 1) // 2)))
+    masks, flags, stride = as_bytes(mask, present, x)
+    tensors = (x, x if penalty is None else penalty.contiguous(), *masks, best, partner)
+    constants = {
+        "D": channels, "CHUNK": 64 if x.dtype != torch.float32 else 32, "ONE": heads == 1,
+        "HAS_PENALTY": penalty is not None, **flags, "BLOCK_A": block, "BLOCK_C": block,
+    }  # fmt: skip
+    launching.launch(
+        _best_wide, (batch, launching.blocks((length + 1) // 2, block)), tensors,
+        (*x.stride()[:3], heads, length, protected, stride), constants, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return best, partner
+
+
+def launch_best_given(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Find each even token's best odd one by float32 scores (B, A, C): best (B, A) and partner (B, A)."""
+    scores = scores.contiguous()
+    batch, evens, odds = scores.shape
+    best, partner = _edges(batch, evens, scores.device)
+    launching.launch(
+        _best_given, (batch, launching.blocks(evens, 32)), (scores, best, partner), (evens, odds),
+        {"BLOCK_A": 32, "BLOCK_C": 128}, num_warps=4,
+    )  # fmt: skip
+    return best, partner
+
+
+def _edges(batch: int, evens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    best = torch.empty(batch, evens, dtype=torch.float32, device=device)
+    return best, torch.empty(batch, evens, dtype=torch.int32, device=device)
+
+
 def launch(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     """Match tokens by their keys (B, H, N, D).
 
@@ -234,24 +454,28 @@ def launch(k: Tensor, r: int, protected: int) -> tuple[Tensor, Tensor, Tensor]:
     block = max(16, launching.power_of_two(evens))
     strides = k.stride()[:3]
     width = {"D": channels, "D_PAD": padded}
-    if evens <= WHOLE // 2 and padded * block <= 64 * 128:  # what a multiprocessor's memory holds
+    if (
+        channels <= NARROW and evens <= WHOLE // 2 and padded * block <= 64 * 128
+    ):  # what a multiprocessor's memory holds
         scratch = torch.empty(batch, 2 * block, dtype=torch.float32, device=device)
         tensors, numbers = (k, scratch, target, member, start), (*strides, heads, length, protected, r)
         warps = 8 if block == 128 else 4
         launching.launch(_match_whole, (batch,), tensors, numbers, {**width, "BLOCK": block}, num_warps=warps)
         return target, member, start
-    metric = torch.empty(batch, length, channels, dtype=torch.float32, device=device)
-    best = torch.empty(batch, evens, dtype=torch.float32, device=device)
-    partner = torch.empty(batch, evens, dtype=torch.int32, device=device)
     merges = torch.empty(batch, evens, dtype=torch.int32, device=device)
     across = (batch, launching.blocks(evens, 64))
     blocks = {"BLOCK_A": 64, "BLOCK_J": 64}
-    grid = (batch, launching.blocks(length, 16))
-    launching.launch(_metric, grid, (k, metric), (*strides, heads, length), {**width, "BLOCK": 16}, num_warps=4)
-    launching.launch(
-        _best, across, (metric, best, partner), (length, protected), {**width, "BLOCK_A": 64, "BLOCK_C": 64},
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
+    if channels > NARROW:
+        best, partner = launch_best(k, protected)
+    else:
+        metric = torch.empty(batch, length, channels, dtype=torch.float32, device=device)
+        best, partner = _edges(batch, evens, device)
+        grid = (batch, launching.blocks(length, 16))
+        launching.launch(_metric, grid, (k, metric), (*strides, heads, length), {**width, "BLOCK": 16}, num_warps=4)
+        launching.launch(
+            _best, across, (metric, best, partner), (length, protected), {**width, "BLOCK_A": 64, "BLOCK_C": 64},
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
     launching.launch(_choose, across, (best, merges), (evens, r), blocks, num_warps=4)
     places = (partner, merges, target, member, start)
     launching.launch(_place, across, places, (length, protected, r), blocks, num_warps=4)

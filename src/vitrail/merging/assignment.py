@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class Assignment:
         """Compose: this map first, then ``later``, which starts where this one ends."""
         return Assignment(later.target.gather(1, self.target), later.length)
 
+    def lengthened(self, length: int) -> Assignment:
+        """Return the same groups, and empty ones behind them."""
+        return replace(self, length=length)
+
     def by_first_member(self) -> Assignment:
         """Return the same groups in the order of their first member; groups without members come last."""
         first = self.first_members().gather(1, self.target)
@@ -75,6 +79,16 @@ class Assignment:
         position = torch.arange(self.target.shape[1], device=self.target.device).expand_as(self.target)
         first = position.new_full((position.shape[0], self.length), position.shape[1])
         return first.scatter_reduce(1, self.target, position, "amin")
+
+    def best_members(self, rating: Tensor) -> Tensor:
+        """Return True for the member with the highest rating (B, N) of each group; ties go to the lower index."""
+        best = rating.new_full((rating.shape[0], self.length), -torch.inf).scatter_reduce(
+            1, self.target, rating, "amax"
+        )
+        position = torch.arange(rating.shape[1], device=rating.device).expand_as(rating)
+        candidate = torch.where(rating == best.gather(1, self.target), position, rating.shape[1])
+        first = candidate.new_full(best.shape, rating.shape[1]).scatter_reduce(1, self.target, candidate, "amin")
+        return first.gather(1, self.target) == position
 
     def insert(self, places: Sequence[int]) -> Assignment:
         """Return the map for sequences with one more token at each of these places, before and after the map.

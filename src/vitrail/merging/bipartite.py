@@ -73,7 +73,12 @@ def rank(values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def match(
-    metric: Tensor, r: int | Tensor, protected: Protected = 0, order: Order = "paper", present: Tensor | None = None
+    metric: Tensor,
+    r: int | Tensor,
+    protected: Protected = 0,
+    order: Order = "paper",
+    present: Tensor | None = None,
+    penalty: Tensor | None = None,
 ) -> Assignment:
     """Merge the ``r`` most similar pairs of an even and an odd token.
 
@@ -90,6 +95,7 @@ def match(
         order: ``"paper"`` puts protected tokens first, then remaining sources, then destinations, each in their order;
             ``"original"`` sorts groups by their first member.
         present: False for padding (B, N), which must come last; None where there is none.
+        penalty: subtracted from the similarities of each token (B, N); None for none.
     """
     batch, length, _ = metric.shape
     if isinstance(r, int) and r == 0 and present is None:
@@ -97,6 +103,8 @@ def match(
     blocked = blocked_mask(protected, present, length, metric.device)
     with torch.autocast(metric.device.type, enabled=False):
         scores = similarity(metric.to(torch.promote_types(metric.dtype, torch.float32)), blocked)
+        if penalty is not None:
+            scores = scores - penalty[:, ::2].unsqueeze(2) - penalty[:, 1::2].unsqueeze(1)
     return match_scores(scores, r, protected, order, present)
 
 
@@ -111,19 +119,30 @@ def match_scores(
     batch, length = scores.shape[0], scores.shape[1] + scores.shape[2]
     if isinstance(r, int) and r == 0 and present is None:
         return Assignment.identity(batch, length, scores.device)
-    mask = protected_mask(protected, length, scores.device)
+    found = match_edges(*best_edges(scores), r, length, protected, present)
+    return found if order == "paper" else found.by_first_member()
+
+
+def best_edges(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the best score (B, A) of each even token, and the odd token it is with; ties go to the lower index."""
     partner = scores.argmax(2)
-    best = scores.gather(2, partner.unsqueeze(2)).squeeze(2)
+    return scores.gather(2, partner.unsqueeze(2)).squeeze(2), partner
+
+
+def match_edges(
+    best: Tensor, partner: Tensor, r: int | Tensor, length: int, protected: Protected, present: Tensor | None
+) -> Assignment:
+    """Merge the ``r`` best of these edges (B, A), as :func:`match_scores` does in the paper's order."""
+    mask = protected_mask(protected, length, best.device)
     if isinstance(r, Tensor):
-        r = torch.minimum(r, mask_edges(blocked_mask(protected, present, length, scores.device)))
+        r = torch.minimum(r, mask_edges(blocked_mask(protected, present, length, best.device)))
     merges = rank(best) < (r if isinstance(r, int) else r.unsqueeze(1))
 
-    position = torch.arange(length, device=scores.device).expand(batch, length)
+    position = torch.arange(length, device=best.device).expand(best.shape[0], length)
     # group[i]: the position whose token i ends up in, its own unless it merges away
     group = position.clone()
     group[:, ::2] = torch.where(merges, 2 * partner + 1, position[:, ::2])
-    found = place_groups(group, mask, present, r)
-    return found if order == "paper" else found.by_first_member()
+    return place_groups(group, mask, present, r)
 
 
 def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
@@ -138,6 +157,105 @@ def place_groups(group: Tensor, mask: Tensor, present: Tensor | None, r: int | T
     if isinstance(r, int) and present is None:
         return Assignment(_place_by_kind(group, mask), group.shape[1] - r)
     return Assignment(*_place_present(group, mask, present, r))
+
+
+def cosines(features: Tensor) -> Tensor:
+    """Return the cosine of every pair of tokens (B, N, N), in float32 or better.
+
+    Where features are not finite, the pair gets the lowest finite score, so that a broken image in a batch never
+    changes how many tokens are left.
+    """
+    with torch.autocast(features.device.type, enabled=False):
+        unit = F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
+        cosine = unit @ unit.transpose(1, 2)
+        return torch.where(cosine.isnan(), torch.finfo(cosine.dtype).min, cosine)
+
+
+SAMPLES = 9
+"""Points on the line between two tokens, its ends included, at which a map is read."""
+
+
+def strongest_between(values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+    """Return the highest value of a map (B, h, w) on the lines from places (B, A, 2) to places (B, C, 2): (B, A, C)."""
+    height, width = values.shape[1:]
+    flat, found = values.flatten(1), None
+    for sample in range(SAMPLES):
+        share = sample / (SAMPLES - 1)
+        point = sources.unsqueeze(2) * (1 - share) + destinations.unsqueeze(1) * share
+        row = (point[..., 0] + 0.5).floor().clamp(0, height - 1)
+        column = (point[..., 1] + 0.5).floor().clamp(0, width - 1)
+        index = (row * width + column).long()
+        value = flat.gather(1, index.flatten(1)).view_as(index)
+        found = value if found is None else torch.maximum(found, value)
+    assert found is not None
+    return found
+
+
+class Pairs:
+    """The cosines of all pairs of tokens by features (B, N, D)."""
+
+    def __init__(self, metric: Tensor) -> None:
+        self.cosine = cosines(metric)
+
+    def affinity(self, margin: float, among: Tensor) -> Tensor:
+        """Sum ELU(cos − margin) of each token (B, N) with some tokens (B, N)."""
+        return F.elu(self.cosine - margin).masked_fill(~among.unsqueeze(1), 0).sum(2)
+
+    def nearest(self, among: Tensor) -> Tensor:
+        """Return which of some tokens (B, N) is the most similar to each token (B, N); ties go to the lower index."""
+        return self.cosine.masked_fill(~among.unsqueeze(1), float("-inf")).argmax(2)
+
+
+class Matcher:
+    """The steps of a matching, as methods reach them by ``context.matcher``: these functions, or their fused twins."""
+
+    def match(
+        self,
+        metric: Tensor,
+        r: int | Tensor,
+        protected: Protected = 0,
+        present: Tensor | None = None,
+        penalty: Tensor | None = None,
+    ) -> Assignment:
+        """See :func:`match`."""
+        return match(metric, r, protected, present=present, penalty=penalty)
+
+    def match_scores(
+        self, scores: Tensor, r: int | Tensor, protected: Protected = 0, present: Tensor | None = None
+    ) -> Assignment:
+        """See :func:`match_scores`."""
+        return match_scores(scores, r, protected, present=present)
+
+    def best_edges(self, metric: Tensor, protected: Protected, present: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See :func:`best_edges`; edges are cosines of features (B, N, D)."""
+        blocked = blocked_mask(protected, present, metric.shape[1], metric.device)
+        with torch.autocast(metric.device.type, enabled=False):
+            return best_edges(similarity(metric.to(torch.promote_types(metric.dtype, torch.float32)), blocked))
+
+    def match_edges(
+        self, best: Tensor, partner: Tensor, r: int | Tensor, length: int, protected: Protected, present: Tensor | None
+    ) -> Assignment:
+        """See :func:`match_edges`."""
+        return match_edges(best, partner, r, length, protected, present)
+
+    def pairs(self, metric: Tensor) -> Pairs:
+        """See :class:`Pairs`."""
+        return Pairs(metric)
+
+    def place_groups(self, group: Tensor, mask: Tensor, present: Tensor | None, r: int | Tensor) -> Assignment:
+        """See :func:`place_groups`."""
+        return place_groups(group, mask, present, r)
+
+    def strongest_between(self, values: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
+        """See :func:`strongest_between`."""
+        return strongest_between(values, sources, destinations)
+
+    def rank(self, values: Tensor) -> Tensor:
+        """See :func:`rank`."""
+        return rank(values)
+
+
+REFERENCE = Matcher()
 
 
 def _place_by_kind(group: Tensor, mask: Tensor, present: Tensor | None = None) -> Tensor:

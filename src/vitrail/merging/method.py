@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.bipartite import Protected, protected_mask
+from vitrail.merging.bipartite import REFERENCE, Matcher, Protected, protected_mask
 
 Projections = tuple[Tensor, Tensor, Tensor]
 
@@ -51,6 +51,7 @@ class Context:
         project: computes queries, keys and values; called on first use.
         rotate: computes queries and keys with rotary position from these.
         attend: computes attention weights; see :meth:`attention`.
+        kernels: the steps of a matching as kernels, where these run.
     """
 
     layer: int
@@ -69,9 +70,11 @@ class Context:
     project: Callable[[], Projections] | None = None
     rotate: Callable[[Projections], tuple[Tensor, Tensor]] | None = None
     attend: Callable[[Sequence[int] | None], Tensor] | None = None
+    kernels: Matcher | None = None
     _normed: Tensor | None = None
     _projected: Projections | None = None
     _rotated: tuple[Tensor, Tensor] | None = None
+    _mergeable: Tensor | None = None
 
     @property
     def normed(self) -> Tensor:
@@ -118,6 +121,19 @@ class Context:
         return self.attend(queries)
 
     @property
+    def matcher(self) -> Matcher:
+        """The steps of a matching: the reference functions, or kernels that do the same."""
+        return REFERENCE if self.kernels is None else self.kernels
+
+    def match(self, metric: Tensor, r: int | Tensor) -> Assignment:
+        """Merge the ``r`` most similar pairs of an even and an odd token by features (B, N, D)."""
+        return self.matcher.match(metric, r, self.protected, self.present)
+
+    def match_scores(self, scores: Tensor, r: int | Tensor) -> Assignment:
+        """Merge the ``r`` best pairs by scores (B, A, C) of even and odd tokens; −inf where either cannot merge."""
+        return self.matcher.match_scores(scores, r, self.protected, self.present)
+
+    @property
     def present(self) -> Tensor | None:
         """False for padding (B, N); None where there is none."""
         return self.size > 0 if self.padded and self.size is not None else None
@@ -125,9 +141,11 @@ class Context:
     @property
     def mergeable(self) -> Tensor:
         """True for tokens (B or 1, N) that are neither protected nor padding."""
-        free = ~protected_mask(self.protected, self.x.shape[1], self.x.device)
-        present = self.present
-        return free if present is None else free & present
+        if self._mergeable is None:
+            free = ~protected_mask(self.protected, self.x.shape[1], self.x.device)
+            present = self.present
+            self._mergeable = free if present is None else free & present
+        return self._mergeable
 
     def _qkv(self) -> Projections:
         if self._projected is None:

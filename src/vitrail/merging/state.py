@@ -87,7 +87,7 @@ class MergeState:
         return merged, replace(after, kept={**self.kept, **kept})
 
     def _apply(self, x: Tensor, reduction: Reduction, method: Method | None) -> tuple[Tensor, MergeState]:
-        state = replace(self, memory={**self.memory, **reduction.memory}, archive={**self.archive, **reduction.archive})
+        state = self.with_entries(reduction)
         if reduction.soft is not None:
             return state._apply_soft(x, reduction, reduction.soft)
         step, weight = reduction.assignment, reduction.weight
@@ -101,6 +101,12 @@ class MergeState:
         if added is None:
             added = torch.ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         return merged, state.after(step, step.merge_sizes(added), weight=weight)
+
+    def with_entries(self, reduction: Reduction) -> MergeState:
+        """Return the state with the new entries of memory and archive, before the reduction."""
+        if not reduction.memory and not reduction.archive:
+            return self
+        return replace(self, memory={**self.memory, **reduction.memory}, archive={**self.archive, **reduction.archive})
 
     def after(
         self, step: Assignment, size: Tensor, log2_size: Tensor | None = None, weight: Tensor | None = None

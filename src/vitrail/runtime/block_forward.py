@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Position, repeat_heads
 from vitrail.errors import BrokenPass, UnsupportedInput
-from vitrail.merging import Context, MergeState
+from vitrail.merging import Context, MergeState, Reduction
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
@@ -72,7 +72,8 @@ def merged_forward(
     if not parts.biased and call.rope is None and call.mask is None and not call.causal and gate is None:
         dense = dense_block(parts, block, x, carried.plan, state)
         if dense is not None:
-            return _dense_forward(parts, block, dense, x, carried)
+            carried = carried if state is carried.state else replace(carried, state=state)
+            return _dense_forward(parts, block, dense, x, call, carried)
 
     method, entered = carried.plan.method, state
     if method.place == "before":
@@ -125,6 +126,12 @@ def _context(carried: Carried, state: MergeState, x: Tensor, project: Callable[[
 
 def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) -> tuple[Tensor, MergeState]:
     """Reduce the tokens by the plan's method, where this block is planned to."""
+    reduction = _decide(carried, state, context)
+    return (x, state) if reduction is None else state.apply(x, reduction, carried.plan.method)
+
+
+def _decide(carried: Carried, state: MergeState, context: Context) -> Reduction | None:
+    """Return the reduction of the plan's method; None where this block is not planned to reduce."""
     plan, method, planned = carried.plan, carried.plan.method, carried.r
     if planned and plan.images_decide:
         if torch.compiler.is_compiling():
@@ -133,34 +140,55 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
                 "order='paper', or run without torch.compile"
             )
         if method.static:  # others get the plan itself: the length of a padded batch must not decide for its images
-            planned = min(planned, method.capacity(x.shape[1], state.protected))
+            planned = min(planned, method.capacity(context.x.shape[1], state.protected))
     if not planned:
-        return x, state
+        return None
     unlimited = not method.static and carried.r >= carried.layout.num_tokens
     context.planned = None if unlimited else planned
     r = method.amount(context, planned)
     check_amount(method, r, context)
     if isinstance(r, int) and r == 0 and not state.padded:
-        return x, state
-    reduction = kernels.reduce(method, context, r, plan.order)
-    return (x, state) if reduction is None else state.apply(x, reduction, method)
+        return None
+    return kernels.reduce(method, context, r, plan.order)
 
 
 def _dense_forward(
-    parts: BlockAdapter, block: nn.Module, dense: DenseBlock, x: Tensor, carried: Carried
+    parts: BlockAdapter, block: nn.Module, dense: DenseBlock, x: Tensor, call: BlockCall, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
     """Run one block that consists of its matrices alone."""
-    state, side, proportional, method = carried.state, carried.side, carried.plan.proportional, carried.plan.method
+    state, side, plan, method = carried.state, carried.side, carried.plan, carried.plan.method
+    r, reduce = carried.r, None
+    if method.twin not in kernels.TWINS:
+        if r and method.place == "between":
+            reduce = partial(_decide_between, parts, block, call, carried)
+        elif r:
+            x, state = _reduce_before(parts, block, x, call, carried, state)
+        r = 0
+    size = attention_size(plan, state)
     if side is None:
-        x, state = dense_forward(dense, x, state, carried.r, proportional, method)
+        x, state = dense_forward(dense, x, state, r, size, method, None, reduce)
         return x, None, state
-    size, reading, outputs = state.size if proportional else None, prepare(parts, block, side), []
+    reading, outputs = prepare(parts, block, side), []
 
     def read_side(k: Tensor, v: Tensor) -> None:
         outputs.append(advance(parts, block, side, reading, k, v, key_bias(size, None, reading.q), None))
 
-    x, state = dense_forward(dense, x, state, carried.r, proportional, method, read_side)
+    x, state = dense_forward(dense, x, state, r, size, method, read_side, reduce)
     return x, outputs[0], state
+
+
+def _decide_between(
+    parts: BlockAdapter, block: nn.Module, call: BlockCall, carried: Carried, x: Tensor, h: Tensor, qkv: Projections
+) -> Reduction | None:
+    """Return the reduction of tokens between attention and MLP of a dense block."""
+    state = carried.state
+
+    def attend(queries: Sequence[int] | None) -> Tensor:
+        return Attention.of(parts, block, qkv, call, carried, state).weights(state.presence, queries)
+
+    context = _context(carried, state, x, lambda: qkv)
+    context.norm, context.attend = (lambda: h), attend
+    return _decide(carried, state, context)
 
 
 class Attention(NamedTuple):

@@ -1,8 +1,9 @@
 """The dense path: blocks that consist of their matrices alone, and patch embeddings, in half precision on a GPU.
 
 A block equals ``merged_forward`` in fewer passes over memory: the residual sum after attention, the merge and the
-LayerNorm before the MLP are one kernel, and so are their gradients. For inference, GELU is the epilogue of the first
-linear layer and the residual sum that of the second, whose bias is added by the kernel that writes the tokens.
+LayerNorm before the MLP are one kernel, and so are their gradients. Methods without a fused twin decide after the
+residual sum; weighted means and the LayerNorm are one kernel for them, too. For inference, GELU is the epilogue of the
+first linear layer and the residual sum that of the second, whose bias is added by the kernel that writes the tokens.
 
 Patches do not overlap, so their convolution is a product of (patches × pixels) and (pixels × channels). Convolution
 kernels do not exploit that and take many times as long, which matters once the blocks are fast.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,25 +23,37 @@ from torch import Tensor, nn
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, DenseBlock
 from vitrail.kernels import KernelAssignment, ops
-from vitrail.merging import Context, MergeState, Method
+from vitrail.merging import Context, MergeState, Method, Reduction
 from vitrail.merging.method import Projections
 from vitrail.runtime.plan import Plan
 
 Read = Callable[[Tensor, Tensor], None]
 
+Reduce = Callable[[Tensor, Tensor, Projections], Reduction | None]
+"""Reduces tokens after attention, given also their LayerNorm before it and their queries, keys and values."""
+
 
 def serves(x: Tensor, plan: Plan, state: MergeState) -> bool:
-    """Return whether the dense path runs here: half precision on a GPU, the fused matching in paper order."""
+    """Return whether the dense path runs here: half precision on a GPU, in paper order; compiled, with a fused twin."""
+    method = plan.method
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and isinstance(state.protected, int)
         and plan.order == "paper"
-        and plan.method.twin in kernels.TWINS
+        and (method.twin in kernels.TWINS or _serves_unfused(method, state))
         and state.restorer is None
-        and not state.memory
-        and not state.guide
         and kernels.usable(x)
         and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _serves_unfused(method: Method, state: MergeState) -> bool:
+    """Return whether the dense path serves a method without a fused twin; a compiler fuses these better by itself."""
+    return (
+        method.scope == "pass"
+        and not (method.relaxes and method.training)
+        and not (state.size is not None and state.size.requires_grad)
+        and not torch.compiler.is_compiling()
     )
 
 
@@ -129,16 +142,24 @@ def dense_forward(
     x: Tensor,
     state: MergeState,
     r: int,
-    proportional: bool,
+    size: Tensor | None,
     method: Method,
     read: Read | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[Tensor, MergeState]:
-    """Attend, merge r tokens and feed; ``read`` is called with keys and values, and must not keep them."""
+    """Attend, reduce and feed.
+
+    Args:
+        r: number of tokens that the method's fused twin merges.
+        size: sizes (B, N) by which attention counts keys.
+        read: called with keys and values, which it must not keep.
+        reduce: reduces the tokens of methods without a fused twin.
+    """
     _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
     gamma = dense.gammas[1]
     pending_bias = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
-    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, proportional, method, pending_bias, read)
+    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, size, method, pending_bias, read, reduce)
     width = x.shape[2]
     if learns:
         hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
@@ -158,39 +179,92 @@ def _attend_and_merge(
     x: Tensor,
     state: MergeState,
     r: int,
-    proportional: bool,
+    size: Tensor | None,
     method: Method,
     pending_bias: Tensor | None,
     read: Read | None,
+    reduce: Reduce | None,
 ) -> tuple[Tensor, Tensor, MergeState]:
     """Return the tokens after attention and the merge, plus ``pending_bias``, and their LayerNorm for the MLP."""
-    x, y, step, join = _attend(dense, x, state, r, proportional, method, read)
-    y = _apply(dense.drops[0], dense.proj(y))
-    join()
+    attended = _attend(dense, x, state, r, size, method, read)
+    x, step = attended.x, attended.step
+    y = _apply(dense.drops[0], dense.proj(attended.y))
+    attended.join()
     gamma, norm2 = dense.gammas[0], dense.norm2
+    if reduce is not None:
+        x = x + y if gamma is None else torch.addcmul(x, y, gamma)
+        return _merge_reduction(dense, x, state, reduce(x, attended.h, attended.projected), method, pending_bias)
     if step is None:
         x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, pending_bias)
-        return x, h, state.next_layer()
+        return x, h, state.next_layer(x)
     x, size, log2_size, h = ops.merge_norm(
         x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, pending_bias
     )
-    return x, h, state.after(step, size, log2_size).next_layer()
+    return x, h, state.after(step, size, log2_size).next_layer(x)
+
+
+def _merge_reduction(
+    dense: DenseBlock,
+    x: Tensor,
+    state: MergeState,
+    reduction: Reduction | None,
+    method: Method,
+    pending_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, MergeState]:
+    """Return reduced tokens plus ``pending_bias``, and their LayerNorm for the MLP; means take one kernel."""
+    norm2 = dense.norm2
+    norm = norm2.weight, norm2.bias, norm2.eps
+    if reduction is None or reduction.soft is not None or not method.averages or _learns(reduction.weight):
+        if reduction is not None:
+            x, state = state.apply(x, reduction, method)
+        x, h = ops.norm_residual(x.contiguous(), *norm)
+        return (x if pending_bias is None else x + pending_bias), h, state.next_layer(x)
+    step = kernels.with_members(reduction.assignment)
+    weight = state.size if reduction.weight is None else reduction.weight
+    weight = None if weight is None else weight.float().contiguous()
+    state = state.with_entries(reduction)
+    x, total, log2_size, h = ops.merge_norm(x, None, None, weight, step.member, step.start, *norm, pending_bias)
+    if reduction.size is None:
+        state = state.after(step, total, log2_size, reduction.weight)
+    else:
+        state = state.after(step, step.merge_sizes(reduction.size), None, reduction.weight)
+    return x, h, state.next_layer(x)
+
+
+def _learns(weight: Tensor | None) -> bool:
+    return weight is not None and weight.requires_grad
+
+
+class Attended(NamedTuple):
+    """Tokens, their LayerNorm and projections, what attention returns for them, and the fused matching if any.
+
+    ``join`` waits for the matching.
+    """
+
+    x: Tensor
+    h: Tensor
+    projected: Projections
+    y: Tensor
+    step: KernelAssignment | None
+    join: Callable[[], None]
 
 
 def _attend(
-    dense: DenseBlock, x: Tensor, state: MergeState, r: int, proportional: bool, method: Method, read: Read | None
-) -> tuple[Tensor, Tensor, KernelAssignment | None, Callable[[], None]]:
-    """Attend, and match concurrently, since it needs no attention; the returned function waits for the match."""
+    dense: DenseBlock, x: Tensor, state: MergeState, r: int, size: Tensor | None, method: Method, read: Read | None
+) -> Attended:
+    """Attend, and match concurrently, since the fused matching needs no attention."""
     x, h, packed, q, k, v = _project(dense, x)
     with kernels.side_stream(k) as join:
         assert isinstance(state.protected, int)
         step = kernels.match(_matched(method, state, x, h, (q, k, v)), r, state.protected) if r else None
     if read is not None:
         read(k, v)
-    size = state.size if proportional else None
+    log2_size = state.log2_size if size is state.size else None
     if packed is not None and packed.requires_grad:
-        return x, kernels.packed_attention(packed, dense.heads, size, state.log2_size, dense.scale), step, join
-    return x, kernels.attention(q, k, v, size, state.log2_size, scale=dense.scale), step, join
+        y = kernels.packed_attention(packed, dense.heads, size, log2_size, dense.scale)
+    else:
+        y = kernels.attention(q, k, v, size, log2_size, scale=dense.scale)
+    return Attended(x, h, (q, k, v), y, step, join)
 
 
 def _matched(method: Method, state: MergeState, x: Tensor, h: Tensor, projected: Projections) -> Tensor:

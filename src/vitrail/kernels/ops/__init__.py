@@ -13,6 +13,18 @@ from vitrail.kernels.ops.attention import (
     unpack,
 )
 from vitrail.kernels.ops.base import Operator
+from vitrail.kernels.ops.groups import (
+    best,
+    best_given,
+    best_members,
+    first_members,
+    list_members,
+    pairs,
+    place,
+    ranks,
+    settle,
+    strongest_between,
+)
 from vitrail.kernels.ops.merging import (
     add_norm,
     add_scaled,
@@ -27,6 +39,7 @@ from vitrail.kernels.ops.merging import (
 
 __all__ = [
     "Operator", "add_norm", "add_scaled", "attend", "attend_back", "attend_keep", "attend_packed",
-    "attend_packed_back", "attention_received", "match", "merge", "merge_back", "merge_norm", "norm", "norm_back",
-    "norm_residual", "unpack",
+    "attend_packed_back", "attention_received", "best", "best_given", "best_members", "first_members", "list_members",
+    "match", "merge", "merge_back", "merge_norm", "norm", "norm_back", "norm_residual", "pairs", "place", "ranks",
+    "settle", "strongest_between", "unpack",
 ]  # fmt: skip

@@ -77,7 +77,7 @@ merge.differentiable(_keep_for_merge, _backward_of_merge)
 @operator("merge_norm")
 def merge_norm(
     x: Tensor,
-    y: Tensor,
+    y: Tensor | None,
     gamma: Tensor | None,
     size: Tensor | None,
     member: Tensor,
@@ -87,7 +87,7 @@ def merge_norm(
     eps: float,
     add: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merge ``x + γ·y``; return tokens (+ ``add``, without gradient), sizes, their log₂, and the tokens' LayerNorm."""
+    """Merge ``x + γ·y``, or ``x``; return tokens (+ ``add``, without gradient), sizes, their log₂, and LayerNorm."""
     from vitrail.kernels.triton_merging import Groups, Norm, launch
 
     out, sizes, logs, normed = launch(x, Groups(size, member, start), y, gamma, Norm(weight, bias, eps), add)
@@ -141,6 +141,7 @@ def _(  # type: ignore[no-untyped-def]
 def _keep_for_merge_norm(ctx: Any, inputs: Any, output: Any) -> None:
     _, y, gamma, size, member, start, weight, _, ctx.eps, add = inputs
     assert add is None
+    ctx.sums = y is not None
     out, sizes, logs, _ = output
     ctx.save_for_backward(out, weight, y if gamma is not None else None, gamma, size, sizes, member, start)
     ctx.mark_non_differentiable(sizes, logs)
@@ -151,7 +152,7 @@ def _backward_of_merge_norm(ctx: Any, grad: Tensor, _: None, __: None, grad_norm
     out, weight, *rest = ctx.saved_tensors
     x, vectors, *y = norm_back(grad, grad_norm, out, weight, ctx.eps, *rest)
     dweight, dbias, *dgamma = vectors.unbind(0)
-    return x, *(y or [x]), *(dgamma or [None]), None, None, None, dweight, dbias, None, None
+    return x, *(y or [x if ctx.sums else None]), *(dgamma or [None]), None, None, None, dweight, dbias, None, None
 
 
 merge_norm.differentiable(_keep_for_merge_norm, _backward_of_merge_norm)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitrail.merging.bipartite import match
 from vitrail.merging.features import compute_features
 from vitrail.merging.method import Context, Reduction, register_method
 from vitrail.merging.methods.tome import ToMe
@@ -21,4 +20,4 @@ class Random(ToMe):
 
     def reduce(self, context: Context, r: int | Tensor) -> Reduction:
         noise = torch.randn_like(compute_features(context, self.features).detach())
-        return Reduction(match(noise, r, context.protected, present=context.present))
+        return Reduction(context.match(noise, r))

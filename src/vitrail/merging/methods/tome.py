@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.merging.bipartite import Protected, front_edges, mask_edges, match
+from vitrail.merging.bipartite import Protected, front_edges, mask_edges
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
 
@@ -41,7 +41,7 @@ class ToMe(Method):
 
     def reduce(self, context: Context, r: int | Tensor) -> Reduction:
         features = compute_features(context, self.features).detach()
-        return Reduction(match(features, r, context.protected, present=context.present))
+        return Reduction(context.match(features, r))
 
     def flops(self, tokens: int, head_width: int) -> int:
         return ((tokens + 1) // 2) * (tokens // 2) * head_width

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, match_scores, similarity
+from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
 from vitrail.merging.pixels import channels_first, pixels_by_patch
@@ -21,9 +21,6 @@ EDGES = "vitrail_edges"
 
 PLACES = "vitrail_places"
 """Name of the memory that holds the (row, column) of each token, the mean of its members'."""
-
-SAMPLES = 9
-"""Points on the line between two tokens, its ends included, at which the edge map is read."""
 
 
 @register_method("edges")
@@ -74,9 +71,9 @@ class Edges(Method):
         with torch.autocast(features.device.type, enabled=False):
             features = features.to(torch.promote_types(features.dtype, torch.float32))
             blocked = blocked_mask(context.protected, context.present, features.shape[1], features.device)
-            crossed = strongest_edge(edges, places[:, ::2], places[:, 1::2]).to(features.dtype)
+            crossed = context.matcher.strongest_between(edges, places[:, ::2], places[:, 1::2]).to(features.dtype)
             scores = similarity(features, blocked) - self.penalty * crossed
-        step = match_scores(scores, r, context.protected, present=context.present)
+        step = context.match_scores(scores, r)
         return Reduction(step, memory=memory, archive=archive)
 
     def _edges_and_places(self, context: Context) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
@@ -102,22 +99,6 @@ class Edges(Method):
         grid = torch.stack([rows, columns], -1).flatten(0, 1).repeat(t, 1)
         places = F.pad(grid, (0, 0, special, 0)).expand(len(values), -1, -1)
         return edges, places, {EDGES: edges}, {PLACES: places}
-
-
-def strongest_edge(edges: Tensor, sources: Tensor, destinations: Tensor) -> Tensor:
-    """Return the highest value of a map (B, h, w) on the lines from places (B, A, 2) to places (B, C, 2): (B, A, C)."""
-    height, width = edges.shape[1:]
-    flat, found = edges.flatten(1), None
-    for sample in range(SAMPLES):
-        share = sample / (SAMPLES - 1)
-        point = sources.unsqueeze(2) * (1 - share) + destinations.unsqueeze(1) * share
-        row = (point[..., 0] + 0.5).floor().clamp(0, height - 1)
-        column = (point[..., 1] + 0.5).floor().clamp(0, width - 1)
-        index = (row * width + column).long()
-        value = flat.gather(1, index.flatten(1)).view_as(index)
-        found = value if found is None else torch.maximum(found, value)
-    assert found is not None
-    return found
 
 
 def edge_map(inputs: Tensor, grid: tuple[int, int, int]) -> Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.bipartite import Protected, match_scores, similarity
+from vitrail.merging.bipartite import Protected
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, ModelShape, Reduction, register_method
+from vitrail.merging.methods._groups import positions_like
 from vitrail.merging.methods.content.importance import (
     MOTION,
     check_importance,
@@ -106,14 +107,13 @@ def match_among(features: Tensor, candidates: Tensor, r: int | Tensor, context: 
     Candidates alternate between sources and destinations whatever stands between them, so that half of them can
     merge.
     """
-    order = (~candidates).to(torch.int8).argsort(dim=1, stable=True)  # candidates in front, padding stays behind
-    blocked = ~candidates.gather(1, order)
-    penalty = penalty.gather(1, order)
-    scores = similarity(features.gather(1, order.unsqueeze(2).expand_as(features)), blocked)
-    scores = scores - penalty[:, ::2].unsqueeze(2) - penalty[:, 1::2].unsqueeze(1)
-    present = context.present
+    place = context.matcher.rank(candidates.float())  # candidates in front, padding stays behind
+    order = torch.zeros_like(place).scatter(1, place, positions_like(place))
+    blocked, present = ~candidates.gather(1, order), context.present
     if present is not None:
-        blocked, present = blocked & present.gather(1, order), present.gather(1, order)
-    found = match_scores(scores, r, blocked, present=present)
-    target = torch.zeros_like(found.target).scatter(1, order, found.target)
-    return Assignment(target, found.length)
+        present = present.gather(1, order)
+        blocked = blocked & present
+    found = context.matcher.match(
+        features.gather(1, order.unsqueeze(2).expand_as(features)), r, blocked, present, penalty.gather(1, order)
+    )
+    return Assignment(found.target.gather(1, place), found.length)

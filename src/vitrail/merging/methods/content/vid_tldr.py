@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, front_edges, mask_edges, match
+from vitrail.merging.bipartite import Protected, front_edges, mask_edges
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
 from vitrail.merging.methods.content.importance import attention_entropy, min_max
@@ -51,7 +51,7 @@ class VidTLDR(Method):
     @torch.no_grad()
     def reduce(self, context: Context, r: int | Tensor) -> Reduction:
         features = compute_features(context, self.features)
-        step = match(features, r, context.protected, present=context.present)
+        step = context.match(features, r)
         saliency = background_to_zero(attention_entropy(context), context.mergeable)
         present = context.present
         ones = torch.ones_like(step.target) if present is None else present.long()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, front_edges, mask_edges, match
+from vitrail.merging.bipartite import Protected, front_edges, mask_edges
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, ModelShape, Reduction, register_method
 from vitrail.merging.methods.dynamic.base import Calibrated
@@ -122,7 +122,7 @@ class Entropy(Calibrated):
 
     def reduce(self, context: Context, r: int | Tensor) -> Reduction:
         features = compute_features(context, self.features).detach()
-        return Reduction(match(features, r, context.protected, present=context.present))
+        return Reduction(context.match(features, r))
 
     def settle(self, measured: Sequence[Sequence[Tensor]]) -> None:
         found = [torch.cat(list(values)).double() if values else None for values in measured]

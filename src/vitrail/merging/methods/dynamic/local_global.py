@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail._checks import is_int, is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import blocked_mask, match_scores, rank, similarity
+from vitrail.merging.bipartite import blocked_mask, rank, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, ModelShape, Reduction, register_method
 from vitrail.merging.methods.dynamic.base import DynamicMethod, by_first
@@ -119,7 +119,7 @@ class LocalGlobal(DynamicMethod):
         level = mean + self.deviations * spread.sqrt()
         amount = (scores.amax(2) >= level.unsqueeze(1)).sum(1)
         amount = amount.clamp(max=r) if isinstance(r, int) else torch.minimum(amount, r)
-        return Reduction(match_scores(scores, amount, context.protected, present=context.present))
+        return Reduction(context.match_scores(scores, amount))
 
     def flops(self, tokens: int, head_width: int) -> int:
         return ((tokens + 1) // 2) * (tokens // 2) * head_width

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, blocked_mask, front_edges, mask_edges, match_scores, similarity
+from vitrail.merging.bipartite import Protected, best_edges, blocked_mask, front_edges, mask_edges, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, ModelShape, Reduction, register_method
 from vitrail.merging.methods.dynamic.base import Calibrated
@@ -103,12 +103,19 @@ class Threshold(Calibrated):
             error = 2 * source * destination / total.masked_fill(total == 0, 1) * (1 - scores)
             return torch.where(scores.isinf(), scores, 1 - error)
 
+    @torch.no_grad()
+    def edges(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the best of these scores (B, A) of each even token, and the odd token that it is with."""
+        if self.size_aware and context.size is not None:
+            return best_edges(self.scores(context))
+        features = compute_features(context, self.features)
+        return context.matcher.best_edges(features, context.protected, context.present)
+
     def reduce(self, context: Context, r: int | Tensor) -> Reduction | None:
         threshold = self.threshold_of(context.layer)
         if threshold is None and self.measured is None:
             return None
-        scores = self.scores(context)
-        best = scores.amax(2)
+        best, partner = self.edges(context)
         if threshold is None or self.measured is not None:
             assert self.measured is not None
             found = score_at_rank(best, int(r) * len(best) if isinstance(r, int) else int(r.sum()))
@@ -117,7 +124,8 @@ class Threshold(Calibrated):
         else:
             amount = (best >= threshold).sum(1)
             amount = amount.clamp(max=r) if isinstance(r, int) else torch.minimum(amount, r)
-        return Reduction(match_scores(scores, amount, context.protected, present=context.present))
+        length, matcher = context.x.shape[1], context.matcher
+        return Reduction(matcher.match_edges(best, partner, amount, length, context.protected, context.present))
 
     def settle(self, measured: Sequence[Sequence[Tensor]]) -> None:
         self.threshold = [float(torch.cat(list(found)).double().mean()) if found else None for found in measured]

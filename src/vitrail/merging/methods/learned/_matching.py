@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.merging.assignment import Assignment
-from vitrail.merging.bipartite import Protected, front_edges, mask_edges, match, protected_mask, similarity
+from vitrail.merging.bipartite import Protected, front_edges, mask_edges, protected_mask, similarity
 from vitrail.merging.method import Context, ModelShape, Reduction
 from vitrail.merging.methods._groups import positions_like, sizes_of, work_dtype
 from vitrail.merging.methods.learned._learned import LearnedMethod, check_weight
@@ -85,7 +85,7 @@ class LearnedMatching(LearnedMethod):
 
     @torch.no_grad()
     def select(self, context: Context, r: int | Tensor) -> Reduction:
-        return Reduction(match(self.features(context), r, context.protected, present=context.present))
+        return Reduction(context.match(self.features(context), r))
 
     def relax(self, context: Context, r: int | Tensor) -> Reduction:
         assert isinstance(r, int)

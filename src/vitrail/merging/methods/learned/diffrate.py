@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import mask_edges, match, rank
+from vitrail.merging.bipartite import mask_edges, rank
 from vitrail.merging.features import mean_over_heads
 from vitrail.merging.method import Context, Method, ModelShape, Reduction, register_method
 from vitrail.merging.methods.learned._learned import check_weight
@@ -127,7 +127,7 @@ class DiffRate(LearnedMatching):
 
     @torch.no_grad()
     def select(self, context: Context, r: int | Tensor) -> Reduction:
-        return Reduction(match(self.features(context), r, context.protected, present=context.present))
+        return Reduction(context.match(self.features(context), r))
 
     def budget_share(self) -> Tensor | None:
         """Return the cost as a share of that without merging, with straight-through gradients."""

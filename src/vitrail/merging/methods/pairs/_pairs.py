@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.merging.bipartite import Protected
-
-
-def cosines(features: Tensor) -> Tensor:
-    """Return the cosine of every pair of tokens (B, N, N), in float32 or better.
-
-    Where features are not finite, the pair gets the lowest finite score, so that a broken image in a batch never
-    changes how many tokens are left.
-    """
-    with torch.autocast(features.device.type, enabled=False):
-        unit = F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=-1)
-        cosine = unit @ unit.transpose(1, 2)
-        return torch.where(cosine.isnan(), torch.finfo(cosine.dtype).min, cosine)
 
 
 def half_of_the_free(tokens: int, protected: Protected) -> int:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, place_groups, protected_mask, rank
+from vitrail.merging.bipartite import Protected, protected_mask
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
-from vitrail.merging.methods.pairs._pairs import cosines, half_of_the_free, limit
+from vitrail.merging.methods.pairs._pairs import half_of_the_free, limit
 
 
 @register_method("energy")
@@ -48,20 +47,19 @@ class Energy(Method):
 
     @torch.no_grad()
     def reduce(self, context: Context, r: int | Tensor) -> Reduction:
-        cosine = cosines(compute_features(context, self.features))
-        batch, length = cosine.shape[:2]
+        pairs = context.matcher.pairs(compute_features(context, self.features))
+        batch, length = context.x.shape[:2]
         free = context.mergeable.expand(batch, length)
         count = limit(r, free.sum(1) // 2, context.present)
         margin = self.margin * (1 - context.layer / context.depth)
-        affinity = F.elu(cosine - margin).masked_fill(~free.unsqueeze(1), 0)
-        energy = affinity.sum(2) / free.sum(1, keepdim=True).clamp(min=1)
-        place = rank(energy.masked_fill(~free, float("-inf")))
+        energy = pairs.affinity(margin, free) / free.sum(1, keepdim=True).clamp(min=1)
+        place = context.matcher.rank(energy.masked_fill(~free, float("-inf")))
         chosen = place < 2 * (count if isinstance(count, int) else count.unsqueeze(1))
         source, destination = chosen & (place % 2 == 0), chosen & (place % 2 == 1)
-        partner = cosine.masked_fill(~destination.unsqueeze(1), float("-inf")).argmax(2)
+        partner = pairs.nearest(destination)
         group = torch.where(source, partner, torch.arange(length, device=partner.device))
         mask = protected_mask(context.protected, length, group.device)
-        return Reduction(place_groups(group, mask, context.present, count))
+        return Reduction(context.matcher.place_groups(group, mask, context.present, count))
 
     def flops(self, tokens: int, head_width: int) -> int:
         return tokens * tokens * head_width

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitrail._checks import is_number
 from vitrail.errors import InvalidOption
-from vitrail.merging.bipartite import Protected, place_groups, protected_mask, rank, similarity
+from vitrail.merging.bipartite import REFERENCE, Matcher, Protected, protected_mask, similarity
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
 from vitrail.merging.methods.pairs._pairs import limit
@@ -70,9 +70,9 @@ class MCTF(Method):
         free = context.mergeable.expand(attention.shape)
         count = limit(r, _most(free[:, ::2].sum(1), free[:, 1::2].sum(1)), context.present)
         first = (count + 1) // 2
-        group = merge_both_ways(scores, first, count - first)
+        group = merge_both_ways(scores, first, count - first, context.matcher)
         mask = protected_mask(context.protected, group.shape[1], group.device)
-        step = place_groups(group, mask, context.present, count)
+        step = context.matcher.place_groups(group, mask, context.present, count)
         return Reduction(step, weight=attention * size, size=size)
 
     def score(self, context: Context, attention: Tensor, size: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class MCTF(Method):
         return ((tokens + 1) // 2) * (tokens // 2) * head_width
 
 
-def merge_both_ways(scores: Tensor, first: int | Tensor, second: int | Tensor) -> Tensor:
+def merge_both_ways(scores: Tensor, first: int | Tensor, second: int | Tensor, matcher: Matcher = REFERENCE) -> Tensor:
     """Merge the ``first`` best even tokens into odd ones, then the ``second`` best odd ones into remaining even ones.
 
     Returns the position (B, N) of the member that names each token's group. Ties go to the lower index.
@@ -98,11 +98,11 @@ def merge_both_ways(scores: Tensor, first: int | Tensor, second: int | Tensor) -
     batch, even, odd = scores.shape
     position = torch.arange(even + odd, device=scores.device).expand(batch, -1)
     best, partner = _best(scores)
-    moves = rank(best) < _per_image(first)
+    moves = matcher.rank(best) < _per_image(first)
     group = position.clone()
     group[:, ::2] = torch.where(moves, 2 * partner + 1, position[:, ::2])
     best, partner = _best(scores.masked_fill(moves.unsqueeze(2), float("-inf")).transpose(1, 2))
-    moves = rank(best) < _per_image(second)
+    moves = matcher.rank(best) < _per_image(second)
     group[:, 1::2] = torch.where(moves, 2 * partner, position[:, 1::2])
     return group.gather(1, group)
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.merging.bipartite import Protected, place_groups, protected_mask, rank
+from vitrail.merging.bipartite import Protected, cosines, protected_mask
 from vitrail.merging.features import Features, check_features, compute_features
 from vitrail.merging.method import Context, Method, Reduction, register_method
-from vitrail.merging.methods.pairs._pairs import cosines
 
 
 @register_method("mutual")
@@ -64,11 +63,11 @@ class Mutual(Method):
         if not bool(count.any()):
             return None
         best = cosine.gather(2, nearest.unsqueeze(2)).squeeze(2).masked_fill(~first, float("-inf"))
-        merges = rank(best) < count.unsqueeze(1)
+        merges = context.matcher.rank(best) < count.unsqueeze(1)
         joins = mutual & (position > nearest) & merges.gather(1, nearest)
         group = torch.where(joins, nearest, position)
         mask = protected_mask(context.protected, length, group.device)
-        return Reduction(place_groups(group, mask, context.present, count))
+        return Reduction(context.matcher.place_groups(group, mask, context.present, count))
 
     def flops(self, tokens: int, head_width: int) -> int:
         return tokens * tokens * head_width

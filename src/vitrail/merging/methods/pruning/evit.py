@@ -49,6 +49,10 @@ class EViT(Method):
         defaults = {"fuse": "sum", "rate": 0.7}
         return {name: value for name, value in vars(self).items() if name in defaults and value != defaults[name]}
 
+    @property
+    def averages(self) -> bool:
+        return self.fuse != "sum"
+
     def check(self, shape: ModelShape) -> None:
         require_class_token(self.label, shape)
 

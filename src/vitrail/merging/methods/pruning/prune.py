@@ -112,8 +112,4 @@ def weight_of_one(context: Context, reduction: Reduction, preference: Tensor | N
     rating = (size if preference is None else preference.to(work)).detach()
     dropped = size == 0 if reduction.weight is None else (size == 0) | (reduction.weight == 0)
     rating = rating.masked_fill(dropped, -1)
-    best = rating.new_full((shape[0], step.length), -1).scatter_reduce(1, step.target, rating, "amax")
-    position = torch.arange(shape[1], device=rating.device).expand(shape)
-    candidate = torch.where(rating == best.gather(1, step.target), position, shape[1])
-    first = candidate.new_full(best.shape, shape[1]).scatter_reduce(1, step.target, candidate, "amin")
-    return (first.gather(1, step.target) == position) * size
+    return step.best_members(rating) * size

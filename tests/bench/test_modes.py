@@ -171,7 +171,7 @@ def test_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) ->
         "Stream": Stream,
         "current_stream": Stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "graph": lambda graph, capture_error_mode: contextlib.nullcontext(),
+        "graph": lambda graph, pool, capture_error_mode: contextlib.nullcontext(),
         "synchronize": lambda: None,
         "memory_allocated": lambda: 100,
         "reset_peak_memory_stats": lambda: None,

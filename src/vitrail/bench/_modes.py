@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.config import uses_graph
-from vitrail.runtime.cuda_graph import WARMUP_STEPS, CudaGraph
+from vitrail.runtime.cuda_graph import CudaGraph, warm_up
 
 Call = Callable[[Tensor], Any]
 
@@ -123,13 +123,7 @@ class CapturedGraph:
 
     def __call__(self, batch: Tensor) -> Any:
         if self.graph is None:
-            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):  # compile and allocate workspaces before the capture
-                for _ in range(WARMUP_STEPS):
-                    self.call(batch)
-            current.wait_stream(side)
-            torch.cuda.synchronize()
+            warm_up(self.call, (batch,))
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             self.graph = CudaGraph(self.call, (batch,))

@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 
 def capture(
-    model: nn.Module, batch_sizes: Sequence[int] = BATCH_SIZES, sizes: Sequence[int | Shape] | None = None
+    model: nn.Module, batch_sizes: int | Sequence[int] = BATCH_SIZES, sizes: int | Sequence[int | Shape] | None = None
 ) -> CapturedModel:
     """Record a model as CUDA graphs; return a function that runs it from these, like the model in inference.
 
@@ -60,7 +60,7 @@ def capture(
     return CapturedModel(model, tuple(sorted(set(counts))), tuple(_shapes(model, sizes)))
 
 
-def _shapes(model: nn.Module, sizes: Sequence[int | Shape] | None) -> Iterator[Shape]:
+def _shapes(model: nn.Module, sizes: int | Sequence[int | Shape] | None) -> Iterator[Shape]:
     """Yield the shape of one input for each size."""
     spec = declared_spec(model)
     if sizes is None:

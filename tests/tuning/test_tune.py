@@ -208,14 +208,14 @@ def test_a_bad_search_is_no_worse_than_the_best_constant_schedule(
     split = split_images(COUNT, test_share=0.5, seed=0)
     with torch.no_grad():
         before = model(images)
-    allowed = []
+    known = []
     for r in range(10):
         with torch.no_grad(), vitrail.merge(model, r) as merging:
-            cosine = torch.cosine_similarity(model(images), before, dim=1)
-            if min(cosine[split.train].mean(), cosine[split.test].mean()) >= 0.99:
-                allowed.append(merging.flops())
-    assert 1 < len(allowed) < 10
-    found = quickly(model, images, "cosine 0.99")
+            cosine = torch.cosine_similarity(model(images).double(), before.double(), dim=1)
+            known.append((float(min(cosine[split.train].mean(), cosine[split.test].mean())), merging.flops()))
+    bound = known[5][0] - 1e-6
+    allowed = [flops for value, flops in known if value >= bound]
+    found = quickly(model, images, ("cosine", bound))
     assert found.flops <= min(allowed)
 
 

@@ -32,9 +32,12 @@ def tune(
         str | None,
         typer.Option(metavar="Q", help="Tolerance: agreement, kl, cosine, dense_error or accuracy_loss, and a bound."),
     ] = None,
-    gflops: options.Gflops = None,
-    latency: Annotated[
-        float | None, typer.Option(metavar="MS", help="Instead: a budget for one batch, measured on this machine.")
+    gflops: Annotated[
+        float | None, typer.Option(metavar="G", help="Instead: a budget for one image, in 10⁹ multiply-adds.")
+    ] = None,
+    latency_ms: Annotated[
+        float | None,
+        typer.Option("--latency", metavar="MS", help="Instead: a budget for one batch, measured on this machine."),
     ] = None,
     quality: Annotated[str, typer.Option(metavar="Q", help="What to maximize within a budget.")] = "agreement",
     method: Annotated[
@@ -47,7 +50,7 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Result, as JSON.")] = Path("tune.json"),
     seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long it may take.")] = 600.0,
     limit: Annotated[int, typer.Option(min=4, metavar="N", help="Maximum number of images.")] = 500,
-    batch: options.Batch = 32,
+    batch_size: options.Batch = 32,
     proportional: options.Proportional = True,
     size: options.Size = None,
     random_weights: options.RandomWeights = False,
@@ -69,13 +72,13 @@ def tune(
                 images,
                 within,
                 gflops=gflops,
-                latency_ms=latency,
+                latency_ms=latency_ms,
                 quality=quality,
                 method=[options.parse_method(one) for one in method],
                 search=search,
                 labels=labels,
                 limit=limit,
-                batch_size=batch,
+                batch_size=batch_size,
                 seconds=seconds,
                 seed=seed,
                 proportional=proportional,

@@ -20,7 +20,10 @@ from vitrail.adapters.transformers import _DINOV2, _DINOV2_NESTED
 from vitrail.errors import UnsupportedModel
 from vitrail.models import create_model
 
-DENSE = ["timm-class-odd", "timm-registers", "timm-layer-scale", "hf-vit", "hf-deit-head", "hf-registers"]
+DENSE = [
+    *("timm-class-odd", "timm-registers", "timm-layer-scale", "hf-vit", "hf-deit-head", "hf-registers"),
+    *("clip-tower-even", "clip-siglip"),
+]
 OTHERS = ["timm-gated", "timm-post-norm", "eva-eva02", "eva-dinov3", "eva-post-norm", "eva-grouped-heads"]
 
 
@@ -65,8 +68,9 @@ def test_the_dense_form_equals_the_block(name: str) -> None:
     parts, block = first_block(name)
     dense = parts.dense(block)
     assert dense is not None
-    x = torch.randn(2, 9, 32, dtype=torch.float64)
-    assert torch.allclose(run_dense(dense, x), block(x), rtol=0, atol=1e-12)
+    x = torch.randn(2, 9, dense.proj.out_features, dtype=torch.float64)
+    mask = {"attention_mask": None} if name.startswith("clip-") else {}
+    assert torch.allclose(run_dense(dense, x), block(x, **mask), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [{}, {"layer_scale": 0.5}, {"qk_norm": True}, {"mlp": "swiglu"}])

@@ -21,6 +21,7 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
 
     from tests.oracle.timm_models import describe_beit, describe_eva, describe_vit
     from tests.oracle.torchvision_models import describe_torchvision
+    from tests.oracle.transformers_clip import describe_clip
     from tests.oracle.transformers_models import describe_transformers
 
     if isinstance(model, Beit):
@@ -32,4 +33,5 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     if isinstance(model, TorchvisionTransformer):
         return describe_torchvision(model, images)
     assert isinstance(model, PreTrainedModel), type(model)
-    return describe_transformers(model, images, **call)
+    family = model.config.model_type.split("_")[0]
+    return {"clip": describe_clip, "siglip": describe_clip}.get(family, describe_transformers)(model, images, **call)

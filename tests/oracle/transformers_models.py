@@ -49,7 +49,9 @@ def describe_transformers(model: PreTrainedModel, images: Tensor, **call: Any) -
     )
 
 
-def _heads(linear: nn.Linear, width: int) -> Callable[[Tensor], Tensor]:
+def heads_of(linear: nn.Linear, width: int) -> Callable[[Tensor], Tensor]:
+    """Return queries, keys or values of rows (N, D), as (N, H, d)."""
+
     def apply(x: Tensor) -> Tensor:
         y = x @ linear.weight.T
         if linear.bias is not None:
@@ -65,9 +67,9 @@ def _parts(layer: nn.Module) -> Parts:
     scaled = hasattr(layer, "layer_scale1")
     return Parts(
         scale=width**-0.5,
-        q=_heads(attention.q_proj, width),
-        k=_heads(attention.k_proj, width),
-        v=_heads(attention.v_proj, width),
+        q=heads_of(attention.q_proj, width),
+        k=heads_of(attention.k_proj, width),
+        v=heads_of(attention.v_proj, width),
         project=attention.o_proj,
         feed=layer.mlp,
         before_attend=layer.norm1 if scaled else layer.layernorm_before,

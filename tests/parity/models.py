@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Case:
-    """One model and the shape of its input images."""
+    """One model and the size of its inputs: images, unless their shape is given."""
 
     name: str
     build: Callable[[], nn.Module]
-    size: tuple[int, int]
+    size: tuple[int, ...]
     call: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9  # of the comparison with the oracle in float64
     bit_equal: bool = True  # whether r=0 gives the very bits of the unpatched model
+    shape: tuple[int, ...] | None = None  # of one input, where it is not three channels of the size
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """A fresh model with redrawn parameters, in evaluation mode."""
@@ -35,9 +36,10 @@ class Case:
         return model
 
     def images(self, dtype: torch.dtype = torch.float64, batch: int = 2) -> Tensor:
-        """Random images, the same at every call."""
+        """Random inputs, the same at every call."""
         generator = torch.Generator().manual_seed(7)
-        return torch.randn(batch, 3, *self.size, generator=generator, dtype=torch.float64).to(dtype)
+        shape = self.shape or (3, *self.size)
+        return torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 @torch.no_grad()

@@ -7,15 +7,17 @@ import torch
 
 import vitrail
 from tests.oracle import describe
+from tests.parity import models_transformers, models_transformers_clip
 from tests.parity.checks import (
     SETTINGS,
     Setting,
     ask_oracle,
     check_against_oracle,
 )
-from tests.parity.models_transformers import CASES
 from vitrail.errors import UnsupportedInput
 
+CASES = {**models_transformers.CASES, **models_transformers_clip.CASES}
+assert len(CASES) == len(models_transformers.CASES) + len(models_transformers_clip.CASES)
 every_case = pytest.mark.parametrize("name", CASES)
 
 

@@ -11,12 +11,14 @@ from tests.parity.models_timm_eva import CASES as EVA
 from tests.parity.models_timm_vit import CASES as VIT
 from tests.parity.models_torchvision import CASES as TORCHVISION
 from tests.parity.models_transformers import CASES as TRANSFORMERS
+from tests.parity.models_transformers_clip import CASES as CLIP
 
 ALL: dict[str, Case] = {
     **{f"timm-{name}": case for name, case in VIT.items()},
     **{f"eva-{name}": case for name, case in EVA.items()},
     **{f"beit-{name}": case for name, case in BEIT.items()},
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
+    **{f"clip-{name}": case for name, case in CLIP.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
 }
 FEW = [
@@ -28,6 +30,8 @@ FEW = [
     "beit-own",
     "hf-deit-head",
     "hf-registers-head",
+    "clip-projection",
+    "clip-siglip",
     "torchvision-vit",
 ]
 

@@ -21,7 +21,16 @@ def counted(model: torch.nn.Module, images: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["timm-registers", "hf-deit-head", "hf-registers-head", "eva-dinov3", "torchvision-vit"]
+    "name",
+    [
+        "timm-registers",
+        "hf-deit-head",
+        "hf-registers-head",
+        "eva-dinov3",
+        "torchvision-vit",
+        "clip-projection",
+        "clip-siglip",
+    ],
 )
 def test_flops_are_those_that_run(name: str) -> None:
     model, images = ALL[name].model(torch.float32), ALL[name].images(torch.float32)

@@ -142,7 +142,7 @@ def test_hooks_see_and_may_replace_tokens(name):
     assert seen[0] - seen[1] == 2
 
 
-LONG = ("eva-dinov3", "eva-eva02", "eva-mixed-xy", "hf-deit-head", "hf-registers-head", "timm-map")
+LONG = ("eva-dinov3", "eva-eva02", "eva-mixed-xy", "hf-deit-head", "hf-registers-head", "clip-projection", "timm-map")
 """Like others that are compiled, here or block by block, and slower."""
 
 
@@ -230,7 +230,8 @@ def test_gradients_flow_in_training_mode(name):
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert all(any(part in name for name in reached for part in parts) for parts in (("norm", "ln_"), ("mlp",)))
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None)
-    weights = [parameter.grad for name, parameter in model.named_parameters() if "mlp" in name and parameter.dim() > 1]
+    named = [pair for block in trunk_blocks(model) for pair in block.named_parameters()]
+    weights = [parameter.grad for name, parameter in named if "mlp" in name and parameter.dim() > 1]
     assert all(bool(grad.abs().sum() > 0) for grad in weights)
 
 

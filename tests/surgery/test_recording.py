@@ -77,7 +77,9 @@ def test_recording_equals_what_the_model_computes(name: str) -> None:
         assert distance(found.attention[layer], attention) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["timm-registers", "timm-map", "hf-deit-head", "hf-registers-head", "eva-dinov3"])
+@pytest.mark.parametrize(
+    "name", ["timm-registers", "timm-map", "hf-deit-head", "hf-registers-head", "eva-dinov3", "clip-siglip"]
+)
 def test_some_rows_of_some_layers(name: str) -> None:
     model, images = ALL[name].model(), ALL[name].images()
     layout = find(model).adapter.layout(find(model).trunk, ALL[name].size)

@@ -246,7 +246,7 @@ def test_every_model_takes_registers_and_is_restored(name: str) -> None:
     assert untouched(model)
 
 
-@pytest.mark.parametrize("name", ["eva-dinov3", "timm-registers", "hf-registers-head"])
+@pytest.mark.parametrize("name", ["eva-dinov3", "timm-registers", "hf-registers-head", "clip-projection"])
 def test_patches_keep_their_rotation(name: str) -> None:
     """Without neurons to move, a zero token changes attention only by its own share."""
     case = ALL[name]

@@ -279,6 +279,14 @@ class TrunkAdapter(ABC):
     def patch_parts(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the modules outside the blocks whose weights multiply every patch (embedding, attention pooling)."""
 
+    def pooled_weights(self, trunk: nn.Module) -> int:
+        """Count the weights that multiply every patch in modules whose other weights do not (attention pooling)."""
+        return 0
+
+    def elsewhere(self, model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
+        """Return the parts of a model around this trunk that do not run on its inputs (a text tower)."""
+        return ()
+
     def patch_embedding(self, trunk: nn.Module) -> nn.Module:
         """Return the module that turns images (B, C, H, W) into patch tokens, before any position is added."""
         return self.patch_parts(trunk)[0]

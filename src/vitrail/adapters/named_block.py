@@ -230,7 +230,7 @@ class NamedBlock(BlockAdapter):
             fc2=find(mlp.fc2),
             gammas=gammas,
             scale=self.attention_scale(block),
-            gelu="none" if mlp.act is None else getattr(find(mlp.act), "approximate", "none"),
+            gelu="none" if mlp.act is None else _gelu_form(find(mlp.act)) or "none",
             drops=(after_attend, _drops(block, mlp.drops[0]), after_feed),
         )
 
@@ -252,7 +252,7 @@ class NamedBlock(BlockAdapter):
             and all(is_plain(part, nn.Identity) for part in absent if part is not None)
             and all(is_ordinary(part) for part in self.attend_parts(block))
             and (names.gate is None or find(names.gate) is None)
-            and (activation is None or is_plain(activation, nn.GELU) or type(activation).__name__ == "GELUActivation")
+            and (activation is None or _gelu_form(activation) is not None)
             and self.attention_dropout(block) == 0
         )
 
@@ -296,6 +296,17 @@ def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _UNKNOWN = nn.Identity()
 """Stands for a layer scale that is not a plain factor per channel."""
+
+
+def _gelu_form(activation: nn.Module) -> str | None:
+    """Return which form of GELU a module computes, as in ``torch.nn.functional.gelu``; None for anything else."""
+    if is_plain(activation, nn.GELU):
+        return str(activation.approximate)
+    return _GELU_FORMS.get(type(activation).__name__)
+
+
+_GELU_FORMS = {"GELUActivation": "none", "GELUTanh": "tanh", "PytorchGELUTanh": "tanh"}
+"""Forms of GELU by the names of transformers' classes."""
 
 
 def _gamma(block: nn.Module, paths: tuple[str, ...]) -> Any:

@@ -1,4 +1,7 @@
-"""transformers: ViT, DeiT, DINOv2 and DINOv2 with registers, with any of their heads and attention implementations."""
+"""transformers: its library, and ViT, DeiT, DINOv2 and DINOv2 with registers, with any of their heads.
+
+Other families are in ``_transformers_*.py``, each with its ``TRUNKS``.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +59,15 @@ _DINOV2_NESTED = replace(  # transformers before 5.18: attention is two modules 
     attention_dropout="attention.attention.dropout_prob",
     dense=None,
 )
-_MODELS = "transformers.models"
+MODELS = "transformers.models"
+_TEXT = ("text_model", "text_projection", "language_model", "lm_head")
+"""Attributes of models around a trunk that hold parts which do not run on images."""
+
 _BLOCKS: dict[type | str, BlockAdapter] = {
-    f"{_MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(_VIT),
-    f"{_MODELS}.deit.modeling_deit.DeiTLayer": NamedBlock(_VIT),
-    f"{_MODELS}.dinov2.modeling_dinov2.Dinov2Layer": NamedBlock(_DINOV2),
-    f"{_MODELS}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer": NamedBlock(_DINOV2),
+    f"{MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(_VIT),
+    f"{MODELS}.deit.modeling_deit.DeiTLayer": NamedBlock(_VIT),
+    f"{MODELS}.dinov2.modeling_dinov2.Dinov2Layer": NamedBlock(_DINOV2),
+    f"{MODELS}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer": NamedBlock(_DINOV2),
 }
 
 
@@ -91,12 +97,14 @@ class TransformersTrunk(TrunkAdapter):
     """A model without its head.
 
     Attributes:
+        block_classes: adapters by block class.
         exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         mean, std: statistics of each channel, for models without a ``preprocessor_config.json``.
     """
 
     argument = "pixel_values"
+    block_classes: Mapping[type | str, BlockAdapter] = _BLOCKS
     exposes = False
     interpolates = False
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -106,9 +114,7 @@ class TransformersTrunk(TrunkAdapter):
         return list(trunk.layers)
 
     def block_adapter(self, block: Any) -> BlockAdapter:
-        adapter = known_block(block, _BLOCKS)
-        nested = not hasattr(block.attention, "q_proj") and hasattr(block.attention, "attention")
-        return NamedBlock(_DINOV2_NESTED) if nested else adapter
+        return known_block(block, self.block_classes)
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         patch = trunk.embeddings.patch_embeddings.patch_size
@@ -140,8 +146,11 @@ class TransformersTrunk(TrunkAdapter):
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
         return parameters_by_role(trunk.embeddings, names)
 
-    def num_classes(self, model: nn.Module, trunk: Any) -> int:
-        return 0 if model is trunk else trunk.config.num_labels
+    def num_classes(self, model: Any, trunk: Any) -> int:
+        return next((one.config.num_labels for one in model.modules() if "Classification" in type(one).__name__), 0)
+
+    def elsewhere(self, model: nn.Module, trunk: Any) -> Sequence[nn.Module]:
+        return [part for name, part in model.named_modules() if name.rpartition(".")[2] in _TEXT]
 
     def entry_points(self) -> type:
         return TransformersEntryPoint
@@ -158,6 +167,11 @@ class Dinov2Trunk(TransformersTrunk):
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.encoder.layer)
+
+    def block_adapter(self, block: Any) -> BlockAdapter:
+        adapter = super().block_adapter(block)
+        nested = not hasattr(block.attention, "q_proj") and hasattr(block.attention, "attention")
+        return NamedBlock(_DINOV2_NESTED) if nested else adapter
 
 
 class Dinov2BackboneTrunk(Dinov2Trunk):
@@ -205,14 +219,17 @@ class Transformers(Library):
     heads = {"cls_classifier": "class", "distillation_classifier": "distillation"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
+        from vitrail.adapters import _transformers_clip
+
         dinov2, registers = "dinov2.modeling_dinov2", "dinov2_with_registers.modeling_dinov2_with_registers"
         return {
-            f"{_MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
-            f"{_MODELS}.deit.modeling_deit.DeiTModel": TransformersTrunk(),
-            f"{_MODELS}.{dinov2}.Dinov2Model": Dinov2Trunk(),
-            f"{_MODELS}.{registers}.Dinov2WithRegistersModel": Dinov2Trunk(),
-            f"{_MODELS}.{dinov2}.Dinov2Backbone": Dinov2BackboneTrunk(),
-            f"{_MODELS}.{registers}.Dinov2WithRegistersBackbone": Dinov2BackboneTrunk(),
+            **_transformers_clip.TRUNKS,
+            f"{MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
+            f"{MODELS}.deit.modeling_deit.DeiTModel": TransformersTrunk(),
+            f"{MODELS}.{dinov2}.Dinov2Model": Dinov2Trunk(),
+            f"{MODELS}.{registers}.Dinov2WithRegistersModel": Dinov2Trunk(),
+            f"{MODELS}.{dinov2}.Dinov2Backbone": Dinov2BackboneTrunk(),
+            f"{MODELS}.{registers}.Dinov2WithRegistersBackbone": Dinov2BackboneTrunk(),
         }
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:

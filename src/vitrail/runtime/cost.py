@@ -52,11 +52,12 @@ class CostModel:
     def of(cls, model: nn.Module, found: Found) -> CostModel:
         """Count the weights of a model by how often they are applied."""
         patch_parts = found.adapter.patch_parts(found.trunk)
-        counted = {id(part) for root in (*patch_parts, *found.blocks) for part in root.modules()}
+        elsewhere, pooled = found.adapter.elsewhere(model, found.trunk), found.adapter.pooled_weights(found.trunk)
+        counted = {id(part) for root in (*patch_parts, *elsewhere, *found.blocks) for part in root.modules()}
         rest = [part for part in model.modules() if id(part) not in counted]
         return cls(
-            per_patch=sum(map(_per_patch, patch_parts)),
-            fixed=_rest(rest),
+            per_patch=sum(map(_per_patch, patch_parts)) + pooled,
+            fixed=_rest(rest) - pooled,
             blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
             late=late_tokens(found),
         )

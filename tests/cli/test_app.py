@@ -84,3 +84,47 @@ def test_closed_pipe() -> None:
     piped = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" | head -1'], capture_output=True, text=True)
     assert piped.stdout == f"{'x' * 99}\n"
     assert piped.stderr == "Note: the end\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "pass one of r=, keep= and gflops=, such as keep=0.5",
+            "pass one of --r, --keep and --gflops, such as --keep 0.5",
+        ),
+        ("got order='luck' and proportional=False", "got --order 'luck' and --no-proportional"),
+        (
+            "size=224: not a number; unmerge=True is another matter",
+            "--size 224: not a number; unmerge=True is another matter",
+        ),
+        ("choose another directory, out= (-o)", "choose another directory, out= (-o)"),
+        ("a == b, merging.keep=3, x-keep=2", "a == b, merging.keep=3, x-keep=2"),
+    ],
+)
+def test_messages_name_the_options_of_the_command(text: str, expected: str) -> None:
+    CliRunner().invoke(app, ["merge", "-h"])
+    assert console.with_options(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        (["merge", "vitrail:tiny", "."], "vitrail.cli.merge.open_dataset"),
+        (["evaluate", "vitrail:tiny", "."], "vitrail.training.evaluate"),
+        (["export", "vitrail:tiny", "-r", "4", "-o", "x.onnx"], "vitrail.cli.export.load"),
+        (["bench", "vitrail:tiny", "-r", "4"], "vitrail.cli.bench.load"),
+        (["demo"], "vitrail.cli.demo.run_demo"),
+        (["tune", "vitrail:tiny", ".", "--within", "kl 1"], "vitrail.cli.tune.load"),
+    ],
+)
+def test_an_interrupt_prints_a_line(command: list[str], function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    CliRunner().invoke(app, [command[0], "-h"])  # import the command
+    monkeypatch.setattr(function, interrupted)
+    options = ["--method", "threshold"] if command[0] == "merge" else []
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 130
+    assert result.output.strip().endswith("Interrupted.")

@@ -225,7 +225,7 @@ def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pyt
         (["--r", "4", "--device", "cuda"], "no CUDA device"),
         (["--r", "4", "--device", "tpu"], "device must be one of cpu, cuda; got 'tpu'"),
         (["--r", "4", "--graph", "--device", "cpu"], "CUDA graphs need a CUDA device"),
-        (["--r", "4", "--graph", "--train"], "train=True does not work with CUDA graphs"),
+        (["--r", "4", "--graph", "--train"], "--train does not work with CUDA graphs"),
         (["--r", "4", "--size", "big"], "'big' is not a size"),
         (["--r", "4", "--size", "70", "--device", "cpu"], "not a whole number of patches"),
         (["--r", "4", "--seconds", "0"], "seconds must be a positive number"),

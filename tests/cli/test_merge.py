@@ -277,3 +277,22 @@ def test_a_bug_is_not_hidden(photos: Path, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("vitrail.cli.merge.predict", broken)
     assert isinstance(run("merge", MODEL, photos, "-r", "1", "-o", tmp_path, *TINY).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("method", ["threshold", "ats", "mutual", "local_global", "identical"])
+def test_methods_that_decide_per_image_are_counted_per_image(photos: Path, tmp_path: Path, method: str) -> None:
+    out = tmp_path / "glass"
+    result = run("merge", "vitrail:tiny", photos, "--method", method, "-o", out)
+    assert result.exit_code == 0, result.output
+    summary = json.loads((out / "summary.json").read_text())
+    model = vitrail.load_model("vitrail:tiny")
+    tokens, flops = [], []
+    with vitrail.merge(model, method=method) as merging, merging.track() as trace:
+        for name in sorted(path for path in photos.iterdir()):
+            merging.draw(name)
+            tokens.append(trace.tokens_per_layer[0].tolist())
+            flops.append(int(trace.flops[0]))
+    assert summary["cost"]["tokens_after"] == [round(sum(layer) / len(tokens)) for layer in zip(*tokens, strict=True)]
+    assert summary["cost"]["flops_after"] == round(sum(flops) / len(flops))
+    ends = {f"→ {each[-1]}" for each in tokens}
+    assert all(end in (out / "summary.md").read_text() for end in ends)

@@ -80,7 +80,7 @@ def test_a_run_is_resumed_replaced_or_left_alone(trained: tuple[Path, Result], p
     assert "nothing left to train" in one_line(resumed.stderr)
     changed = run("train", "-o", folder, "--resume", "--lr", "0.5")
     assert changed.exit_code == 2
-    assert "lr=0.5, but the run in" in one_line(changed.stderr)
+    assert "--lr 0.5, but the run in" in one_line(changed.stderr)
     replaced = run("train", "--data", photos, *SMALL, "--epochs", "1", "-o", folder, "--overwrite")
     assert replaced.exit_code == 0, replaced.output
     assert Config.from_yaml(folder / "config.yaml").epochs == 1
@@ -137,7 +137,7 @@ def test_stopped_in_the_last_evaluation_it_ends_as_a_finished_run(
 
 MISTAKES = {
     "no data": ((), "data is missing"),
-    "unknown model": (("--data", "PHOTOS", "--model", "vit"), "model='vit'"),
+    "unknown model": (("--data", "PHOTOS", "--model", "vit"), "--model 'vit'"),
     "unknown field": (
         ("--data", "PHOTOS", "--set", "clips=1"),
         "unknown training option 'clips'; did you mean 'clip'?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,8 @@ def test_a_result_is_saved_and_read_back(model: Any, images: Tensor, tmp_path: P
     found.save(tmp_path / "tune.json")
     assert Tuning.load(tmp_path / "tune.json") == found
     json.loads((tmp_path / "tune.json").read_text())
+    with pytest.raises(InvalidOption, match="existing directory"):
+        found.save(tmp_path / "missing" / "tune.json")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InvalidOption, match="not a result"):
         Tuning.load(tmp_path / "other.json")
@@ -138,6 +141,82 @@ def test_an_interrupted_search_still_decides(model: Any, images: Tensor) -> None
     found = quickly(model, images, "agreement 0.8", on_progress=interrupt)
     assert found.interrupted
     assert found.value >= 0.8
+
+
+def interrupting(stage: str, at: int = 0) -> Any:
+    def tell(now: str, done: int, total: int | None) -> None:
+        if now == stage and done >= at:
+            raise KeyboardInterrupt
+
+    return tell
+
+
+def test_an_interrupt_while_choosing_keeps_the_best_so_far(model: Any, images: Tensor) -> None:
+    found = quickly(model, images, "agreement 0.0", on_progress=interrupting("tuning images", 2))
+    assert found.interrupted
+    assert sum(found.config["r"]) > 0
+    assert found.value is not None
+    assert found.held_out == COUNT // 2
+
+
+@pytest.mark.parametrize("stage", ["held-out images", "timing"])
+def test_an_interrupt_while_measuring_leaves_out_what_was_not_measured(model: Any, images: Tensor, stage: str) -> None:
+    found = quickly(model, images, "agreement 0.5", on_progress=interrupting(stage))
+    assert found.interrupted
+    assert sum(found.config["r"]) > 0
+    assert (found.value is None) == (found.held_out == 0) == (stage == "held-out images")
+    assert found.speedup is found.latency_ms is found.speedup_interval is found.is_faster is None
+    assert not hasattr(model, "_vitrail_plan")
+
+
+def test_an_interrupt_before_any_setting_is_raised(model: Any, images: Tensor) -> None:
+    for stage in ("unmerged model", "tuning images"):
+        with pytest.raises(KeyboardInterrupt):
+            quickly(model, images, "agreement 0.5", on_progress=interrupting(stage))
+    assert not hasattr(model, "_vitrail_plan")
+
+
+@pytest.mark.parametrize("options", [{"within": "agreement 0.5"}, {"latency_ms": 1e6}])
+def test_running_out_of_time_is_said(model: Any, images: Tensor, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=r"time ran out.*seconds="):
+        quickly(model, images, **options, seconds=1e-3)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_time_limit_is_kept(model: Any, images: Tensor, search: str) -> None:
+    def dawdle(_: Any, args: tuple[Tensor]) -> None:
+        time.sleep(0.004 * len(args[0]))
+
+    handle = model.register_forward_pre_hook(dawdle)
+    try:
+        began = time.monotonic()
+        found = quickly(model, images, "agreement 0.5", search=search, seconds=4)
+        took = time.monotonic() - began
+    finally:
+        handle.remove()
+    assert found.seconds <= took <= 4 * 1.25
+    assert found.value is not None
+    assert found.speedup is not None
+    assert found.speedup_interval is not None
+    assert found.speedup_interval[0] <= found.speedup <= found.speedup_interval[1]
+
+
+def test_a_bad_search_is_no_worse_than_the_best_constant_schedule(
+    model: Any, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SEARCHES, "greedy", lambda problem: iter([[(0, 0, 0), (4, 0, 0), (8, 0, 0)]]))
+    split = split_images(COUNT, test_share=0.5, seed=0)
+    with torch.no_grad():
+        before = model(images)
+    known = []
+    for r in range(10):
+        with torch.no_grad(), vitrail.merge(model, r) as merging:
+            cosine = torch.cosine_similarity(model(images).double(), before.double(), dim=1)
+            known.append((float(min(cosine[split.train].mean(), cosine[split.test].mean())), merging.flops()))
+    bound = known[5][0] - 1e-6
+    allowed = [flops for value, flops in known if value >= bound]
+    found = quickly(model, images, ("cosine", bound))
+    assert found.flops <= min(allowed)
 
 
 @pytest.mark.parametrize(

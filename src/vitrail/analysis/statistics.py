@@ -173,3 +173,17 @@ def bootstrap(sums: Tensor, statistic: Statistic, *, resamples: int = 1000, seed
         return None
     low, high = found.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)).tolist()
     return low, high
+
+
+def ratio_of_medians(above: Sequence[float], below: Sequence[float], *, resamples: int = 1000) -> Interval | None:
+    """Return the percentile interval of the ratio of two medians, from pairs drawn with replacement.
+
+    For interleaved timings: one pair per round, so that load on the machine affects both. None for fewer than two.
+    """
+    if len(above) < 2:
+        return None
+    pairs = torch.tensor([list(above), list(below)], dtype=torch.float64)
+    drawn = torch.randint(len(above), (resamples, len(above)), generator=torch.Generator().manual_seed(0))
+    top, bottom = pairs[:, drawn].quantile(0.5, dim=2)
+    low, high = (top / bottom).quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)).tolist()
+    return low, high

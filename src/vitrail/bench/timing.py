@@ -82,6 +82,14 @@ def measure(steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: 
     Thermal drift and other load on the machine then affect all steps alike.
     Stop after ``seconds`` and at least :data:`MIN_ROUNDS` rounds; rotate through the indices of ``inputs`` inputs.
     """
+    samples, loops = measure_rounds(steps, clock, seconds, inputs=inputs)
+    return {key: Spread.of(values, loops[key]) for key, values in samples.items()}
+
+
+def measure_rounds(
+    steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: int = 1
+) -> tuple[dict[Key, list[float]], dict[Key, int]]:
+    """Return the seconds per step in each round, and the steps in each sample; see :func:`measure`."""
     loops = {key: _warm_up(step, clock, inputs) for key, step in steps.items()}
     samples: dict[Key, list[float]] = {key: [] for key in steps}
     order, generator = list(steps), random.Random(0)
@@ -92,7 +100,7 @@ def measure(steps: Mapping[Key, Step], clock: Clock, seconds: float, *, inputs: 
         generator.shuffle(order)
         for key in order:
             samples[key].append(clock.time(partial(_repeat, steps[key], loops[key], done, inputs)) / loops[key])
-    return {key: Spread.of(values, loops[key]) for key, values in samples.items()}
+    return samples, loops
 
 
 def _warm_up(step: Step, clock: Clock, inputs: int) -> int:

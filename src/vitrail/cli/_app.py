@@ -46,6 +46,7 @@ class Commands(TyperGroup):
             alone = typer.Typer(**STYLE)
             alone.command(help=f"{COMMANDS[name]}\n\n{getdoc(function)}", epilog=examples)(function)
             command = typer.main.get_command(alone)
+            console.use_options(command.params)
         return name, command, rest
 
 

@@ -17,7 +17,7 @@ from vitrail.bench.sweep import plot, require_matplotlib, sweep
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import check_writable, write_atomically, write_text
-from vitrail.cli._shared.ranks import command
+from vitrail.cli._shared.ranks import INTERRUPTED, command
 from vitrail.errors import VitrailError
 
 COLUMNS = ("variant", "mode", "ms", "images/s", "TFLOP/s", "peak MB", "ready s", "diff")
@@ -194,5 +194,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
                 write_text(json_file, f"{line}\n", "--json")
     finally:
         typer.echo(line)  # even if a file could not be written: measuring took minutes
+    if isinstance(failure, KeyboardInterrupt):
+        raise typer.Exit(INTERRUPTED) from failure
     if failure is not None:
         raise failure

@@ -177,9 +177,9 @@ def _one_sample(
 
     cost, _ = next(iter(costs.values()))
     add_column(sample, "unmerged", cost.tokens_before[-1], cost.flops_before, before.guesses)
-    for strength, (cost, _) in costs.items():
+    for strength in costs:
         with vitrail.merge(loaded.model, keep=STRENGTHS[strength]) as merging:
-            drawings, result = compare_merged(loaded, merging, sample, f"{title}, {strength}", before)
+            drawings, result, cost = compare_merged(loaded, merging, sample, f"{title}, {strength}", before)
             glass = next(iter(drawings.values()))
             add_column(glass, strength, cost.tokens_after[-1], cost.flops_after, result.guesses_after)
         result.files["sheet"] = file.name

@@ -78,10 +78,10 @@ def export(
             console.note(f"{model} has random weights: use the file for trying things out only.")
         example = torch.zeros(1, *loaded.spec.shape)
         with vitrail.merge(loaded.model, **settings) as merging, console.err.status(f"Exporting {model}"):
-            cost = cost_of(loaded, merging)
             result = export_model(
                 loaded.model, out, format, example=example, batch=batch, dtype=torch_dtype, opset=opset
             )
+            cost = cost_of(loaded, merging)
         _report(model, result, cost)
 
 

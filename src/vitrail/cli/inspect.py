@@ -128,12 +128,12 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
 def session(out: Path, device: str | None) -> Iterator[World]:
     """Join the ranks that torchrun started, if any, of which rank 0 prints; exit with a message on Ctrl-C."""
     where = "cpu" if device == "cpu" else None  # missing CUDA is reported when a model is loaded, by all ranks at once
-    try:
-        with command(console.out, console.err), distributed(where, TIMEOUT, tensors=False) as world:
-            yield world
-    except KeyboardInterrupt as stop:  # files are written completely or not at all
-        console.error(f"Interrupted: no report was written. An existing {out} is unchanged.")
-        raise typer.Exit(130) from stop
+    unchanged = f"Interrupted: no report was written. An existing {out} is unchanged."  # files are written completely
+    with (
+        command(console.out, console.err, interrupted=unchanged),
+        distributed(where, TIMEOUT, tensors=False) as world,
+    ):
+        yield world
 
 
 def check_output(out: Path, inputs: Sequence[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,9 @@ from vitrail.cli._shared import console, options
 from vitrail.cli._shared.media import check_any, find_readable, skip
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import Names, make_directory, write_image
-from vitrail.cli._shared.prediction import compare_merged, cost_of, predict
+from vitrail.cli._shared.prediction import compare_merged, mean_cost, predict
 from vitrail.cli._shared.ranks import command
-from vitrail.cli._shared.summary import Result, Summary, markdown_table, write_summary
+from vitrail.cli._shared.summary import Cost, Result, Summary, markdown_table, write_summary
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError
 
@@ -65,12 +66,13 @@ def merge(
         with console.err.status(f"Loading {model}"):
             loaded = load(model, "merge", random=random_weights, size=size, device=device)
         with vitrail.merge(loaded.model, **settings) as merging:  # wrong options are found before anything is written
-            cost, config = cost_of(loaded, merging), merging.config
+            config = merging.config
         folder = make_directory(out)
         if random_weights:
             console.note(f"{model} has random weights here: its groups and outputs say nothing about trained ones.")
         names = Names(folder, dataset)
         results: list[Result] = []
+        costs: list[Cost] = []
         with console.progress() as bar:
             for index in bar.track(good, description="Merging"):
                 try:
@@ -83,22 +85,25 @@ def merge(
                     predict(loaded, batch)  # the first pass is slower, and would count as the one without merging
                 before = predict(loaded, batch)
                 with vitrail.merge(loaded.model, **settings) as merging:
-                    drawings, result = compare_merged(loaded, merging, sample, dataset.name(index), before)
+                    drawings, result, cost = compare_merged(loaded, merging, sample, dataset.name(index), before)
                 for ending, file in names.of(index, drawings).items():
                     write_image(file, drawings[ending])
                     result.files[ending] = file.name
                 results.append(result)
+                costs.append(cost)
         check_any(results, dataset)
         input_size, kind = loaded.spec.size, loaded.device.type
-        summary = Summary(model, loaded.weights, kind, input_size, config, cost, results, skipped)
-        _conclude(summary, folder)
+        summary = Summary(model, loaded.weights, kind, input_size, config, mean_cost(costs), results, skipped)
+        _conclude(summary, costs, folder)
     if skipped:
         raise typer.Exit(1)
 
 
-def _conclude(summary: Summary, folder: Path) -> None:
-    """Write the summary, and print its table."""
-    cost, tokens = summary.cost, " ".join(map(str, summary.cost.tokens_after))
+def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path) -> None:
+    """Write the summary, and print its table, with the cost of each image."""
+    tokens = " ".join(map(str, summary.cost.tokens_after))
+    if any(cost != costs[0] for cost in costs):
+        tokens += ", mean over the images"
     rows = [
         (
             result.picture,
@@ -109,21 +114,24 @@ def _conclude(summary: Summary, folder: Path) -> None:
             result.top1,
             f"{result.seconds_before * 1e3:.0f} → {result.seconds_after * 1e3:.0f}",
         )
-        for result in summary.pictures
+        for result, cost in zip(summary.pictures, costs, strict=True)
     ]
     size, config = " × ".join(map(str, summary.input_size)), summary.merging
     model = f"{summary.model} ({summary.weights} weights, {summary.device})"
     settings = ", ".join(f"{name}={value}" for name, value in config.items())
     details = f"- {model}, input {size}, merged with {settings}: {tokens} tokens after each block, instead of "
     lines = [f"# {summary.model}, merged", "", *markdown_table(COLUMNS, rows), "", LEGEND, ""]
-    lines += [f"{details}{cost.tokens_before[-1]}.", *(f"- Skipped: {one['reason']}" for one in summary.skipped)]
+    lines += [
+        f"{details}{summary.cost.tokens_before[-1]}.",
+        *(f"- Skipped: {one['reason']}" for one in summary.skipped),
+    ]
     write_summary(folder, asdict(summary), "\n".join(lines))
 
     table = console.table(*COLUMNS, title=model)
     for row in rows:
         table.add_row(*row)
     console.out.print(table)
-    console.say(f"Tokens after each block: {tokens} (unmerged: {cost.tokens_before[-1]})")
+    console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
         console.error(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")

@@ -32,9 +32,12 @@ def tune(
         str | None,
         typer.Option(metavar="Q", help="Tolerance: agreement, kl, cosine, dense_error or accuracy_loss, and a bound."),
     ] = None,
-    gflops: options.Gflops = None,
-    latency: Annotated[
-        float | None, typer.Option(metavar="MS", help="Instead: a budget for one batch, measured on this machine.")
+    gflops: Annotated[
+        float | None, typer.Option(metavar="G", help="Instead: a budget for one image, in 10⁹ multiply-adds.")
+    ] = None,
+    latency_ms: Annotated[
+        float | None,
+        typer.Option("--latency", metavar="MS", help="Instead: a budget for one batch, measured on this machine."),
     ] = None,
     quality: Annotated[str, typer.Option(metavar="Q", help="What to maximize within a budget.")] = "agreement",
     method: Annotated[
@@ -45,9 +48,9 @@ def tune(
         str | None, typer.Option(metavar="COLUMN", help="Label column, where the quality needs labels.")
     ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Result, as JSON.")] = Path("tune.json"),
-    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="About how long it may take.")] = 600.0,
+    seconds: Annotated[float, typer.Option(min=1, metavar="S", help="How long it may take.")] = 600.0,
     limit: Annotated[int, typer.Option(min=4, metavar="N", help="Maximum number of images.")] = 500,
-    batch: options.Batch = 32,
+    batch_size: options.Batch = 32,
     proportional: options.Proportional = True,
     size: options.Size = None,
     random_weights: options.RandomWeights = False,
@@ -69,13 +72,13 @@ def tune(
                 images,
                 within,
                 gflops=gflops,
-                latency_ms=latency,
+                latency_ms=latency_ms,
                 quality=quality,
                 method=[options.parse_method(one) for one in method],
                 search=search,
                 labels=labels,
                 limit=limit,
-                batch_size=batch,
+                batch_size=batch_size,
                 seconds=seconds,
                 seed=seed,
                 proportional=proportional,
@@ -90,11 +93,32 @@ def _print(found: Tuning, out: Path) -> None:
     for one in found.curve:
         table.add_row(one.family, " ".join(map(str, one.r)), f"{one.flops / 1e9:.3g}", f"{one.value:.4f}")
     console.out.print(table)
-    if found.interrupted:
-        console.note("the search was interrupted; this is the best setting so far")
     ends = "" if found.interval is None else f" (95 % interval {found.interval[0]:.4f} to {found.interval[1]:.4f})"
     console.say(f"Chosen: {found.config['method']}, {' '.join(map(str, found.config['r']))} ({found.family})", "bold")
-    console.say(f"{found.quality} {found.value:.4f} on {found.held_out} held-out images{ends}")
-    share = f"{found.flops / 1e9:.3g} of {found.flops_unmerged / 1e9:.3g} GFLOPs"
-    console.say(f"{share}, {found.speedup:.2f}× the throughput of the unmerged model, batch {found.batch}")
+    if found.value is not None:
+        console.say(f"{found.quality} {found.value:.4f} on {found.held_out} held-out images{ends}")
+    console.say(f"{found.flops / 1e9:.3g} of {found.flops_unmerged / 1e9:.3g} GFLOPs")
+    if found.speedup is not None:
+        between = found.speedup_interval
+        ends = "" if between is None else f" (95 % interval {between[0]:.2f} to {between[1]:.2f})"
+        console.say(f"{found.speedup:.2f}× the throughput of the unmerged model{ends}, batch {found.batch}")
+    for text in _notes(found):
+        console.note(text)
     console.say(f"Apply it: vitrail.tuning.Tuning.load({str(out)!r}).apply(model)")
+
+
+def _notes(found: Tuning) -> list[str]:
+    """Return what limits the result."""
+    notes = []
+    if found.interrupted:
+        notes.append("interrupted; this is the best setting so far")
+    if found.value is None:
+        notes.append("its quality on held-out images was not measured: only the tuning images chose it")
+    if found.speedup is None:
+        notes.append("its speed was not measured")
+    elif not found.is_faster:
+        notes.append(
+            "the difference in speed is within the noise of timing on this machine; try a larger batch, or "
+            "vitrail bench"
+        )
+    return notes

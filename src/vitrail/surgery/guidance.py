@@ -122,7 +122,7 @@ class FirstPass:
             )
         own = model
         if first == "merged" or merged_trunk(model) is not None:
-            own = _without_merging(model)
+            own = sharing_weights(model)
         if first == "merged":
             from vitrail.surgery.merging import merge
 
@@ -157,7 +157,7 @@ def _shrink(x: Tensor, grid: tuple[int, int, int], scale: float) -> Tensor:
     return F.interpolate(flat, sides, mode="bilinear", antialias=True).reshape(*x.shape[:-2], *sides)
 
 
-def _without_merging(model: nn.Module) -> nn.Module:
+def sharing_weights(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares its weights, without its merging."""
     from vitrail.surgery.merging import Merging
 

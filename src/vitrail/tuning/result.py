@@ -44,12 +44,13 @@ class Tuning:
         family: where its schedule comes from.
         quality: name of the quality.
         bound: the tolerance; None where a budget was given.
-        value: the quality of the chosen setting, mean over the held-out images.
+        value: the quality of the chosen setting, mean over the held-out images; None where an interrupt kept it from
+            being measured. The curve has its value on the tuning images.
         interval: 95 % confidence interval of the value; None for too few images.
         flops: multiply-adds of one image.
         flops_unmerged: the same without merging.
-        speedup: measured throughput over the unmerged model's, interleaved on this machine.
-        latency_ms: median time of one batch of the tuned model.
+        speedup: measured throughput over the unmerged model's, interleaved on this machine; None if interrupted.
+        latency_ms: median time of one batch of the tuned model; None if interrupted.
         batch: images in that batch.
         tuned_on: number of images that the search used.
         held_out: number of images that decided.
@@ -57,18 +58,19 @@ class Tuning:
         seconds: time that it took.
         interrupted: whether it was stopped early.
         device: where it ran.
+        speedup_interval: 95 % confidence interval of the speed-up, over rounds of timing; None if it was not measured.
     """
 
     config: dict[str, Any]
     family: str
     quality: str
     bound: float | None
-    value: float
+    value: float | None
     interval: tuple[float, float] | None
     flops: int
     flops_unmerged: int
-    speedup: float
-    latency_ms: float
+    speedup: float | None
+    latency_ms: float | None
     batch: int
     tuned_on: int
     held_out: int
@@ -76,6 +78,12 @@ class Tuning:
     seconds: float
     interrupted: bool
     device: str
+    speedup_interval: tuple[float, float] | None = None
+
+    @property
+    def is_faster(self) -> bool | None:
+        """Whether the measured speed-up is above the noise of timing; None if it was not measured."""
+        return None if self.speedup_interval is None else self.speedup_interval[0] > 1
 
     def apply(self, model: nn.Module) -> Merging:
         """Merge a model with the chosen setting; return the handle."""
@@ -87,8 +95,13 @@ class Tuning:
 
     def save(self, path: str | Path) -> None:
         """Write the result as JSON, atomically."""
-        with temporary_files(Path(path)) as (file,):
-            file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        try:
+            with temporary_files(Path(path)) as (file,):
+                file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidOption(
+                f"{path} could not be written ({error.strerror or error}); name a file in an existing directory"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Tuning:
@@ -98,7 +111,8 @@ class Tuning:
             if found.pop("format") != FORMAT:
                 raise ValueError("another format")
             found["curve"] = tuple(Candidate(**{**one, "r": tuple(one["r"])}) for one in found["curve"])
-            found["interval"] = None if found["interval"] is None else tuple(found["interval"])
+            for name in ("interval", "speedup_interval"):
+                found[name] = None if found.get(name) is None else tuple(found[name])
             return cls(**found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidOption(f"{path} is not a result of vitrail.tune: {error}") from error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +16,16 @@ from torch import Tensor, nn
 from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.adapters.outputs import output_tensor
-from vitrail.bench.timing import Clock, Spread, measure
+from vitrail.bench.timing import Clock, measure_rounds
 from vitrail.errors import SaturatedWarning, UnsupportedInput
 from vitrail.surgery import Merging, merge
+from vitrail.surgery.guidance import sharing_weights
 from vitrail.surgery.recording import evaluating, to_model
 from vitrail.tuning.quality import Compare, Quality, divergence
 
 Counts = tuple[int, ...]
+Setting = tuple[Any, Counts]
+"""A method, and merges per layer."""
 
 
 class Trials:
@@ -53,16 +59,34 @@ class Trials:
         self.reference: list[Tensor] = []
 
     @contextmanager
-    def open(self, on_batch: Callable[[], object]) -> Iterator[None]:
-        """Run the unmerged model, and leave the model unmerged and in its own mode at the end."""
+    def open(self, on_batch: Callable[[int], object], fewest: int, until: float, seed: int) -> Iterator[None]:
+        """Run the unmerged model, and leave the model unmerged and in its own mode at the end.
+
+        Batches that it has not seen by the moment ``until`` are left out, unless there are ``fewest`` images or less
+        without them; which ones are seen first is random.
+        """
         with evaluating(self.model), torch.inference_mode():
             try:
-                for batch in self.images:
-                    self.reference.append(self._run(batch))
-                    on_batch()
+                self._see(on_batch, fewest, until, seed)
                 yield
             finally:
                 self._remove()
+
+    def _see(self, on_batch: Callable[[int], object], fewest: int, until: float, seed: int) -> None:
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed)).tolist()
+        seen: dict[int, Tensor] = {}
+        for place in order:
+            if sum(map(len, seen.values())) >= fewest and time.monotonic() >= until:
+                break
+            seen[place] = self._run(self.images[place])
+            on_batch(len(seen))
+        places = sorted(seen)
+        self.reference = [seen[place] for place in places]
+        if self.labels is not None:
+            labels = self.labels.split([len(batch) for batch in self.images])
+            self.labels = torch.cat([labels[place] for place in places])
+        self.images = [self.images[place] for place in places]
+        self.count = sum(map(len, self.images))
 
     def apply(self, method: Any, r: Sequence[int]) -> Merging:
         """Merge the model with a setting; return the handle."""
@@ -95,28 +119,24 @@ class Trials:
         self.apply(method, r)
         return float(self._compared(divergence(quality), images, quality.dense).mean())
 
-    def times(self, settings: Sequence[tuple[Any, Counts]], batch: Tensor, seconds: float) -> list[Spread]:
-        """Time the unmerged model and each setting on one batch, interleaved."""
+    def times(self, settings: Sequence[Setting | None], batch: Tensor, seconds: float) -> list[list[float]]:
+        """Time settings on one batch, interleaved; None is the unmerged model. Return the seconds of each round.
+
+        Each runs on a copy of the model's modules that shares its weights, so that no time goes into changing it.
+        """
         batch = to_model(self.model, batch)
-
-        def step(setting: tuple[Any, Counts] | None) -> Callable[[int], object]:
-            def run(_: int) -> object:
-                return self.model(batch)
-
-            def merged(_: int) -> object:
-                assert setting is not None
-                self.apply(*setting)
-                return self.model(batch)
-
-            def unmerged(index: int) -> object:
-                self._remove()
-                return run(index)
-
-            return unmerged if setting is None else merged
-
-        steps = {index: step(setting) for index, setting in enumerate((None, *settings))}
-        found = measure(steps, Clock(batch.device), seconds)
-        return [found[index] for index in range(len(steps))]
+        self._remove()
+        models = []
+        for setting in settings:
+            models.append(sharing_weights(self.model))
+            if setting is not None:
+                method, counts = setting
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", SaturatedWarning)
+                    merge(models[-1], list(counts), method=copy.deepcopy(method), **self.options)
+        steps = {index: partial(_call, model, batch) for index, model in enumerate(models)}
+        rounds, _ = measure_rounds(steps, Clock(batch.device), seconds)
+        return [rounds[index] for index in range(len(steps))]
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -160,3 +180,7 @@ class Trials:
         if self.merging is not None:
             self.merging.remove()
             self.merging = None
+
+
+def _call(model: nn.Module, batch: Tensor, _: int) -> object:
+    return model(batch)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
-from vitrail.analysis.statistics import Interval, bootstrap, split_images, wilson
+from vitrail.analysis.statistics import Interval, bootstrap, ratio_of_medians, split_images, wilson
 from vitrail.data.batches import open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.merging import Method, as_method
@@ -37,6 +38,15 @@ EVALUATIONS = 80
 
 FEWEST = 16
 """Fewest images that a search sees."""
+
+BEYOND = 2
+"""Schedules tried beyond the first that misses a tolerance, since qualities on few images are uneven."""
+
+TIMED = 8
+"""Passes over a batch that timing one setting takes at least."""
+
+TIMING = 2.0
+"""Seconds for timing the result."""
 
 
 def tune(
@@ -62,7 +72,8 @@ def tune(
 
     Without labels, a merged model is compared with the unmerged one. A search proposes schedules on one part of the
     images, the other part (held out) decides and gives the confidence interval. The model is left unmerged. Interrupt
-    it (Ctrl-C) to get the best setting found so far.
+    it (Ctrl-C) to get the best setting found so far; what was not measured by then is None. An interrupt before any
+    setting is known is raised.
 
     >>> tuning = vitrail.tune(model, "photos/", within="agreement 0.99")    # doctest: +SKIP
     >>> merging = tuning.apply(model)                                       # doctest: +SKIP
@@ -83,7 +94,7 @@ def tune(
         limit: most images to use.
         batch_size: images per batch, also for measured times.
         held_out: share of the images that the search does not see.
-        seconds: about how long it may take; on a slow machine fewer images are used.
+        seconds: how long it may take, the reading of the images included; on a slow machine fewer images are used.
         seed: seed of the split and of the search.
         proportional: as for ``vitrail.merge``.
         on_progress: called with a stage, the number of steps done, and their total.
@@ -106,28 +117,27 @@ def tune(
     trials = Trials(model, found, loaded, known, goal.quality.dense, proportional=proportional)
     if trials.count < 4:
         raise UnsupportedInput(f"tune needs 4 images or more, better some hundreds; got {trials.count}")
-    split = split_images(trials.count, test_share=held_out, seed=seed)
-    done = 0
+    start = time.monotonic()
+    until = began + seconds
 
-    def on_batch() -> None:
-        nonlocal done
-        done += 1
+    def on_batch(done: int) -> None:
         tell("unmerged model", done, len(loaded))
 
-    start = time.monotonic()
-    with trials.open(on_batch):
+    with trials.open(on_batch, 2 * FEWEST, start + 0.15 * (until - start), seed):
         if goal.quality.logits and trials.reference[0].shape[-1] < 2:
             raise InvalidOption(
                 f"{goal.quality.name} compares classes, and this model has none; use 'cosine 0.98' or 'dense_error 0.1'"
             )
         per_image = (time.monotonic() - start) / trials.count
+        split = split_images(trials.count, test_share=held_out, seed=seed)
+        left = max(0.0, until - time.monotonic())
         # some 12 passes over the tuning images and 4 over the held-out ones, besides the search
         tuning, deciding = (
-            part[: max(FEWEST, int(share * seconds / per_image / passes))]
+            part[: max(FEWEST, int(share * left / per_image / passes))]
             for part, share, passes in ((split.train, 0.35, 12), (split.test, 0.2, 4))
         )
-        tuner = Tuner(trials, goal, tuning, deciding, per_image, began + seconds, seed, batch_size, tell)
-        return tuner.run(methods, search, began)
+        tuner = Tuner(trials, goal, tuning, deciding, per_image, began, until, seed, batch_size, tell)
+        return tuner.run(methods, search)
 
 
 @dataclass(frozen=True)
@@ -165,46 +175,89 @@ class Path:
     schedules: list[Counts]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A schedule of a path, and its quality on each held-out image, where that was measured."""
+
+    path: Path
+    index: int
+    values: Tensor | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """Merges per layer."""
+        return self.path.schedules[self.index]
+
+
 @dataclass
 class Tuner:
-    """One tuning in progress."""
+    """One tuning in progress.
+
+    Attributes:
+        chosen: of each path the best schedule known, by the tuning images.
+        decided: schedules that meet the goal on the held-out images.
+        out_of_time: whether a stage ended because of the time limit.
+    """
 
     trials: Trials
     goal: Goal
     tuning: Tensor
     deciding: Tensor
     per_image: float
+    began: float
     until: float
     seed: int
     batch_size: int
     tell: OnProgress
     values: dict[tuple[int, Counts], Candidate] = field(default_factory=dict)
+    chosen: dict[tuple[str, int], Choice] = field(default_factory=dict)
+    decided: list[Choice] = field(default_factory=list)
     interrupted: bool = False
+    out_of_time: bool = False
 
-    def run(self, methods: Sequence[Any], search: str, began: float) -> Tuning:
-        """Search, decide on the held-out images, and measure."""
-        paths = self._reaching([Path("constant", one, self._constant(one)) for one in methods])
-        chosen: list[tuple[Path, int]] = [(path, self._start(path)) for path in paths]
+    def run(self, methods: Sequence[Any], search: str) -> Tuning:
+        """Search, decide on the held-out images, and measure; an interrupt ends the present stage."""
         with self._interruptible():
-            if len(paths) > 1:
-                paths = [min(paths, key=self._pilot)]
-                chosen = [(paths[0], self._start(paths[0]))]
-            index = self._choose(paths[0])
-            if index is None:
-                raise InvalidOption(
-                    f"latency_ms={self.goal.latency_ms:g} cannot be reached for batches of {self.batch_size} images: "
-                    "the most merging that tune tries takes longer; raise the budget, or use smaller batches"
-                )
-            chosen = [(paths[0], index)]
-            target = max(FLOOR, 0.95 * self._cost(paths[0].method, paths[0].schedules[chosen[0][1]]))
-            found = self._search(paths[0].method, search, target)
-            if found is not None:
-                path = Path(search, paths[0].method, found)
-                index = self._choose(path)
-                if index is not None:  # a search that ran out of time may end above the budget
-                    chosen = [chosen[0], (path, index)]
-        path, index, values = self._decide(chosen)
-        return self._result(path, index, values, began)
+            self._find(methods, search)
+        self._check_found(self.chosen.values())
+        times: tuple[list[float], list[float]] | None = None
+        with self._interruptible():
+            self._decide()
+            if any(map(self._is_result, self.decided)):
+                times = self._time(self._best())
+        if self.decided or not self.interrupted:
+            self._check_found(self.decided)
+        return self._result(self._best(), times)
+
+    def _find(self, methods: Sequence[Any], search: str) -> None:
+        """Choose schedules by the tuning images: constant ones first, then those of the search."""
+        paths = self._reaching([Path("constant", one, self._constant(one)) for one in methods])
+        for path in paths if self.goal.gflops is not None else ():
+            self._choose(path)
+        winner = self._compare_methods(paths)
+        usual = [path for path in paths if path is not winner and as_method(path.method).config == "tome"]
+        self.chosen = {}
+        for path in (winner, *usual):
+            self._choose(path)
+        start = self.chosen.get(_key(winner))
+        if start is None:
+            return
+        target = max(FLOOR, 0.95 * self._cost(winner.method, start.counts))
+        found = self._search(winner.method, search, target)
+        if found is not None:
+            self._choose(Path(search, winner.method, found))
+
+    def _compare_methods(self, paths: Sequence[Path]) -> Path:
+        """Return the path of the method that moves the outputs least, of those that there is time to compare."""
+        if len(paths) == 1:
+            return paths[0]
+        distances: list[tuple[float, Path]] = []
+        for path in paths:
+            if distances and self._is_late:
+                self.out_of_time = True
+                break
+            distances.append((self._pilot(path), path))
+        return min(distances, key=lambda one: one[0])[1]
 
     def _reaching(self, paths: list[Path]) -> list[Path]:
         """Return the paths that reach a budget in FLOPs; raise where none does."""
@@ -216,12 +269,6 @@ class Tuner:
                 f"{min(costs) / 1e9:.4g} GFLOPs of {self._unmerged_flops / 1e9:.4g}; raise the budget to more than that"
             )
         return found
-
-    def _start(self, path: Path) -> int:
-        """Return the index of the schedule that stands if the user interrupts at once: within a budget if any is."""
-        if self.goal.gflops is not None:
-            return self._within_flops(path) or 0
-        return 0 if self.goal.latency_ms is None else len(path.schedules) - 1
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -258,7 +305,7 @@ class Tuner:
 
     def _few(self) -> Tensor:
         """Return as many of the tuning images as a search can afford to see in each evaluation."""
-        spend = max(0.0, self.until - time.monotonic()) * 0.6 / EVALUATIONS
+        spend = self._left * 0.6 / EVALUATIONS
         count = int(max(FEWEST, min(len(self.tuning), spend / max(self.per_image, 1e-9))))
         return self.tuning[: min(count, len(self.tuning))]
 
@@ -266,6 +313,8 @@ class Tuner:
         """Return the best path of a search; None if there was no time for one."""
         few = self._few()
         spent = time.monotonic()
+        if self._is_late:
+            return None
 
         def loss(counts: Counts) -> float:
             self.tell("search", problem.evaluations, EVALUATIONS)
@@ -279,7 +328,7 @@ class Tuner:
             loss=loss,
             target=target,
             floor=max(FLOOR, target - 0.25),
-            until=spent + 0.7 * max(0.0, self.until - spent),
+            until=spent + 0.7 * self._left,
             seed=self.seed,
         )
         last: list[Counts] | None = None
@@ -288,20 +337,61 @@ class Tuner:
                 last = path
         return last
 
-    def _choose(self, path: Path) -> int | None:
-        """Return the index of the schedule that meets the goal on the tuning images; None if none is within a budget.
+    def _choose(self, path: Path) -> None:
+        """Keep the schedule that meets the goal on the tuning images, and until that is known the best so far.
 
         Within a tolerance it is the one with the most merging, within a budget the one with the least.
         """
-        if self.goal.latency_ms is not None:
-            return self._within_latency(path)
+        last = len(path.schedules) - 1
         if self.goal.gflops is not None:
-            return self._within_flops(path)
-        low, high = 0, len(path.schedules)
-        while high - low > 1 and time.monotonic() < self.until:
+            index = self._within_flops(path)
+            if index is not None:
+                self._keep(path, index)
+        elif self.goal.latency_ms is not None:
+            self._bisect(path, range(last, -1, -1), -1, self._is_fast)
+        else:
+            self._keep(path, 0)
+            low = self._bisect(path, range(last + 1), 0, self._is_close)
+            for index in range(low + 2, min(low + 2 + BEYOND, last + 1)):
+                if not self._is_late and self._is_close(path, index):
+                    self._keep(path, index)
+
+    def _bisect(self, path: Path, order: Sequence[int], low: int, fits: Callable[[Path, int], bool]) -> int:
+        """Keep the furthest schedule in an order that fits, and return its place; ``low`` fits, or is −1."""
+        high = len(order)
+        while high - low > 1:
+            if self._is_late:
+                self.out_of_time = True
+                break
             middle = (low + high) // 2
-            low, high = (middle, high) if self._meets(self._value(path, middle)) else (low, middle)
+            if fits(path, order[middle]):
+                low = middle
+                self._keep(path, order[low])
+            else:
+                high = middle
         return low
+
+    def _keep(self, path: Path, index: int) -> None:
+        self.chosen[_key(path)] = Choice(path, index)
+
+    @property
+    def _left(self) -> float:
+        """Seconds left to search; the others are for the held-out images and for timing."""
+        reserve = self.per_image * (3 * len(self.deciding) + 2 * TIMED * self._timed) + 1.5 * TIMING
+        return max(0.0, self.until - min(reserve, 0.5 * (self.until - self.began)) - time.monotonic())
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether there is no time for another pass over the tuning images."""
+        return self._left <= self.per_image * len(self.tuning)
+
+    @property
+    def _timed(self) -> int:
+        """Images in the batch that is timed: on slow machines fewer than requested, unless its latency is the goal."""
+        if self.goal.latency_ms is not None:
+            return self.batch_size
+        affordable = int(0.15 * (self.until - self.began) / (2 * TIMED * self.per_image))
+        return max(1, min(self.batch_size, affordable))
 
     def _within_flops(self, path: Path) -> int | None:
         """Return the least merging whose FLOPs are within the budget; None if there is none."""
@@ -309,16 +399,15 @@ class Tuner:
         costs = (self.trials.flops(path.method, counts) for counts in path.schedules)
         return next((index for index, cost in enumerate(costs) if cost <= self.goal.gflops * 1e9), None)
 
-    def _within_latency(self, path: Path) -> int | None:
-        """Return the least merging whose measured latency is within the budget; None if there is none."""
+    def _is_fast(self, path: Path, index: int) -> bool:
+        """Return whether the measured latency of a schedule is within the budget."""
         batch = torch.cat(self.trials.images)[: self.batch_size]
-        low, high = -1, len(path.schedules)
-        while high - low > 1:
-            middle = (low + high) // 2
-            setting = (path.method, path.schedules[middle])
-            fits = 1e3 * self.trials.times([setting], batch, 0.5)[1].median <= float(self.goal.latency_ms or 0)
-            low, high = (low, middle) if fits else (middle, high)
-        return high if high < len(path.schedules) else None
+        (seconds,) = self.trials.times([(path.method, path.schedules[index])], batch, 0.5)
+        return 1e3 * median(seconds) <= float(self.goal.latency_ms or 0)
+
+    def _is_close(self, path: Path, index: int) -> bool:
+        """Return whether the quality of a schedule is within the tolerance on the tuning images."""
+        return self._meets(self._value(path, index))
 
     def _meets(self, value: float) -> bool:
         return self.goal.bound is None or self.goal.quality.meets(value, self.goal.bound)
@@ -329,63 +418,124 @@ class Tuner:
         key = (id(path.method), counts)
         if key not in self.values:
             self.tell("tuning images", len(self.values), None)
+            start = time.monotonic()
             value = float(self.trials.compare(self.goal.quality, path.method, counts, self.tuning).mean())
+            self.per_image = (time.monotonic() - start) / len(self.tuning)
             flops = self.trials.flops(path.method, counts)
             self.values[key] = Candidate(path.family, as_method(path.method).config, counts, flops, value)
         return self.values[key].value
 
-    def _decide(self, chosen: Sequence[tuple[Path, int]]) -> tuple[Path, int, Tensor]:
-        """Return the best choice by the held-out images; where one misses the tolerance there, merge less."""
-        results: list[tuple[float, Path, int, Tensor]] = []
-        for path, index in chosen:
-            while True:
-                self.tell("held-out images", len(results), len(chosen))
-                counts = path.schedules[index]
-                values = self.trials.compare(self.goal.quality, path.method, counts, self.deciding)
-                if index == 0 or self._meets(float(values.mean())):
+    def _decide(self) -> None:
+        """Measure the choices on the held-out images; where one misses the tolerance there, merge less."""
+        choices = list(self.chosen.values())
+        if self.goal.bound is not None:
+            choices.sort(key=self._rank)
+        for turn, choice in enumerate(choices):
+            path, index = choice.path, choice.index
+            while not self._is_beaten(path, index):
+                if self.decided and self._is_over:
+                    self.out_of_time = True
+                    return
+                self.tell("held-out images", turn, len(choices))
+                values = self.trials.compare(self.goal.quality, path.method, path.schedules[index], self.deciding)
+                if self._meets(float(values.mean())) or index == 0:
+                    self.decided.append(Choice(path, index, values))
                     break
-                index = index - max(1, index // 10)
-            self._value(path, index)
-            mean = float(values.mean())
-            better = self._cost(path.method, counts) if self.goal.bound is not None else mean
-            sign = -1 if self.goal.bound is None and self.goal.quality.higher else 1
-            results.append((sign * better, path, index, values))
-        _, path, index, values = min(results, key=lambda one: one[0])
-        if self.goal.bound is not None and not any(path.schedules[index]):
-            least = min((one for one in self.values.values() if any(one.r)), key=lambda one: sum(one.r), default=None)
-            reached = "" if least is None else f": merging {sum(least.r)} patches gives {least.value:.4g}"
-            raise InvalidOption(
-                f"no merge stays within {self.goal.quality.name} {self.goal.bound:g} on these images{reached}; loosen "
-                "the tolerance, or leave the model unmerged"
-            )
-        return path, index, values
+                if self._is_over:
+                    self.out_of_time = True
+                    break
+                index -= max(1, index // 10)
+        if not self._is_over:
+            self._value(self._best().path, self._best().index)
 
-    def _result(self, path: Path, index: int, values: Tensor, began: float) -> Tuning:
-        counts = path.schedules[index]
-        batch = torch.cat(self.trials.images)[: self.batch_size]
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is no time for another pass over the held-out images and for timing."""
+        rest = self.per_image * (len(self.deciding) + 2 * TIMED * self._timed) + TIMING
+        return time.monotonic() + rest >= self.until
+
+    def _is_beaten(self, path: Path, index: int) -> bool:
+        """Return whether a decided choice merges more than this one, so that its quality does not matter."""
+        choice = Choice(path, index)
+        return self.goal.bound is not None and any(self._rank(one) <= self._rank(choice) for one in self.decided)
+
+    def _rank(self, choice: Choice) -> float:
+        """Return a number that is lowest for the best choice: FLOPs within a tolerance, or quality within a budget."""
+        if self.goal.bound is not None:
+            return self._cost(choice.path.method, choice.counts)
+        if choice.values is None:
+            return 0.0
+        mean = float(choice.values.mean())
+        return -mean if self.goal.quality.higher else mean
+
+    def _best(self) -> Choice:
+        """Return the best choice by the held-out images; by the tuning images where an interrupt left these out."""
+        return min(self.decided or [*self.chosen.values()][::-1], key=self._rank)
+
+    def _is_result(self, choice: Choice) -> bool:
+        """Return whether a choice is worth returning: within a tolerance, one that merges."""
+        return self.goal.bound is None or any(choice.counts)
+
+    def _check_found(self, choices: Iterable[Choice]) -> None:
+        """Raise unless one of these choices merges within the goal."""
+        if any(map(self._is_result, choices)):
+            return
+        if self.interrupted:
+            raise KeyboardInterrupt
+        took, goal = time.monotonic() - self.began, self.goal
+        bound = f"{goal.quality.name} {goal.bound:g}" if goal.bound is not None else f"latency_ms={goal.latency_ms:g}"
+        if self.out_of_time:
+            raise InvalidOption(
+                f"time ran out after {took:.3g} s, before a merge within {bound} was found; raise seconds=, or pass "
+                "fewer or smaller images (limit=)"
+            )
+        if goal.bound is None:
+            raise InvalidOption(
+                f"{bound} cannot be reached for batches of {self.batch_size} images: the most merging that tune tries "
+                "takes longer; raise the budget, or use smaller batches"
+            )
+        least = min((one for one in self.values.values() if any(one.r)), key=lambda one: sum(one.r), default=None)
+        reached = "" if least is None else f": merging {sum(least.r)} patches gives {least.value:.4g}"
+        raise InvalidOption(
+            f"no merge stays within {bound} on these images{reached}; loosen the tolerance, or leave the model unmerged"
+        )
+
+    def _time(self, choice: Choice) -> tuple[list[float], list[float]]:
+        """Time the unmerged and the tuned model; return the seconds of each round."""
         self.tell("timing", 0, 1)
-        unmerged, merged = self.trials.times([(path.method, counts)], batch, 2.0)
-        merging = self.trials.apply(path.method, counts)
+        batch = torch.cat(self.trials.images)[: self._timed]
+        seconds = max(0.2, min(TIMING, self.until - time.monotonic()))
+        unmerged, merged = self.trials.times([None, (choice.path.method, choice.counts)], batch, seconds)
+        return unmerged, merged
+
+    def _result(self, choice: Choice, times: tuple[list[float], list[float]] | None) -> Tuning:
+        path, values = choice.path, choice.values
+        merging = self.trials.apply(path.method, choice.counts)
         config, flops = merging.config, merging.flops(self.trials._size)
         return Tuning(
             config=config,
             family=path.family,
             quality=self.goal.quality.name,
             bound=self.goal.bound,
-            value=float(values.mean()),
-            interval=_interval(self.goal.quality, values),
+            value=None if values is None else float(values.mean()),
+            interval=None if values is None else _interval(self.goal.quality, values),
             flops=flops,
             flops_unmerged=merging.flops(self.trials._size, merged=False),
-            speedup=unmerged.median / merged.median,
-            latency_ms=1e3 * merged.median,
-            batch=len(batch),
+            speedup=None if times is None else median(times[0]) / median(times[1]),
+            latency_ms=None if times is None else 1e3 * median(times[1]),
+            batch=min(self._timed, self.trials.count),
             tuned_on=len(self.tuning),
-            held_out=len(self.deciding),
+            held_out=0 if values is None else len(self.deciding),
             curve=tuple(sorted(self.values.values(), key=lambda one: -one.flops)),
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - self.began,
             interrupted=self.interrupted,
             device=str(next(self.trials.model.parameters()).device),
+            speedup_interval=None if times is None else ratio_of_medians(*times),
         )
+
+
+def _key(path: Path) -> tuple[str, int]:
+    return path.family, id(path.method)
 
 
 def _interval(quality: Quality, values: Tensor) -> Interval | None:

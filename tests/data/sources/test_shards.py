@@ -37,6 +37,12 @@ def test_paths_of_shards(folder: Path) -> None:
     assert numbers(dataset) == [8, 9, 10, 11, 0, 1, 2, 3]
 
 
+def test_a_shard_that_is_named_with_its_folder_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    dataset = open_dataset(["set-001.tar", folder, f"{folder}/set-*.tar"], labeled=True)
+    assert numbers(dataset) == [4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11]
+
+
 def test_columns(tmp_path: Path) -> None:
     path = shard(
         tmp_path / "set.tar",

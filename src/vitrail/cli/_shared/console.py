@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +48,41 @@ def error(text: str) -> None:
     err.print(Text.assemble(("Error: ", "bold red"), (" ".join(text.split()), "red")), soft_wrap=True)
 
 
+_flags: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+"""Options of the present command by the name of their argument: flags, and those that switch it off."""
+
+_OPTION = re.compile(r"--[a-z]|(?<![\w-])-[a-z](?![\w-])")
+_ARGUMENT = re.compile(r"(?<![\w.-])([a-z]\w*)=(?!=)(True\b|False\b)?(?=(\S?))")
+
+
+def use_options(parameters: Iterable[Any]) -> None:
+    """Let messages name the options of a command."""
+    _flags.clear()
+    options = (one for one in parameters if one.param_type_name == "option" and one.name)
+    _flags.update({one.name: (one.opts, one.secondary_opts) for one in options})
+
+
+def with_options(text: str) -> str:
+    """Return a message of the library in terms of the present command: ``keep=0.5`` becomes ``--keep 0.5``.
+
+    Arguments that the command has no option for stay, and so do messages that name options already.
+    """
+    if _OPTION.search(text):
+        return text
+
+    def option(match: re.Match[str]) -> str:
+        name, truth, follows = match.groups()
+        on, off = _flags.get(name, ((), ()))
+        flags = off if truth == "False" else on
+        if not flags:
+            return match.group()
+        if truth:
+            return max(flags, key=len)
+        return max(flags, key=len) + (" " if follows and follows not in ",.;:)" else "")
+
+    return _ARGUMENT.sub(option, text)
+
+
 @contextmanager
 def notes() -> Iterator[None]:
     """Print each ``VitrailWarning`` once, as a note; other warnings are shown as usual."""
@@ -59,7 +95,7 @@ def notes() -> Iterator[None]:
                 usual(message, category, *place, **more)
             elif str(message) not in seen:
                 seen.add(str(message))
-                note(str(message))
+                note(with_options(str(message)))
 
         warnings.simplefilter("always", VitrailWarning)
         warnings.showwarning = show

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from vitrail.cli._shared.model import Loaded
 from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result
 from vitrail.errors import UnsupportedInput
 from vitrail.heads import Output
+from vitrail.runtime.trace import Trace
 from vitrail.training.evaluation.outputs import forward_output
 
 GUESSES = 3
@@ -34,10 +37,26 @@ class Prediction:
 
 
 def cost_of(loaded: Loaded, merging: vitrail.Merging) -> Cost:
-    """Count tokens and FLOPs for one input."""
+    """Count tokens and FLOPs for one input, where they do not depend on the image."""
     after = merging.tokens_per_layer(loaded.size)
     before = [loaded.layout.num_tokens] * len(after)
     return Cost(before, after, merging.flops(loaded.size, merged=False), merging.flops(loaded.size))
+
+
+def mean_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the mean of the costs of several samples, as whole numbers."""
+    layers = zip(*(cost.tokens_after for cost in costs), strict=True)
+    return replace(
+        costs[0],
+        tokens_after=[round(fmean(counts)) for counts in layers],
+        flops_after=round(fmean(cost.flops_after for cost in costs)),
+    )
+
+
+def _traced_cost(loaded: Loaded, trace: Trace, flops_before: int) -> Cost:
+    """Count tokens and FLOPs of a batch of one that ran."""
+    after = trace.tokens_per_layer[0].tolist()
+    return Cost([loaded.layout.num_tokens] * len(after), after, flops_before, int(trace.flops[0]))
 
 
 @torch.inference_mode()
@@ -59,8 +78,10 @@ def predict(loaded: Loaded, batch: Tensor) -> Prediction:
 
 def compare_merged(
     loaded: Loaded, merging: vitrail.Merging, sample: Any, name: str, before: Prediction
-) -> tuple[dict[str, Image.Image], Result]:
-    """Run the merged model on one sample; return drawings of its groups, and the comparison with the unmerged model."""
+) -> tuple[dict[str, Image.Image], Result, Cost]:
+    """Run the merged model on one sample; return drawings of its groups, the comparison with the unmerged model, and
+    what it cost.
+    """
     with merging.track() as trace:
         after = predict(loaded, loaded.medium.batch(sample, loaded.spec))
     groups = trace.groups[0].reshape(trace.layout.grid[1:]).cpu().numpy()
@@ -81,7 +102,8 @@ def compare_merged(
         guesses_before=before.guesses,
         guesses_after=after.guesses,
     )
-    return loaded.medium.draw(sample, groups), result
+    cost = _traced_cost(loaded, trace, merging.flops(loaded.size, merged=False))
+    return loaded.medium.draw(sample, groups), result, cost
 
 
 def _guesses(loaded: Loaded, output: Any) -> Guesses:

@@ -19,6 +19,9 @@ from vitrail.errors import VitrailError
 EXIT_DELAY = 2.0
 """Seconds that other ranks wait before they exit with an error: torchrun then stops the first one, too."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 
 @contextmanager
 def exit_at_once() -> Iterator[None]:
@@ -35,12 +38,14 @@ def exit_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def command(*silent: Console) -> Iterator[None]:
+def command(*silent: Console, interrupted: str = "Interrupted.") -> Iterator[None]:
     """Report a ``VitrailError`` without a traceback (exit code 2), and each warning of Vitrail once, as a note.
+
+    An interrupt (Ctrl-C) is reported in a line, too (exit code 130).
 
     All ranks but the first print nothing to the consoles in ``silent`` (results by default). An error that all ranks
     share is reported by the first; a rank that lost the others exits at once, because threads of a broken connection
-    would crash its teardown.
+    would crash its teardown. ``interrupted`` is the line after an interrupt.
     """
     rank, _ = torchrun_rank() or (0, 1)
     try:
@@ -54,10 +59,14 @@ def command(*silent: Console) -> Iterator[None]:
         time.sleep(EXIT_DELAY)
         raise typer.Exit(2) from problem
     except VitrailError as problem:
-        console.error(str(problem))
+        console.error(console.with_options(str(problem)))
         if isinstance(problem, ConnectionLost):
             _exit(2)
         raise typer.Exit(2) from problem
+    except KeyboardInterrupt as stop:
+        if not rank:
+            console.error(interrupted)
+        raise typer.Exit(INTERRUPTED) from stop
 
 
 def _exit(code: int) -> NoReturn:

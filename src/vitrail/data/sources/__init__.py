@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
 from vitrail.data.sources.arrays import Arrays
-from vitrail.data.sources.base import Labels, Source, matching
+from vitrail.data.sources.base import Labels, Source, distinct, matching
 from vitrail.data.sources.folder import FolderSource
 from vitrail.data.sources.hub import HubSource, open_hub
 from vitrail.data.sources.parquet import ParquetSource, is_parquet
@@ -68,7 +68,7 @@ def are_paths(source: Any) -> bool:
 def _open_files(given: Sequence[PathLike]) -> Source:
     """Open parquet files, shards or images, by what the paths are."""
     if all(os.fspath(path).endswith(".tar") or any(Path(path).glob("*.tar")) for path in given):
-        return ShardSource([shard for path in given for shard in find_shards(os.fspath(path))])
+        return ShardSource(distinct(shard for path in given for shard in find_shards(os.fspath(path))))
     paths: list[Path] = []
     for path in given:
         pattern = has_magic(os.fspath(path)) and not Path(path).exists()
@@ -113,4 +113,4 @@ def _find_tables(paths: Sequence[Path]) -> list[Path]:
         raise InvalidOption(
             f"{found[0]} is a parquet file, and {others[0]} is not; open images and parquet files one after the other"
         )
-    return found
+    return distinct(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +83,14 @@ def matching(pattern: str) -> list[Path]:
     """Return the paths that a glob pattern matches, sorted."""
     anchor = Path(Path(pattern).anchor)
     return sorted(anchor.glob(str(Path(pattern).relative_to(anchor))))
+
+
+def distinct(paths: Iterable[Path]) -> list[Path]:
+    """Return paths in their order, a file that is reached twice once."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def number_classes(values: Sequence[Any]) -> Labels:

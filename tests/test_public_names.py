@@ -10,11 +10,11 @@ import vitrail
 
 PUBLIC = {
     "vitrail": (
-        "Ablation AddedTokens Assignment Context Count Merging Method Recording Reduction RegisterNeurons Report Role "
-        "TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate add_tokens class_names "
-        "compare count create_model errors find_register_neurons from_timm inspect list_methods list_models "
-        "load_method load_model look_ahead merge record register_adapter register_method test_time_registers to_timm "
-        "tune"
+        "Ablation AddedTokens Assignment CapturedModel Context Count Merging Method Recording Reduction "
+        "RegisterNeurons Report Role TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate "
+        "add_tokens capture class_names compare count create_model errors find_register_neurons from_timm inspect "
+        "list_methods list_models load_method load_model look_ahead merge record register_adapter register_method "
+        "test_time_registers to_timm tune"
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "

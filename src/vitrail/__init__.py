@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vitrail import errors
 from vitrail.adapters import load_model, register_adapter
 from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, list_methods, register_method
+from vitrail.runtime.capture import CapturedModel, capture
 from vitrail.surgery import (
     Ablation,
     AddedTokens,
@@ -47,6 +48,7 @@ __all__ = [
     "Ablation",
     "AddedTokens",
     "Assignment",
+    "CapturedModel",
     "Context",
     "Count",
     "Merging",
@@ -66,6 +68,7 @@ __all__ = [
     "ViTConfig",
     "ablate",
     "add_tokens",
+    "capture",
     "class_names",
     "compare",
     "count",

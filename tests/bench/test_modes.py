@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.bench.models import quick, tiny
 from tests.extras import always
+from tests.runtime.graphs import Pool, pools
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench import VARIANTS
 from vitrail.bench._modes import CapturedGraph, prepare
@@ -17,6 +18,8 @@ from vitrail.bench._variants import build, copy_model, random_batches, slice_tok
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model
 from vitrail.surgery import Merging, merge
+
+__all__ = ["pools"]
 
 
 def test_variants_share_weights_and_keep_the_baseline() -> None:
@@ -171,7 +174,7 @@ def test_graph_is_captured_once_and_replayed(monkeypatch: pytest.MonkeyPatch) ->
         "Stream": Stream,
         "current_stream": Stream,
         "stream": lambda stream: contextlib.nullcontext(),
-        "graph": lambda graph, capture_error_mode: contextlib.nullcontext(),
+        "graph": lambda graph, pool, capture_error_mode: contextlib.nullcontext(),
         "synchronize": lambda: None,
         "memory_allocated": lambda: 100,
         "reset_peak_memory_stats": lambda: None,
@@ -202,6 +205,23 @@ def test_graph_modes_capture_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare("compiled-graph", model, [torch.zeros(1)]).step(0) == "replayed"
     assert made[0] is model
     assert made[1] == ("compiled", model, {"dynamic": False, "mode": None})
+
+
+def test_capture_mode_runs_a_captured_model(pools: type[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = {"memory_allocated": 100, "reset_peak_memory_stats": None, "max_memory_allocated": 175}
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    model, batches = tiny(), [torch.randn(2, 3, 64, 64) for _ in range(2)]
+    merge(model, r=2)
+    for autocast in (None, torch.bfloat16):
+        runner = prepare("capture", model, batches, autocast=autocast)
+        with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+            for index in (0, 1):
+                torch.testing.assert_close(runner.step(index), model(batches[index]))
+        assert runner.graph is not None
+        assert runner.graph.peak_bytes == 75
+    assert [len(pool.graphs) for pool in pools.made] == [1, 1]
+    assert pools.replays() == 4
 
 
 def test_output_tensor() -> None:

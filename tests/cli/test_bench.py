@@ -82,8 +82,8 @@ def test_table(measured: list[BenchConfig]) -> None:
 
 
 def test_options_reach_the_benchmark(measured: list[BenchConfig]) -> None:
-    options = "--dtype bf16 --device cuda --size 384x512 --compile --graph --blocks --pretrained --cold --no-check"
-    more = "--seconds 3 --limit 60 --threads 2 --attention cudnn --schedule decreasing --no-proportional"
+    options = "--dtype bf16 --device cuda --size 384x512 --compile --graph --capture --blocks --pretrained --cold"
+    more = "--no-check --seconds 3 --limit 60 --threads 2 --attention cudnn --schedule decreasing --no-proportional"
     done = run(MODEL, "--r", 16, "--batch", 256, *options.split(), *more.split())
     assert done.exit_code == 0, done.output
     assert measured == [

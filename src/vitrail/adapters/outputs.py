@@ -1,9 +1,10 @@
-"""Outputs of models: the one tensor of an output, and the logits of each head, recorded while the model runs."""
+"""Outputs of models: their tensors, their main tensor, and the logits of each head, recorded while the model runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,4 +55,32 @@ def output_tensor(output: Any) -> Tensor:
             return value
     raise UnsupportedInput(
         f"the model returned {kind_of(output)}; expected a tensor, or an output with {' or '.join(names)}"
+    )
+
+
+CONSTANTS = (type(None), bool, int, float, str)
+"""What outputs may hold besides tensors."""
+
+
+def map_tensors(function: Callable[..., Any], *outputs: Any) -> Any:
+    """Return an output of the same structure, with ``function`` of the tensors at the same place in all outputs.
+
+    Structures are tuples, named or not, lists, mappings and dataclasses, such as the outputs of transformers.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return function(*outputs)
+    if is_dataclass(first) and not isinstance(first, type):
+        parts = {field.name: [getattr(output, field.name) for output in outputs] for field in fields(first)}
+        return replace(first, **{name: map_tensors(function, *values) for name, values in parts.items()})
+    if isinstance(first, Mapping):
+        made: Any = type(first)
+        return made({name: map_tensors(function, *(output[name] for output in outputs)) for name in first})
+    if isinstance(first, list | tuple):
+        items = [map_tensors(function, *values) for values in zip(*outputs, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if isinstance(first, CONSTANTS):
+        return first
+    raise UnsupportedInput(
+        f"the model returned {kind_of(first)}; expected tensors in tuples, lists, mappings or dataclasses"
     )

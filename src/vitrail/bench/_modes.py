@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from vitrail.adapters import find
 from vitrail.adapters.outputs import output_tensor
-from vitrail.bench.config import uses_graph
-from vitrail.runtime.cuda_graph import WARMUP_STEPS, CudaGraph
+from vitrail.bench.config import CAPTURE, uses_graph
+from vitrail.runtime.capture import CapturedModel, capture
+from vitrail.runtime.cuda_graph import CudaGraph, warm_up
 
 Call = Callable[[Tensor], Any]
 
@@ -26,7 +27,7 @@ class Runner:
     Attributes:
         step: run inference, or one training step, on the batch with that index; returns the output, or None.
         static_bytes: memory that stays allocated between steps: weights, buffers and optimizer state.
-        graph: the CUDA graph that a step replays, if any.
+        graph: what a step replays, if anything.
         ready_s: seconds until the first step was done.
         peak: peak memory of a step in bytes; None on the CPU.
         difference: relative distance of the output from the eager one.
@@ -34,7 +35,7 @@ class Runner:
 
     step: Callable[[int], Any]
     static_bytes: Callable[[], int]
-    graph: CapturedGraph | None = None
+    graph: CapturedGraph | Captured | None = None
     ready_s: float = 0.0
     peak: int | None = None
     difference: float | None = None
@@ -50,8 +51,11 @@ def prepare(
 ) -> Runner:
     """Prepare inference or training steps in a mode. Compilation and graph capture happen in the first step."""
     compiled: Call = model
+    captured = Captured(model) if mode == CAPTURE else None
     torch_mode = None if compile_mode == "default" else compile_mode
-    if mode.startswith("compiled"):
+    if captured is not None:
+        compiled = captured
+    elif mode.startswith("compiled"):
         compiled = torch.compile(model, dynamic=False, mode=torch_mode)
     elif mode.startswith("blocks"):
         for block in find(model).blocks:
@@ -64,13 +68,13 @@ def prepare(
     if train:
         return _prepare_training(call, model, batches)
     target = compiled if autocast is None else call
-    graph = CapturedGraph(target) if uses_graph(mode) else None
+    graph = CapturedGraph(target) if captured is None and uses_graph(mode) else None
 
     @torch.inference_mode()
     def infer(index: int) -> Any:
         return (graph or target)(batches[index])
 
-    return Runner(infer, lambda: _nbytes(model), graph)
+    return Runner(infer, lambda: _nbytes(model), captured or graph)
 
 
 def _prepare_training(call: Call, model: nn.Module, batches: Sequence[Tensor]) -> Runner:
@@ -123,15 +127,30 @@ class CapturedGraph:
 
     def __call__(self, batch: Tensor) -> Any:
         if self.graph is None:
-            side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-            side.wait_stream(current)
-            with torch.cuda.stream(side):  # compile and allocate workspaces before the capture
-                for _ in range(WARMUP_STEPS):
-                    self.call(batch)
-            current.wait_stream(side)
-            torch.cuda.synchronize()
+            warm_up(self.call, (batch,))
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             self.graph = CudaGraph(self.call, (batch,))
             self.peak_bytes = torch.cuda.max_memory_allocated() - before
         return self.graph(batch)
+
+
+class Captured:
+    """A model captured by `vitrail.capture` for the batch of its first call.
+
+    Attributes:
+        peak_bytes: peak memory during the capture, beyond what was allocated before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.fast: CapturedModel | None = None
+        self.peak_bytes = 0
+
+    def __call__(self, batch: Tensor) -> Any:
+        if self.fast is None:
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            self.fast = capture(self.model, len(batch), [tuple(batch.shape[1:])])
+            self.peak_bytes = torch.cuda.max_memory_allocated() - before
+        return self.fast(batch)

@@ -15,9 +15,10 @@ from vitrail.errors import InvalidOption
 VARIANTS = ("unmerged", "sliced", "merged")
 """The baseline as its library runs it; the lower bound, with tokens cut off for free; the merged model."""
 
-MODES = ("eager", "graph", "compiled", "compiled-graph", "blocks", "blocks-graph")
-"""Ways to run a model: eager; captured as one CUDA graph; through ``torch.compile``; compiled and captured; with each
-block compiled on its own; blocks compiled and captured."""
+CAPTURE = "capture"
+MODES = ("eager", "graph", CAPTURE, "compiled", "compiled-graph", "blocks", "blocks-graph")
+"""Ways to run a model: eager; captured as one CUDA graph; by ``vitrail.capture``; through ``torch.compile``; compiled
+and captured; with each block compiled on its own; blocks compiled and captured."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -129,12 +130,12 @@ class BenchConfig:
 
 def uses_compiler(modes: Iterable[str]) -> bool:
     """Return whether any mode needs ``torch.compile``."""
-    return any(mode not in ("eager", "graph") for mode in modes)
+    return any(mode not in ("eager", "graph", CAPTURE) for mode in modes)
 
 
 def uses_graph(mode: str) -> bool:
-    """Return whether a mode captures a CUDA graph."""
-    return mode.endswith("graph")
+    """Return whether a mode captures CUDA graphs."""
+    return mode == CAPTURE or mode.endswith("graph")
 
 
 def check_graphs(modes: Iterable[str], device: torch.device) -> None:

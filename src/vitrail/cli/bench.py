@@ -24,6 +24,7 @@ COLUMNS = ("variant", "mode", "ms", "images/s", "TFLOP/s", "peak MB", "ready s",
 EXAMPLES = (
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile",
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph",
+    "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 8 --dtype bf16 --capture",
     "vitrail bench timm:vit_large_patch16_224 --r 8 --batch 128 --dtype bf16 --train --json training.json",
     "vitrail bench timm:vit_small_patch16_224 --r 0,4,8,13 --batch 8 --device cpu --plot sweep.png",
 )
@@ -66,6 +67,9 @@ def bench(
     compile_: Annotated[bool, typer.Option("--compile", help="Also measure with torch.compile.")] = False,
     blocks: Annotated[bool, typer.Option("--blocks", help="Also measure with each block compiled separately.")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="Also measure each mode as a CUDA graph.")] = False,
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Also measure the models as vitrail.capture runs them.")
+    ] = False,
     train: Annotated[bool, typer.Option("--train", help="A training step: forward, backward, AdamW.")] = False,
     autocast: Annotated[bool, typer.Option("--autocast", help="Weights in float32, computation in --dtype.")] = False,
     pretrained: Annotated[
@@ -98,7 +102,7 @@ def bench(
         raise typer.BadParameter("Sweep either --r or --batch; give a single number for the other.")
     if plot_file is not None and not swept:
         raise typer.BadParameter("--plot needs a sweep: give several values, like --r 0,4,8,16 or --batch 1,8,64.")
-    wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph}
+    wanted = {"eager": True, "compiled": compile_, "blocks": blocks, "graph": graph, "capture": capture}
     with command():
         config = BenchConfig(
             model,

@@ -53,6 +53,11 @@ def reference() -> Iterator[None]:
         _switch.forced -= 1
 
 
+def is_reference() -> bool:
+    """Return whether the reference functions are forced now."""
+    return _switch.forced > 0
+
+
 def usable(x: Tensor) -> bool:
     """Return whether the kernels run on a tensor."""
     return x.is_cuda and x.dtype in _DTYPES and _HAS_TRITON and not _switch.forced

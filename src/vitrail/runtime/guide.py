@@ -29,6 +29,11 @@ def present_maps(plan: object) -> dict[str, Tensor]:
     return {} if current is None or current[0] is not plan else dict(current[1])
 
 
+def is_guiding() -> bool:
+    """Return whether maps are shown to any method in this thread."""
+    return _guides.here().current is not None
+
+
 def current_guide(plan: object, layout: TokenLayout, batch: int, device: torch.device) -> dict[str, Tensor]:
     """Return the maps for a pass of ``plan`` over all tokens (B, N): 0 for special tokens."""
     current = _guides.here().current

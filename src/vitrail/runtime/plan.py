@@ -88,6 +88,10 @@ class Plan:
         in_place = self.protect is not None and self.order == "original" and self.method.places_groups
         return in_place or not self.method.static
 
+    def decision(self) -> tuple[Any, ...]:
+        """Return what decides how many tokens merge, and may change between passes."""
+        return self.schedule, tuple(self.method.counts()) if self.method.decides else ()
+
     def solve(self, patches: int, grid: Grid) -> Solution:
         """Return the merges per layer for an input of this many patches, in this grid."""
         solved, key = self.solved, self._key(patches, grid)

@@ -32,6 +32,8 @@ def describe_clip(model: PreTrainedModel, images: Tensor, **call: Any) -> Recipe
                 return {"image_embeds": model.visual_projection(pooled), "last_hidden_state": x}
             return {"last_hidden_state": x, "pooler_output": pooled}
         x = tower.post_layernorm(x)
+        if not hasattr(tower, "head"):
+            return {"last_hidden_state": x}
         return {"last_hidden_state": x, "pooler_output": attention_pool(tower.head, x)}
 
     return Recipe(

@@ -287,6 +287,10 @@ class TrunkAdapter(ABC):
         """Return the parts of a model around this trunk that do not run on its inputs (a text tower)."""
         return ()
 
+    def behind(self, model: nn.Module, trunk: nn.Module) -> Sequence[tuple[nn.Module, int]]:
+        """Return the parts of a model behind the blocks that run on every patch, or once for several, with how many."""
+        return ()
+
     def patch_embedding(self, trunk: nn.Module) -> nn.Module:
         """Return the module that turns images (B, C, H, W) into patch tokens, before any position is added."""
         return self.patch_parts(trunk)[0]

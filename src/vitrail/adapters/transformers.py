@@ -62,6 +62,8 @@ _DINOV2_NESTED = replace(  # transformers before 5.18: attention is two modules 
 MODELS = "transformers.models"
 _TEXT = ("text_model", "text_projection", "language_model", "lm_head")
 """Attributes of models around a trunk that hold parts which do not run on images."""
+_PROJECTORS = ("multi_modal_projector", "connector")
+"""Attributes of models around a trunk that hold what turns its patches into tokens of a language model."""
 
 _BLOCKS: dict[type | str, BlockAdapter] = {
     f"{MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(_VIT),
@@ -152,6 +154,12 @@ class TransformersTrunk(TrunkAdapter):
     def elsewhere(self, model: nn.Module, trunk: Any) -> Sequence[nn.Module]:
         return [part for name, part in model.named_modules() if name.rpartition(".")[2] in _TEXT]
 
+    def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
+        """Return the projector to a language model, with the number of patches that become one token."""
+        places = [name.rpartition(".") for name, _ in model.named_modules()]
+        owners = [(model.get_submodule(owner), name) for owner, _, name in places if name in _PROJECTORS]
+        return [(getattr(owner, name), _patches_per_token(owner.config, self.layout(trunk))) for owner, name in owners]
+
     def entry_points(self) -> type:
         return TransformersEntryPoint
 
@@ -178,6 +186,16 @@ class Dinov2BackboneTrunk(Dinov2Trunk):
     """DINOv2 as a backbone: its feature maps are the tokens between blocks."""
 
     exposes = True
+
+
+def _patches_per_token(config: Any, layout: TokenLayout) -> int:
+    """Return how many patches a projector turns into one token: by pixel shuffle, or by pooling to a fixed number."""
+    pooled = getattr(config, "mm_tokens_per_image", None)
+    if pooled is not None:
+        return layout.num_patches // int(pooled)
+    ratio = getattr(config, "downsample_ratio", None)
+    side = getattr(config, "scale_factor", getattr(config, "downsample_factor", 1)) if ratio is None else 1 / ratio
+    return round(side) ** 2
 
 
 def _preprocessor_config(name: str, *, download: bool = False) -> dict[str, Any]:

@@ -41,25 +41,29 @@ class CostModel:
         per_patch: weights outside of blocks that multiply every patch.
         fixed: weights outside of blocks that are applied once.
         late: number of tokens that entered after the first block, for each block.
+        behind: weights that are applied once for several patches, with how many (a projector to a language model).
     """
 
     per_patch: int
     fixed: int
     blocks: tuple[BlockCost, ...]
     late: tuple[int, ...]
+    behind: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, found: Found) -> CostModel:
         """Count the weights of a model by how often they are applied."""
-        patch_parts = found.adapter.patch_parts(found.trunk)
+        patch_parts, behind = found.adapter.patch_parts(found.trunk), found.adapter.behind(model, found.trunk)
         elsewhere, pooled = found.adapter.elsewhere(model, found.trunk), found.adapter.pooled_weights(found.trunk)
-        counted = {id(part) for root in (*patch_parts, *elsewhere, *found.blocks) for part in root.modules()}
+        roots = (*patch_parts, *(part for part, _ in behind), *elsewhere, *found.blocks)
+        counted = {id(part) for root in roots for part in root.modules()}
         rest = [part for part in model.modules() if id(part) not in counted]
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)) + pooled,
             fixed=_rest(rest) - pooled,
             blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
             late=late_tokens(found),
+            behind=tuple((_weights(part), patches) for part, patches in behind),
         )
 
     def parts(
@@ -79,7 +83,8 @@ class CostModel:
         start = kept = special + patches
         extra = list(side) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
-        found |= {"patches": self.per_patch * patches, "rest": self.fixed}
+        behind = sum(weights * (patches // group) for weights, group in self.behind)
+        found |= {"patches": self.per_patch * patches + behind, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late
             if not isinstance(r, int) or r:  # a tensor while numbers are learned

@@ -1,0 +1,119 @@
+"""Small vision-language models of the transformers library, with inputs for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from tests.oracle import vlm as oracle
+from tests.parity.models import redraw
+
+IMAGE, START, PAD = 60, 1, 0
+"""Ids of the image placeholder, of the first token and of padding."""
+
+VISION = {
+    "image_size": 32,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "bos_token_id": START,
+    "eos_token_id": 63,
+}
+
+Inputs = dict[str, Tensor]
+Oracle = Callable[[Any, Inputs, Any], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Vlm:
+    """A vision-language model.
+
+    Attributes:
+        features: what the language model receives for the images, by the oracle.
+        images: inputs of the tower, by dtype.
+        tokens: number of placeholders for each image.
+        patches_per_token: how many patches become one token of the language model.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    features: Oracle
+    images: Callable[[torch.dtype], Inputs]
+    tokens: tuple[int, ...] = (16, 16)
+    patches_per_token: int = 1
+
+    def model(self, dtype: torch.dtype = torch.float64) -> Any:
+        """Return a fresh model with redrawn parameters, in evaluation mode."""
+        model = self.build().double()
+        redraw(model, seed=sum(map(ord, self.name)))
+        return model.to(dtype).eval()
+
+    def inputs(self, dtype: torch.dtype = torch.float64) -> Inputs:
+        """Return two prompts with an image each; the second is shorter, and padded in front."""
+        prompts = [prompt(self.tokens[0], [5, 9, 7]), prompt(self.tokens[1], [8])]
+        length = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (length - len(one)) + one for one in prompts])
+        return {"input_ids": ids, "attention_mask": (ids != PAD).long(), **self.images(dtype)}
+
+
+def prompt(placeholders: int, words: list[int]) -> list[int]:
+    """Return the ids of a prompt with an image in the middle."""
+    return [START, 3, *[IMAGE] * placeholders, *words]
+
+
+def pixels(dtype: torch.dtype, *shape: int) -> Inputs:
+    """Return random images."""
+    generator = torch.Generator().manual_seed(7)
+    return {"pixel_values": torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)}
+
+
+def pair(dtype: torch.dtype) -> Inputs:
+    """Return two square images."""
+    return pixels(dtype, 2, 3, 32, 32)
+
+
+def llava(**options: Any) -> nn.Module:
+    """Return LLaVA with CLIP and Llama."""
+    vision, text = hf.CLIPVisionConfig(**VISION), hf.LlamaConfig(**TEXT)
+    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, **options)
+    return hf.LlavaForConditionalGeneration(config)
+
+
+def paligemma() -> nn.Module:
+    """Return PaliGemma: SigLIP and Gemma."""
+    vision, text = hf.SiglipVisionConfig(**VISION, vision_use_head=False), hf.GemmaConfig(**TEXT)
+    config = hf.PaliGemmaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, projection_dim=24)
+    return hf.PaliGemmaForConditionalGeneration(config)
+
+
+MODELS = [
+    Vlm("llava", llava, oracle.llava, pair),
+    Vlm(
+        "llava-full",
+        partial(llava, vision_feature_layer=-1, vision_feature_select_strategy="full"),
+        oracle.llava,
+        pair,
+        tokens=(17, 17),
+    ),
+    Vlm("llava-layers", partial(llava, vision_feature_layer=[-3, 2, -1]), oracle.llava, pair),
+    Vlm("paligemma", paligemma, oracle.paligemma, pair),
+]

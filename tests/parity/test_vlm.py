@@ -1,0 +1,120 @@
+"""Vision-language models: the tower merges, and nothing behind it notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vitrail
+from tests.parity.checks import assert_restored, fingerprint
+from tests.parity.models_vlm import MODELS, Inputs, Vlm
+from vitrail.adapters import find
+
+every_model = pytest.mark.parametrize("vlm", MODELS, ids=lambda one: one.name)
+
+
+def features_of(model: Any, inputs: Inputs) -> list[Tensor]:
+    """Return what the language model receives for each image."""
+    return list(model.get_image_features(**images_of(inputs)).pooler_output)
+
+
+def logits_for(model: Any, inputs: Inputs, features: list[Tensor]) -> Tensor:
+    """Return the logits of the unmerged model for given features of the images."""
+    output = model.get_image_features(**images_of(inputs))
+    output.pooler_output = features if isinstance(output.pooler_output, list | tuple) else torch.stack(features)
+    text = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
+    return model(**text, mm_encoder_outputs={"image": output}).logits
+
+
+def images_of(inputs: Inputs) -> Inputs:
+    """Return the inputs of the tower."""
+    return {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+
+
+@every_model
+@torch.no_grad()
+def test_nothing_changes_with_r_0(vlm: Vlm) -> None:
+    model, inputs = vlm.model(torch.float32), vlm.inputs(torch.float32)
+    plain = model(**inputs).logits
+    with vitrail.merge(model, r=0):
+        assert torch.equal(model(**inputs).logits, plain)
+
+
+@every_model
+@torch.no_grad()
+@pytest.mark.parametrize("r", [2, (3, 0, 2, 1)])
+def test_the_language_model_receives_what_the_oracle_restores(vlm: Vlm, r: Any) -> None:
+    model, inputs = vlm.model(), vlm.inputs()
+    expected = vlm.features(model, inputs, r)
+    unmerged, logits = features_of(model, inputs), logits_for(model, inputs, expected)
+    with vitrail.merge(model, r=r):
+        found = features_of(model, inputs)
+        assert torch.allclose(model(**inputs).logits, logits, rtol=0, atol=1e-8)
+    assert len(found) == len(expected)
+    for actual, wanted, before in zip(found, expected, unmerged, strict=True):
+        assert actual.shape == before.shape
+        assert torch.allclose(actual, wanted, rtol=0, atol=1e-8)
+        assert (actual - before).abs().max() > 1e-3
+
+
+@every_model
+@torch.no_grad()
+def test_removal_restores_the_model_to_the_bit(vlm: Vlm) -> None:
+    model, inputs = vlm.model(torch.float32), vlm.inputs(torch.float32)
+    plain = model(**inputs).logits
+    make_up, state = fingerprint(model), {name: value.clone() for name, value in model.state_dict().items()}
+    merging = vitrail.merge(model, r=2)
+    assert list(model.state_dict()) == list(state)
+    assert (model(**inputs).logits - plain).abs().max() > 1e-4
+    merging.remove()
+    assert_restored(model, make_up, state)
+    assert torch.equal(model(**inputs).logits, plain)
+
+
+@every_model
+@torch.no_grad()
+def test_generation_with_a_cache_is_generation_without(vlm: Vlm) -> None:
+    model, inputs = vlm.model(), vlm.inputs()
+    with vitrail.merge(model, r=2):
+        cached = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+        plain = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False, use_cache=False)
+    assert cached.shape == (2, inputs["input_ids"].shape[1] + 5)
+    assert torch.equal(cached, plain)
+    assert torch.equal(cached[:, :-5], inputs["input_ids"])
+
+
+@every_model
+@torch.no_grad()
+def test_text_alone_runs_in_a_merged_model(vlm: Vlm) -> None:
+    model = vlm.model(torch.float32)
+    ids = torch.tensor([[1, 5, 9, 3]])
+    plain = model(input_ids=ids).logits
+    with vitrail.merge(model, r=2):
+        assert torch.equal(model(input_ids=ids).logits, plain)
+
+
+@every_model
+def test_gradients_are_those_of_the_oracle(vlm: Vlm) -> None:
+    model, inputs = vlm.model(), vlm.inputs()
+    images = inputs["pixel_values"].requires_grad_()
+
+    def gradient(features: list[Tensor]) -> Tensor:
+        return torch.autograd.grad(sum(one.square().sum() for one in features), images)[0]
+
+    wanted = gradient(vlm.features(model, inputs, 2))
+    with vitrail.merge(model, r=2):
+        assert torch.allclose(gradient(features_of(model, inputs)), wanted, rtol=1e-6, atol=1e-8)
+    assert bool((wanted.abs().amax(1) > 0).any())
+
+
+@every_model
+def test_costs_are_those_of_the_images(vlm: Vlm) -> None:
+    model = vlm.model(torch.float32)
+    tower, whole = vitrail.count(find(model).trunk), vitrail.count(model)
+    projector = getattr(model.model, "multi_modal_projector", None) or model.model.connector
+    weights = sum(weight.numel() for weight in projector.parameters() if weight.dim() > 1)
+    assert whole.flops == tower.flops + weights * (16 // vlm.patches_per_token)
+    assert whole.flops_by_part["rest"] == tower.flops_by_part["rest"]

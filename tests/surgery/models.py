@@ -35,7 +35,7 @@ FEW = [
     "clip-projection",
     "clip-siglip",
     "torchvision-vit",
-    "open_clip-attention",
+    "open_clip-tower",
 ]
 
 

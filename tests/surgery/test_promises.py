@@ -150,7 +150,7 @@ LONG = (
     "hf-registers-head",
     "clip-projection",
     "timm-map",
-    "open_clip-attention",
+    "open_clip-tower",
 )
 """Like others that are compiled, here or block by block, and slower."""
 

@@ -20,22 +20,26 @@ from vitrail.data.spec import MEAN, STD
 class IdeficsEntryPoint(TransformersEntryPoint):
     """Entry point of a tower that is called with a mask of the patches; one that hides none is dropped."""
 
-    def forward(self, pixel_values: Tensor, patch_attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        patch_attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         hides = patch_attention_mask is not None and not bool(patch_attention_mask.all())
-        return super().forward(pixel_values, patch_attention_mask=patch_attention_mask if hides else None, **kwargs)
+        mask = patch_attention_mask if hides else None
+        return super().forward(pixel_values, *args, patch_attention_mask=mask, **kwargs)
 
 
 class IdeficsTrunk(SiglipTrunk):
     """The towers of Idefics3 and SmolVLM: SigLIP with positions for any aspect ratio, and pixel shuffle behind it."""
 
     masks = ("attention_mask", "patch_attention_mask")
-    block_classes: Mapping[type | str, BlockAdapter] = dict.fromkeys(
-        (
-            f"{MODELS}.idefics3.modeling_idefics3.Idefics3EncoderLayer",
-            f"{MODELS}.smolvlm.modeling_smolvlm.SmolVLMEncoderLayer",
-        ),
-        NamedBlock(LAYER_NAMES),
-    )
+    block_classes = {  # noqa: RUF012
+        f"{MODELS}.idefics3.modeling_idefics3.Idefics3EncoderLayer": NamedBlock(LAYER_NAMES),
+        f"{MODELS}.smolvlm.modeling_smolvlm.SmolVLMEncoderLayer": NamedBlock(LAYER_NAMES),
+    }
 
     def entry_points(self) -> type:
         return IdeficsEntryPoint

@@ -108,7 +108,8 @@ class TransformersEntryPoint(EntryPoint):
         expose = adapter.exposes or bool(hidden)
         gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
         # while exporting, transformers makes a mask that allows everything
-        unmasked = kwargs.get("attention_mask") is None and not any(isinstance(value, Tensor) for value in args[2:])
+        masks = [*(kwargs.get(name) for name in adapter.masks), *args[2:]]
+        unmasked = not any(isinstance(value, Tensor) for value in masks)
         with self._vitrail_pass(pixel_values, expose=expose, gridded=gridded, unmasked=unmasked):
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
 
@@ -121,6 +122,7 @@ class TransformersTrunk(TrunkAdapter):
         nested_classes: the same for versions of transformers in which attention holds a module of the same name.
         exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
+        masks: names of the arguments that may mask tokens.
         mean, std: statistics of each channel, for models without a ``preprocessor_config.json``.
     """
 
@@ -129,6 +131,7 @@ class TransformersTrunk(TrunkAdapter):
     nested_classes: Mapping[type | str, BlockAdapter] = _NESTED_BLOCKS
     exposes = False
     interpolates = False
+    masks: tuple[str, ...] = ("attention_mask",)
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
@@ -251,11 +254,12 @@ class Transformers(Library):
     heads = {"cls_classifier": "class", "distillation_classifier": "distillation"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
-        from vitrail.adapters import _transformers_clip
+        from vitrail.adapters import _transformers_clip, _transformers_vlm
 
         dinov2, registers = "dinov2.modeling_dinov2", "dinov2_with_registers.modeling_dinov2_with_registers"
         return {
             **_transformers_clip.TRUNKS,
+            **_transformers_vlm.TRUNKS,
             f"{MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
             f"{MODELS}.deit.modeling_deit.DeiTModel": TransformersTrunk(),
             f"{MODELS}.{dinov2}.Dinov2Model": Dinov2Trunk(),

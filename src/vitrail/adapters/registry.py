@@ -96,6 +96,8 @@ def find(model: nn.Module) -> Found:
             f"{type(model).__name__} is not a supported model and contains none; supported are "
             f"{', '.join(supported())}. vitrail.register_adapter adds others"
         )
+    # where one wraps another, as in transformers before 5.6, the inner one has the blocks
+    trunks = [one for one in trunks if not any(other[1] in set(one[1].modules()) - {one[1]} for other in trunks)]
     if len(trunks) > 1:
         raise UnsupportedModel(
             f"{type(model).__name__} contains {len(trunks)} supported models ({', '.join(one[0] for one in trunks)}); "

@@ -205,7 +205,7 @@ def add_norm(
     normed: torch.dtype,
     add: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``x + γ·y`` (+ ``add``, without gradient), and its LayerNorm (without ``add``) in the dtype ``normed``."""
+    """Compute ``x + γ·y`` (+ ``add``, without gradient), and its LayerNorm (without ``add``) as ``normed``."""
     from vitrail.kernels.triton_merging import Norm, launch_norm
 
     return launch_norm(x, Norm(weight, bias, eps, normed), y, gamma, add)

@@ -39,7 +39,7 @@ def describe_clip(model: PreTrainedModel, images: Tensor, **call: Any) -> Recipe
     return Recipe(
         tokens=tokens,
         prefix=prefix,
-        blocks=[_parts(layer) for layer in tower.encoder.layers],
+        blocks=[clip_parts(layer) for layer in tower.encoder.layers],
         finish=finish,
         features=tower.post_layernorm,
     )
@@ -60,7 +60,8 @@ def attention_pool(head: nn.Module, x: Tensor) -> Tensor:
     return y + head.mlp(head.layernorm(y))
 
 
-def _parts(layer: nn.Module) -> Parts:
+def clip_parts(layer: nn.Module) -> Parts:
+    """Take a block apart."""
     attention = layer.self_attn
     width = attention.embed_dim // attention.num_heads
     return Parts(

@@ -6,13 +6,16 @@ receives for the images, one tensor (tokens, channels) for each image.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.oracle import describe, run
-from tests.oracle.core import Result
+from tests.oracle.core import Parts, Recipe, Result
+from tests.oracle.transformers_clip import clip_parts
+from tests.oracle.transformers_models import heads_of
 
 
 def tower_result(tower: Any, images: Tensor, r: Any, **call: Any) -> Result:
@@ -39,3 +42,64 @@ def paligemma(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
     core = model.model
     result = tower_result(core.vision_tower, inputs["pixel_values"], r)
     return list(core.multi_modal_projector.linear(result.features))
+
+
+def idefics3(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
+    """Return the tokens of 2 × 2 patches, projected, for each prompt the images one after another."""
+    core, images = model.model, inputs["pixel_values"]
+    tower = core.vision_model
+    masks = torch.ones(images.shape[0] * images.shape[1], 4, 4, dtype=torch.bool)
+    tokens = tower.embeddings(images.flatten(0, 1), masks)
+    recipe = Recipe(tokens, 0, [clip_parts(layer) for layer in tower.encoder.layers], no_outputs, tower.post_layernorm)
+    cells = in_cells(run(recipe, r).features, 4, model.config.scale_factor)
+    return list(core.connector.modality_projection.proj(cells).unflatten(0, images.shape[:2]).flatten(1, 2))
+
+
+def internvl(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
+    """Return the tokens of 2 × 2 patches, normalized and projected."""
+    core = model.model
+    tower, projector = core.vision_tower, core.multi_modal_projector
+    parts = [internvl_parts(layer) for layer in tower.encoder.layer]
+    recipe = Recipe(tower.embeddings(inputs["pixel_values"]), 1, parts, no_outputs, tower.layernorm)
+    cells = in_cells(run(recipe, r).features[:, 1:], 4, 2)
+    return list(projector.linear_2(projector.act(projector.linear_1(projector.layer_norm(cells)))))
+
+
+def internvl_parts(layer: Any) -> Parts:
+    """Take a block of InternVL's tower apart."""
+    attention = layer.attention
+    width = attention.head_dim
+
+    def normed(linear: Any, norm: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: norm(linear(x)).reshape(len(x), -1, width)
+
+    return Parts(
+        scale=width**-0.5,
+        q=normed(attention.q_proj, attention.q_norm),
+        k=normed(attention.k_proj, attention.k_norm),
+        v=heads_of(attention.v_proj, width),
+        project=attention.projection_layer,
+        feed=layer.mlp,
+        before_attend=layer.layernorm_before,
+        before_feed=layer.layernorm_after,
+        gain_attend=lambda x: x * layer.lambda_1,
+        gain_feed=lambda x: x * layer.lambda_2,
+    )
+
+
+def in_cells(tokens: Tensor, side: int, step: int) -> Tensor:
+    """Return the patches (B, side², D) of each cell of step × step side by side, the cells row by row.
+
+    Within a cell the channels are those of its first row of patches, then of the next.
+    """
+    cells = []
+    for row in range(0, side, step):
+        for column in range(0, side, step):
+            members = [(row + down) * side + column + right for down in range(step) for right in range(step)]
+            cells.append(torch.cat([tokens[:, member] for member in members], -1))
+    return torch.stack(cells, 1)
+
+
+def no_outputs(x: Tensor) -> dict[str, Tensor]:
+    """Return nothing: only the tokens of a tower are used."""
+    return {}

@@ -52,6 +52,7 @@ class Vlm:
         images: inputs of the tower, by dtype.
         tokens: number of placeholders for each image.
         patches_per_token: how many patches become one token of the language model.
+        tolerance: largest difference to the oracle; RMS norms of the library compute in float32.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Vlm:
     images: Callable[[torch.dtype], Inputs]
     tokens: tuple[int, ...] = (16, 16)
     patches_per_token: int = 1
+    tolerance: float = 1e-8
 
     def model(self, dtype: torch.dtype = torch.float64) -> Any:
         """Return a fresh model with redrawn parameters, in evaluation mode."""
@@ -105,6 +107,29 @@ def paligemma() -> nn.Module:
     return hf.PaliGemmaForConditionalGeneration(config)
 
 
+def idefics3(config: Any = hf.Idefics3Config, model: Any = hf.Idefics3ForConditionalGeneration) -> nn.Module:
+    """Return Idefics3, or SmolVLM, which is the same: a tower like SigLIP, pixel shuffle, and Llama."""
+    vision = {**VISION, "num_channels": 3, "vocab_size": 64}
+    text = hf.LlamaConfig(**TEXT)
+    return model(config(vision_config=vision, text_config=text, image_token_id=IMAGE, scale_factor=2))
+
+
+def internvl(**vision: Any) -> nn.Module:
+    """Return InternVL with Llama."""
+    tower = hf.InternVLVisionConfig(**VISION, **vision)
+    config = hf.InternVLConfig(
+        vision_config=tower, text_config=hf.LlamaConfig(**TEXT), image_token_id=IMAGE, image_seq_length=4
+    )
+    return hf.InternVLForConditionalGeneration(config)
+
+
+def pair_of_lists(dtype: torch.dtype) -> Inputs:
+    """Return two images for each prompt."""
+    return pixels(dtype, 2, 2, 3, 32, 32)
+
+
+smolvlm = partial(idefics3, hf.SmolVLMConfig, hf.SmolVLMForConditionalGeneration)
+
 MODELS = [
     Vlm("llava", llava, oracle.llava, pair),
     Vlm(
@@ -116,4 +141,16 @@ MODELS = [
     ),
     Vlm("llava-layers", partial(llava, vision_feature_layer=[-3, 2, -1]), oracle.llava, pair),
     Vlm("paligemma", paligemma, oracle.paligemma, pair),
+    Vlm("idefics3", idefics3, oracle.idefics3, pair_of_lists, (8, 8), 4),
+    Vlm("smolvlm", smolvlm, oracle.idefics3, pair_of_lists, (8, 8), 4),
+    Vlm(
+        "internvl",
+        partial(internvl, use_qk_norm=True, norm_type="rms_norm", attention_bias=True),
+        oracle.internvl,
+        pair,
+        (4, 4),
+        4,
+        1e-5,
+    ),
+    Vlm("internvl-plain", internvl, oracle.internvl, pair, (4, 4), 4),
 ]

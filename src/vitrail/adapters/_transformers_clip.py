@@ -12,23 +12,25 @@ from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.adapters.transformers import MODELS, TransformersTrunk
 from vitrail.tokens import Role, TokenLayout
 
-_LAYER = NamedBlock(
-    BlockNames(
-        norm1="layer_norm1",
-        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        proj="self_attn.out_proj",
-        norm2="layer_norm2",
-        mlp="mlp",
-        heads="self_attn.num_heads",
-        head_dim="self_attn.head_dim",
-        attention="self_attn",
-        scale="self_attn.scale",
-        attention_dropout="self_attn.dropout",
-        tokens="hidden_states",
-        arguments=(("attention_mask", "mask"),),
-        dense=MlpNames(("CLIPMLP", "SiglipMLP", "Siglip2MLP"), act="mlp.activation_fn"),
-    )
+LAYER_NAMES = BlockNames(
+    norm1="layer_norm1",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    proj="self_attn.out_proj",
+    norm2="layer_norm2",
+    mlp="mlp",
+    heads="self_attn.num_heads",
+    head_dim="self_attn.head_dim",
+    attention="self_attn",
+    scale="self_attn.scale",
+    attention_dropout="self_attn.dropout",
+    tokens="hidden_states",
+    arguments=(("attention_mask", "mask"),),
+    dense=MlpNames(
+        ("CLIPMLP", "SiglipMLP", "Siglip2MLP", "Idefics3VisionMLP", "SmolVLMVisionMLP"), act="mlp.activation_fn"
+    ),
 )
+"""Names of the parts of a block of CLIP, which many towers share."""
+_LAYER = NamedBlock(LAYER_NAMES)
 
 
 class ClipTrunk(TransformersTrunk):
@@ -77,4 +79,7 @@ class SiglipTrunk(ClipTrunk):
 TRUNKS: dict[str, TrunkAdapter] = {
     f"{MODELS}.clip.modeling_clip.CLIPVisionModel": ClipTrunk(),
     f"{MODELS}.siglip.modeling_siglip.SiglipVisionModel": SiglipTrunk(),
+    # transformers before 5.6
+    f"{MODELS}.clip.modeling_clip.CLIPVisionTransformer": ClipTrunk(),
+    f"{MODELS}.siglip.modeling_siglip.SiglipVisionTransformer": SiglipTrunk(),
 }

@@ -57,7 +57,8 @@ SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"co
 
 ERRORS = (
     "AlreadyApplied BrokenPass Diverged ExportError ImageError InvalidOption MediaError ModelLoadError NotApplied "
-    "ReportError SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod VitrailError VitrailWarning"
+    "ReportError SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod VitrailError "
+    "VitrailWarning"
 )
 
 

@@ -254,11 +254,13 @@ class Transformers(Library):
     heads = {"cls_classifier": "class", "distillation_classifier": "distillation"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
-        from vitrail.adapters import _transformers_clip, _transformers_vlm
+        from vitrail.adapters import _transformers_beit, _transformers_clip, _transformers_dinov3, _transformers_vlm
 
         dinov2, registers = "dinov2.modeling_dinov2", "dinov2_with_registers.modeling_dinov2_with_registers"
         return {
+            **_transformers_beit.TRUNKS,
             **_transformers_clip.TRUNKS,
+            **_transformers_dinov3.TRUNKS,
             **_transformers_vlm.TRUNKS,
             f"{MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
             f"{MODELS}.deit.modeling_deit.DeiTModel": TransformersTrunk(),

@@ -54,16 +54,18 @@ class MergedBlock:
             carried = replace(carried, side=mine.plan.added.enter(mine.index, carried.side, x))
         slot = Slot()
         out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
+        if isinstance(out, tuple):
+            return (_send(mine, carried, out[0], slot.passed), *out[1:])
         return _send(mine, carried, out, slot.passed)
 
-    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Any:
         parts = self._vitrail.parts
         call = parts.read_call(args, kwargs)
         x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
         plan, is_shown = vitrail_carried.plan, vitrail_carried.expose or self._vitrail.is_last
         output = state.restore(x, plan.method) if plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, side, output, state)
-        return output
+        return (output, *(None,) * (parts.tuple_length - 1)) if parts.tuple_length else output
 
 
 def _split_tokens(

@@ -60,7 +60,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 def trunk_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model of any library."""
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-    return list(next(part for part in lists if len(part) >= 3 and hasattr(part[0], "mlp")))
+    feeds = ("mlp", "intermediate", "ffn")
+    return list(next(part for part in lists if len(part) >= 3 and any(hasattr(part[0], name) for name in feeds)))
 
 
 def leaving(model: nn.Module, images: Tensor, **call: Any) -> list[Tensor]:

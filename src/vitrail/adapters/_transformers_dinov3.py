@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
 from vitrail.adapters.named_block import BlockNames, NamedBlock

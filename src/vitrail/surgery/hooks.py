@@ -188,8 +188,8 @@ class Recorder:
         slot = kwargs.get("vitrail_slot")
         if slot is not None:
             if slot.passed.output is slot.passed.tokens:
-                output = slot.passed.state.unmerge(output)
-            output = self._insert_added(layer, output, slot.passed.side)
+                output = slot.passed.carried.state.unmerge(output)
+            output = self._insert_added(layer, output, slot.passed.carried.side)
         output = self._spread(layer, output)
         if "tokens" in self.what:
             self._store("tokens", layer, output)

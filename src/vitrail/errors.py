@@ -3,7 +3,7 @@
     VitrailError
     ├── UnsupportedModel     the model, or one of its blocks, has no adapter
     ├── UnsupportedInput     the model is supported, but not with this input
-    ├── UntrainedMethod      a learned method has no trained weights
+    ├── UntrainedMethod      a learned method, restorer or predictor has no trained weights
     ├── InvalidOption        an argument is out of range or contradicts another one (also a ValueError)
     ├── AlreadyApplied       the model carries this change, or one that excludes it
     ├── NotApplied           the model does not carry this change, or no longer
@@ -40,7 +40,7 @@ class UnsupportedInput(VitrailError):
 
 
 class UntrainedMethod(VitrailError):
-    """A learned method was applied to a model in eval mode before it was trained."""
+    """A learned method, a restorer or a network of foresight was used or saved before it was trained."""
 
 
 class InvalidOption(VitrailError, ValueError):

@@ -11,6 +11,7 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parity.models import bands_of
 from vitrail.adapters import ModelRequest
 from vitrail.adapters.registry import library
 from vitrail.adapters.timm import ROTARY
@@ -46,7 +47,7 @@ class Devices(TorchDispatchMode):
 def test_frequencies_are_timms(kind: str, kept: bool) -> None:
     """timm stores the frequencies themselves, or only tables derived from them."""
     rope = RotaryEmbeddingCat(32, feat_shape=None if kept else [3, 5], **KINDS[kind])
-    bands = rope._compute_bands()
+    bands = bands_of(rope, torch.float32)
     found = ROTARY["RotaryEmbeddingCat"](rope, (3, 5), False).frequencies
     assert torch.equal(found[0, 0], torch.stack([torch.cat([bands, 0 * bands]), torch.cat([0 * bands, bands])]))
 

@@ -13,12 +13,14 @@ __all__ = ["Recipe", "Result", "describe", "run"]
 
 def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     """Take a model apart and embed the images; `call` is what else its forward takes."""
+    from open_clip.transformer import VisionTransformer as OpenClipTower
     from timm.models.beit import Beit
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer
     from torchvision.models import VisionTransformer as TorchvisionTransformer
     from transformers import PreTrainedModel
 
+    from tests.oracle.open_clip_models import describe_open_clip
     from tests.oracle.timm_models import describe_beit, describe_eva, describe_vit
     from tests.oracle.torchvision_models import describe_torchvision
     from tests.oracle.transformers_clip import describe_clip
@@ -32,6 +34,8 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
         return describe_vit(model, images)
     if isinstance(model, TorchvisionTransformer):
         return describe_torchvision(model, images)
+    if isinstance(model, OpenClipTower):
+        return describe_open_clip(model, images)
     assert isinstance(model, PreTrainedModel), type(model)
     family = model.config.model_type.split("_")[0]
     return {"clip": describe_clip, "siglip": describe_clip}.get(family, describe_transformers)(model, images, **call)

@@ -132,7 +132,7 @@ def rope_angles(rope: nn.Module, layer: int) -> Angles:
 
     def axial(at: Position) -> Tensor:
         angles = torch.cat([at[first] * steps, at[1 - first] * steps])
-        return torch.cat([angles, angles]) if rope.rotate_half else angles.repeat_interleave(2)
+        return torch.cat([angles, angles]) if getattr(rope, "rotate_half", False) else angles.repeat_interleave(2)
 
     return axial
 

@@ -16,7 +16,7 @@ def describe_transformers(model: PreTrainedModel, images: Tensor, **call: Any) -
     """A ViT, DeiT, Dinov2 or Dinov2WithRegisters, bare or with one of its classification heads."""
     base = model.base_model
     family = model.config.model_type
-    layers = base.layers if family in ("vit", "deit") else base.encoder.layer
+    layers = base.encoder.layer if hasattr(base, "encoder") else base.layers
     registers = model.config.num_register_tokens if family == "dinov2_with_registers" else 0
     prefix = {"vit": 1, "deit": 2, "dinov2": 1, "dinov2_with_registers": 1 + registers}[family]
 
@@ -63,6 +63,8 @@ def heads_of(linear: nn.Linear, width: int) -> Callable[[Tensor], Tensor]:
 
 def _parts(layer: nn.Module) -> Parts:
     attention = layer.attention
+    if hasattr(attention, "attention"):
+        return _nested_parts(layer)
     width = attention.head_dim
     scaled = hasattr(layer, "layer_scale1")
     return Parts(
@@ -72,6 +74,25 @@ def _parts(layer: nn.Module) -> Parts:
         v=heads_of(attention.v_proj, width),
         project=attention.o_proj,
         feed=layer.mlp,
+        before_attend=layer.norm1 if scaled else layer.layernorm_before,
+        before_feed=layer.norm2 if scaled else layer.layernorm_after,
+        gain_attend=(lambda x: x * layer.layer_scale1.lambda1) if scaled else identity,
+        gain_feed=(lambda x: x * layer.layer_scale2.lambda1) if scaled else identity,
+    )
+
+
+def _nested_parts(layer: nn.Module) -> Parts:
+    """The same where attention holds a module of the same name: transformers before 5.18."""
+    attention = layer.attention.attention
+    width = attention.attention_head_size
+    scaled = hasattr(layer, "layer_scale1")
+    return Parts(
+        scale=width**-0.5,
+        q=heads_of(attention.query, width),
+        k=heads_of(attention.key, width),
+        v=heads_of(attention.value, width),
+        project=layer.attention.output.dense,
+        feed=layer.mlp if scaled else lambda x: layer.output.dense(layer.intermediate(x)),
         before_attend=layer.norm1 if scaled else layer.layernorm_before,
         before_feed=layer.norm2 if scaled else layer.layernorm_after,
         gain_attend=(lambda x: x * layer.layer_scale1.lambda1) if scaled else identity,

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 
@@ -25,9 +28,12 @@ class Case:
     tolerance: float = 1e-9  # of the comparison with the oracle in float64
     bit_equal: bool = True  # whether r=0 gives the very bits of the unpatched model
     shape: tuple[int, ...] | None = None  # of one input, where it is not three channels of the size
+    needs: tuple[str, str] | None = None  # a library, and its first version that has such a model
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """A fresh model with redrawn parameters, in evaluation mode."""
+        """A fresh model with redrawn parameters, in evaluation mode; the test is skipped where it cannot be built."""
+        if self.needs is not None:
+            require(*self.needs)
         model = self.build().double()
         redraw(model, seed=sum(map(ord, self.name)))
         model = model.to(dtype).eval()
@@ -40,6 +46,13 @@ class Case:
         generator = torch.Generator().manual_seed(7)
         shape = self.shape or (3, *self.size)
         return torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def require(library: str, lowest: str) -> None:
+    """Skip the test where an older version of a library is installed."""
+    installed = version(library)
+    if Version(installed) < Version(lowest):
+        pytest.skip(f"{library} {installed} is installed; {lowest} has what is tested")
 
 
 @torch.no_grad()
@@ -81,12 +94,12 @@ def rebuild_rotary_tables(model: nn.Module) -> None:
     if isinstance(rope, RotaryEmbeddingCat) and rope.pos_embed is not None:
         table = build_rotary_pos_embed(
             rope.feat_shape,
-            bands=rope._compute_bands(dtype=torch.float64),
+            bands=bands_of(rope, torch.float64),
             in_pixels=rope.in_pixels,
             ref_feat_shape=rope.ref_feat_shape,
             grid_offset=rope.grid_offset,
             grid_indexing=rope.grid_indexing,
-            rotate_half=rope.rotate_half,
+            **({"rotate_half": rope.rotate_half} if hasattr(rope, "rotate_half") else {}),
             dtype=torch.float64,
         )
         rope.pos_embed = torch.cat(table, dim=-1)
@@ -95,6 +108,15 @@ def rebuild_rotary_tables(model: nn.Module) -> None:
     elif isinstance(rope, RotaryEmbeddingMixed) and rope.t_x is not None:
         # Multiplied by frequencies that timm turns into float32 whatever the model's precision.
         rope.t_x, rope.t_y = rope.t_x.float(), rope.t_y.float()
+
+
+def bands_of(rope: Any, dtype: torch.dtype) -> Tensor:
+    """Return the frequencies of timm's ``RotaryEmbeddingCat``, whatever its version."""
+    from timm.layers.pos_embed_sincos import freq_bands, pixel_freq_bands
+
+    if rope.in_pixels:
+        return pixel_freq_bands(rope.dim // 4, float(rope.max_res), linear_bands=rope.linear_bands).to(dtype)
+    return freq_bands(rope.dim // 4, temperature=rope.temperature, step=1).to(dtype)
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:

@@ -41,6 +41,8 @@ def gated(attention: type[nn.Module], **options: Any) -> nn.Module:
 
 
 SQUARE, WIDE = (32, 32), (32, 64)
+ATTENTION = ("timm", "1.0.28")
+"""Version with gates, grouped heads, scaled norms and rotary pairs half a head apart."""
 
 CASES = by_name(
     [
@@ -62,7 +64,7 @@ CASES = by_name(
             partial(eva, **ROTARY, rope_grid_indexing="xy", rope_grid_offset=1.0, img_size=WIDE),
             WIDE,
         ),
-        Case("cat-halves", partial(eva, **ROTARY, rope_rotate_half=True), SQUARE),
+        Case("cat-halves", partial(eva, **ROTARY, rope_rotate_half=True), SQUARE, needs=ATTENTION),
         Case("cat-dynamic", partial(eva, **ROTARY, dynamic_img_size=True), (24, 56), tolerance=1e-5),
         Case(
             "registers-no-class",
@@ -101,10 +103,16 @@ CASES = by_name(
                 swiglu_align_to=8,
             ),
             SQUARE,
+            needs=ATTENTION,
         ),
-        Case("qk-norm", partial(eva, **ROTARY, attn_type="rope", qk_norm=True, scale_attn_inner=True), SQUARE),
-        Case("gated-eva", partial(gated, EvaAttention, num_prefix_tokens=1), SQUARE),
-        Case("gated-rope", partial(gated, AttentionRope, num_prefix_tokens=1), SQUARE),
+        Case(
+            "qk-norm",
+            partial(eva, **ROTARY, attn_type="rope", qk_norm=True, scale_attn_inner=True),
+            SQUARE,
+            needs=ATTENTION,
+        ),
+        Case("gated-eva", partial(gated, EvaAttention, num_prefix_tokens=1), SQUARE, needs=ATTENTION),
+        Case("gated-rope", partial(gated, AttentionRope, num_prefix_tokens=1), SQUARE, needs=ATTENTION),
         Case(
             "perception-encoder",
             partial(named, "vit_pe_core_base_patch16_224", rope_temperature=16.0, ref_feat_shape=4),

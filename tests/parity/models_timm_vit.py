@@ -51,6 +51,8 @@ def wide_heads() -> nn.Module:
 
 
 SQUARE = (32, 32)
+ATTENTION = ("timm", "1.0.28")
+"""Version with gates and heads of any width."""
 
 CASES = by_name(
     [
@@ -79,8 +81,8 @@ CASES = by_name(
         Case("layer-scale", partial(vit, init_values=1e-5), SQUARE),
         Case("qk-norm", partial(vit, qk_norm=True, scale_attn_norm=True, scale_mlp_norm=True), SQUARE),
         Case("no-biases", partial(vit, qkv_bias=False, proj_bias=False), SQUARE),
-        Case("gated", gated, SQUARE),
-        Case("wide-heads", wide_heads, SQUARE),
+        Case("gated", gated, SQUARE, needs=ATTENTION),
+        Case("wide-heads", wide_heads, SQUARE, needs=ATTENTION),
         Case("glu", partial(vit, mlp_layer=GluMlp, norm_layer=RmsNorm, pre_norm=True), SQUARE),
         Case("post-norm", partial(vit, block_fn=ResPostBlock, init_values=1.0), SQUARE),
         Case("dynamic", partial(vit, dynamic_img_size=True, reg_tokens=1), (24, 56)),

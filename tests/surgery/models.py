@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.models import Case, outputs_of
+from tests.parity.models_open_clip import CASES as OPEN_CLIP
 from tests.parity.models_timm_beit import CASES as BEIT
 from tests.parity.models_timm_eva import CASES as EVA
 from tests.parity.models_timm_vit import CASES as VIT
@@ -20,6 +21,7 @@ ALL: dict[str, Case] = {
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
     **{f"clip-{name}": case for name, case in CLIP.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
+    **{f"open_clip-{name}": case for name, case in OPEN_CLIP.items()},
 }
 FEW = [
     "timm-registers",
@@ -33,6 +35,7 @@ FEW = [
     "clip-projection",
     "clip-siglip",
     "torchvision-vit",
+    "open_clip-tower",
 ]
 
 

@@ -28,6 +28,7 @@ def counted(model: torch.nn.Module, images: torch.Tensor) -> int:
         "hf-registers-head",
         "eva-dinov3",
         "torchvision-vit",
+        "open_clip-tower",
         "clip-projection",
         "clip-siglip",
     ],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import vitrail
 from tests.surgery.models import ALL, FEW, distance, run
 from vitrail.adapters import find
-from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput, UnsupportedModel
+from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel, UntrainedMethod
 from vitrail.merging import Context, Method, Reduction
 from vitrail.merging.foresight import Foresight, as_foresight
 
@@ -252,7 +252,7 @@ def test_foresight_is_saved_copied_and_compiled() -> None:
     assert torch.equal(copy.deepcopy(model)(images), wanted)
     fresh = vit()
     vitrail.merge(fresh, **config)
-    with pytest.raises(NotApplied, match="train_foresight"):
+    with pytest.raises(UntrainedMethod, match="train_foresight"):
         fresh(images)
     fresh.load_state_dict(state)
     assert torch.equal(fresh(images), wanted)

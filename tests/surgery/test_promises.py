@@ -142,7 +142,16 @@ def test_hooks_see_and_may_replace_tokens(name):
     assert seen[0] - seen[1] == 2
 
 
-LONG = ("eva-dinov3", "eva-eva02", "eva-mixed-xy", "hf-deit-head", "hf-registers-head", "clip-projection", "timm-map")
+LONG = (
+    "eva-dinov3",
+    "eva-eva02",
+    "eva-mixed-xy",
+    "hf-deit-head",
+    "hf-registers-head",
+    "clip-projection",
+    "timm-map",
+    "open_clip-tower",
+)
 """Like others that are compiled, here or block by block, and slower."""
 
 

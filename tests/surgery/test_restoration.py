@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import vitrail
 from tests.merging.test_custom_methods import Threshold
 from tests.surgery.models import ALL, FEW, distance, leaving, run
-from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
+from vitrail.errors import InvalidOption, UnsupportedInput, UntrainedMethod
 from vitrail.merging import Context, Reduction, ToMe
 from vitrail.merging.restoring import Restorer, Transport
 from vitrail.models import create_model
@@ -186,7 +186,7 @@ def test_fitted_parameters_are_saved_and_copied_with_the_model() -> None:
         merging.remove()
         fresh = vit()
         vitrail.merge(fresh, **config)
-        with pytest.raises(NotApplied, match="calibrate_restorer"):
+        with pytest.raises(UntrainedMethod, match="calibrate_restorer"):
             fresh(images)
         fresh.load_state_dict(state)
         assert torch.equal(fresh(images), wanted)

@@ -14,7 +14,6 @@ from vitrail.adapters.timm import EvaNamedBlock, TimmVisionTransformer
 
 _BEIT = replace(
     TIMM_NAMES,
-    head_dim=None,
     q_norm=None,
     k_norm=None,
     after_attend=("gamma_1", "drop_path1"),

@@ -79,4 +79,7 @@ class SiglipTrunk(ClipTrunk):
 TRUNKS: dict[str, TrunkAdapter] = {
     f"{MODELS}.clip.modeling_clip.CLIPVisionModel": ClipTrunk(),
     f"{MODELS}.siglip.modeling_siglip.SiglipVisionModel": SiglipTrunk(),
+    # transformers before 5.6
+    f"{MODELS}.clip.modeling_clip.CLIPVisionTransformer": ClipTrunk(),
+    f"{MODELS}.siglip.modeling_siglip.SiglipVisionTransformer": SiglipTrunk(),
 }

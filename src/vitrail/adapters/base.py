@@ -314,6 +314,15 @@ class TrunkAdapter(ABC):
         return 0
 
 
+def beside_tower(model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
+    """Return the parts for text of open_clip's models, whose vision tower is their part ``visual``."""
+    for owner in model.modules():
+        tower = getattr(owner, "visual", None)
+        if isinstance(tower, nn.Module) and any(part is trunk for part in tower.modules()):
+            return [part for name, part in owner.named_children() if name != "visual"]
+    return ()
+
+
 def parameters_by_role(owner: Any, names: Mapping[Role, str]) -> dict[tuple[Role, str], Tensor]:
     """Return those parameters, by attribute name, that a module has: the result of `TrunkAdapter.token_parameters`."""
     found = {(role, ""): getattr(owner, name, None) for role, name in names.items()}

@@ -162,6 +162,15 @@ class FeaturesEntry(EntryPoint):
             return super().forward_features(x, *args, **kwargs)  # type: ignore[misc]
 
 
+class IntermediatesEntry(EntryPoint):
+    """Entry point ``forward_intermediates`` of timm and open_clip; its outputs are a grid unless ``NLC`` is named."""
+
+    def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gridded = kwargs.get("output_fmt", args[4] if len(args) > 4 else "NCHW") == "NCHW"
+        with self._vitrail_pass(x, expose=True, gridded=gridded):
+            return super().forward_intermediates(x, *args, **kwargs)  # type: ignore[misc]
+
+
 class ForwardEntry(EntryPoint):
     """Entry point of a trunk whose only one is ``forward``, with the input as its first argument."""
 

@@ -52,7 +52,7 @@ class BlockNames:
         qkv: one packed projection, or those of queries, keys and values. A parameter called ``…_weight`` is applied
             as a linear layer, with the matching ``…_bias`` (``nn.MultiheadAttention``).
         proj: output projection of attention.
-        mlp: the MLP, one module.
+        mlp: the MLP: one module, or several in order.
         heads, head_dim: number of heads and channels of one; None for the projection's inputs divided by the heads.
         attention: attention module, whose mode decides about dropout; None where its parts belong to the block itself.
         q_norm, k_norm: norms of the queries and keys of each head.
@@ -77,7 +77,7 @@ class BlockNames:
     qkv: str | tuple[str, str, str]
     proj: str
     norm2: str
-    mlp: str
+    mlp: str | tuple[str, ...]
     heads: str
     head_dim: str | None = None
     attention: str | None = None
@@ -111,7 +111,6 @@ TIMM_NAMES = BlockNames(
     norm2="norm2",
     mlp="mlp",
     heads="attn.num_heads",
-    head_dim="attn.head_dim",
     attention="attn",
     q_norm="attn.q_norm",
     k_norm="attn.k_norm",
@@ -187,7 +186,9 @@ class NamedBlock(BlockAdapter):
         return x if self.names.post_norm else find_part(block, self.names.norm2)(x)
 
     def feed(self, block: nn.Module, h: Tensor) -> Tensor:
-        return find_part(block, self.names.mlp)(h)
+        for part in self.feed_parts(block):
+            h = part(h)
+        return h
 
     def feed_branch(self, block: nn.Module, y: Tensor) -> Tensor:
         return self._branch(block, self.names.norm2, self.names.after_feed, y)
@@ -201,7 +202,8 @@ class NamedBlock(BlockAdapter):
         return [part for part in found if part is not None]
 
     def feed_parts(self, block: nn.Module) -> Sequence[nn.Module]:
-        return (find_part(block, self.names.mlp),)
+        paths = (self.names.mlp,) if isinstance(self.names.mlp, str) else self.names.mlp
+        return [find_part(block, path) for path in paths]
 
     def head_shape(self, block: nn.Module) -> tuple[int, int]:
         heads = find_part(block, self.names.heads)
@@ -242,7 +244,7 @@ class NamedBlock(BlockAdapter):
     def _is_dense(self, block: nn.Module, mlp: MlpNames) -> bool:
         """Return whether a block is nothing but the matrices of a `DenseBlock`, with no hook on any of its parts."""
         names, find = self.names, partial(find_part, block)
-        feed = find(names.mlp)
+        (feed,) = self.feed_parts(block)
         if type(feed).__name__ not in mlp.classes or not _is_own(block, feed) or not is_plain(feed, type(feed)):
             return False
         activation = None if mlp.act is None else find(mlp.act)

@@ -24,6 +24,7 @@ LIBRARIES: dict[str, str | Library] = {
     "timm": "vitrail.adapters.timm",
     "hf": "vitrail.adapters.transformers",
     "torchvision": "vitrail.adapters.torchvision",
+    "open_clip": "vitrail.adapters.open_clip",
     "vitrail": "vitrail.adapters.vitrail",
 }
 """Libraries by the prefix of their models' names: a `Library`, or the module whose ``LIBRARY`` is one."""
@@ -95,6 +96,8 @@ def find(model: nn.Module) -> Found:
             f"{type(model).__name__} is not a supported model and contains none; supported are "
             f"{', '.join(supported())}. vitrail.register_adapter adds others"
         )
+    # where one wraps another, as in transformers before 5.6, the inner one has the blocks
+    trunks = [one for one in trunks if not any(other[1] in set(one[1].modules()) - {one[1]} for other in trunks)]
     if len(trunks) > 1:
         raise UnsupportedModel(
             f"{type(model).__name__} contains {len(trunks)} supported models ({', '.join(one[0] for one in trunks)}); "
@@ -126,8 +129,8 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     """Load a model by name, in eval mode.
 
     Args:
-        name: ``timm:NAME``, ``hf:REPO-OR-DIRECTORY``, ``torchvision:NAME``, ``vitrail:NAME-OR-DIRECTORY``, or the
-            directory of a run or of a saved model.
+        name: ``timm:NAME``, ``hf:REPO-OR-DIRECTORY``, ``torchvision:NAME``, ``open_clip:NAME:TAG``,
+            ``vitrail:NAME-OR-DIRECTORY``, or the directory of a run or of a saved model.
         pretrained: whether to load trained weights instead of random ones.
         options: for the library's own constructor.
     """

@@ -18,11 +18,12 @@ from vitrail.adapters.base import (
     Library,
     ModelRequest,
     TrunkAdapter,
+    beside_tower,
     forward_class,
     known_block,
     parameters_by_role,
 )
-from vitrail.adapters.forward_pass import FeaturesEntry
+from vitrail.adapters.forward_pass import FeaturesEntry, IntermediatesEntry
 from vitrail.adapters.named_block import TIMM_NAMES, MlpNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary, axial_frequencies
 from vitrail.data.spec import InputSpec
@@ -76,13 +77,8 @@ _EVA_BLOCKS: dict[type | str, BlockAdapter] = {
 }
 
 
-class TimmEntryPoints(FeaturesEntry):
-    """Entry points of a timm trunk; each opens a pass with the layout of its input."""
-
-    def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        gridded = kwargs.get("output_fmt", args[4] if len(args) > 4 else "NCHW") == "NCHW"
-        with self._vitrail_pass(x, expose=True, gridded=gridded):
-            return super().forward_intermediates(x, *args, **kwargs)  # type: ignore[misc]
+class TimmEntryPoints(FeaturesEntry, IntermediatesEntry):
+    """Entry points of a timm trunk."""
 
 
 class TimmVisionTransformer(TrunkAdapter):
@@ -127,6 +123,9 @@ class TimmVisionTransformer(TrunkAdapter):
 
     def entry_points(self) -> type:
         return TimmEntryPoints
+
+    def elsewhere(self, model: nn.Module, trunk: Any) -> Sequence[nn.Module]:
+        return beside_tower(model, trunk)
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
         pool = getattr(trunk.attn_pool, "kv", None)  # other poolings have no weights for patches

@@ -48,16 +48,28 @@ _DINOV2 = replace(
     after_attend=("layer_scale1", "drop_path"),
     after_feed=("layer_scale2", "drop_path"),
 )
-_DINOV2_NESTED = replace(  # transformers before 5.18: attention is two modules deep
-    _DINOV2,
+# transformers before 5.18: attention and MLP are two modules deep, and the MLP adds its residual itself
+_VIT_NESTED = replace(
+    _VIT,
     qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
     proj="attention.output.dense",
-    proj_drop="attention.output.dropout",
+    mlp=("intermediate", "output.dense"),
     heads="attention.attention.num_attention_heads",
-    head_dim="attention.attention.attention_head_size",
+    head_dim=None,
+    proj_drop="attention.output.dropout",
+    after_attend=(),
+    after_feed=("output.dropout",),
     scale="attention.attention.scaling",
     attention_dropout="attention.attention.dropout_prob",
     dense=None,
+)
+_DINOV2_NESTED = replace(
+    _VIT_NESTED,
+    norm1="norm1",
+    norm2="norm2",
+    mlp="mlp",
+    after_attend=_DINOV2.after_attend,
+    after_feed=_DINOV2.after_feed,
 )
 MODELS = "transformers.models"
 _TEXT = ("text_model", "text_projection", "language_model", "lm_head")
@@ -65,11 +77,17 @@ _TEXT = ("text_model", "text_projection", "language_model", "lm_head")
 _PROJECTORS = ("multi_modal_projector", "connector")
 """Attributes of models around a trunk that hold what turns its patches into tokens of a language model."""
 
+_DINOV2_LAYER = f"{MODELS}.dinov2.modeling_dinov2.Dinov2Layer"
+_REGISTERS_LAYER = f"{MODELS}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer"
 _BLOCKS: dict[type | str, BlockAdapter] = {
     f"{MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(_VIT),
     f"{MODELS}.deit.modeling_deit.DeiTLayer": NamedBlock(_VIT),
-    f"{MODELS}.dinov2.modeling_dinov2.Dinov2Layer": NamedBlock(_DINOV2),
-    f"{MODELS}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer": NamedBlock(_DINOV2),
+    _DINOV2_LAYER: NamedBlock(_DINOV2),
+    _REGISTERS_LAYER: NamedBlock(_DINOV2),
+}
+_NESTED_BLOCKS: dict[type | str, BlockAdapter] = {
+    **dict.fromkeys(_BLOCKS, NamedBlock(_VIT_NESTED)),
+    **dict.fromkeys((_DINOV2_LAYER, _REGISTERS_LAYER), NamedBlock(_DINOV2_NESTED)),
 }
 
 
@@ -106,6 +124,7 @@ class TransformersTrunk(TrunkAdapter):
 
     Attributes:
         block_classes: adapters by block class.
+        nested_classes: the same for versions of transformers in which attention holds a module of the same name.
         exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         masks: names of the arguments that may mask tokens.
@@ -114,6 +133,7 @@ class TransformersTrunk(TrunkAdapter):
 
     argument = "pixel_values"
     block_classes: Mapping[type | str, BlockAdapter] = _BLOCKS
+    nested_classes: Mapping[type | str, BlockAdapter] = _NESTED_BLOCKS
     exposes = False
     interpolates = False
     masks: tuple[str, ...] = ("attention_mask",)
@@ -121,10 +141,12 @@ class TransformersTrunk(TrunkAdapter):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
-        return list(trunk.layers)
+        # before 5.10, and in DINOv2 still, the layers belong to an encoder
+        return list(trunk.encoder.layer if hasattr(trunk, "encoder") else trunk.layers)
 
     def block_adapter(self, block: Any) -> BlockAdapter:
-        return known_block(block, self.block_classes)
+        nested = hasattr(getattr(block, "attention", None), "attention")
+        return known_block(block, self.nested_classes if nested else self.block_classes)
 
     def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
         patch = trunk.embeddings.patch_embeddings.patch_size
@@ -178,18 +200,10 @@ class TransformersTrunk(TrunkAdapter):
 
 
 class Dinov2Trunk(TransformersTrunk):
-    """DINOv2: layers inside an encoder, and ImageNet's statistics."""
+    """DINOv2: any size without asking, and ImageNet's statistics."""
 
     interpolates = True
     mean, std = MEAN, STD
-
-    def blocks(self, trunk: Any) -> Sequence[nn.Module]:
-        return list(trunk.encoder.layer)
-
-    def block_adapter(self, block: Any) -> BlockAdapter:
-        adapter = super().block_adapter(block)
-        nested = not hasattr(block.attention, "q_proj") and hasattr(block.attention, "attention")
-        return NamedBlock(_DINOV2_NESTED) if nested else adapter
 
 
 class Dinov2BackboneTrunk(Dinov2Trunk):

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail._checks import is_int
-from vitrail.errors import InvalidOption, NotApplied
+from vitrail.errors import InvalidOption
 from vitrail.merging.method import ModelShape
 from vitrail.merging.state import MergeState
+from vitrail.merging.trained import Trained
 
 
-class Foresight(nn.Module):
+class Foresight(Trained):
     """Predict how a later layer distributes its attention over the patches, from the tokens that enter a block.
 
     The prediction is a guide: methods read it as ``context.guide[name]`` from that block on; it merges along with the
@@ -37,8 +38,6 @@ class Foresight(nn.Module):
         if not isinstance(name, str) or not name:
             raise InvalidOption(f"name is that of a guide; got {name!r}")
         self.layer, self.hidden, self.guide = layer, hidden, name
-        self.is_fitted = False
-        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -57,12 +56,18 @@ class Foresight(nn.Module):
         nn.init.zeros_(last.bias)
         layers = [nn.Linear(inputs, self.hidden), nn.GELU(), last] if self.hidden else [last]
         self.network = nn.Sequential(*layers).requires_grad_(False)
-        self.is_fitted = False
+        self.forget_training()
 
-    def read_fitted(self) -> None:
-        """Find out whether the parameters were trained."""
-        last = list(self.network.parameters())[-2]
-        self.is_fitted = bool(last.detach().any())
+    def untrained(self) -> str:
+        return (
+            "foresight has not been trained; call merging.train_foresight(images), or load trained weights: "
+            "merging.foresight.load_state_dict(states), with the state_dict() of a trained one. merging.config does "
+            "not have them"
+        )
+
+    def check_ready(self) -> None:
+        """Raise ``UntrainedMethod`` if the network was never trained; called at the beginning of each pass."""
+        self.check_trained()
 
     def forward(self, x: Tensor, present: Tensor | None = None) -> Tensor:
         """Return scores of patches (B, P) from their tokens (B, P, D)."""
@@ -80,10 +85,6 @@ class Foresight(nn.Module):
         """Return the state with the guide, where the tokens (B, N, D) enter the block that is read."""
         if state.layer != self.layer or not any(state.per_layer):
             return state
-        if not self.is_fitted:
-            raise NotApplied(
-                "foresight has not been trained; call merging.train_foresight(images), or load trained weights"
-            )
         front, presence = state.special, state.presence
         present = None if presence is None else presence[:, front:]
         scores = self(x[:, front:], present).float()
@@ -92,11 +93,6 @@ class Foresight(nn.Module):
         share = scores.softmax(1)
         guide = torch.cat([share.new_zeros(len(share), front), share], 1)
         return replace(state, guide={**state.guide, self.guide: guide})
-
-
-def _after_loading(foresight: nn.Module, _: Any) -> None:
-    assert isinstance(foresight, Foresight)
-    foresight.read_fitted()
 
 
 def as_foresight(foresight: Mapping[str, Any] | Foresight | None) -> Foresight | None:

@@ -191,6 +191,7 @@ class ModelShape(NamedTuple):
         grid: patch grid (t, h, w) at the model's own input size.
         training: whether the model is in training mode.
         flops: computes the multiply-adds for one input of the model's own size, from the number of merges per layer.
+        weights: name and shape of each parameter of the blocks.
     """
 
     depth: int
@@ -202,6 +203,7 @@ class ModelShape(NamedTuple):
     grid: tuple[int, int, int] = (1, 1, 1)
     training: bool = False
     flops: Callable[[Sequence[Any]], Any] | None = None
+    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class Method(nn.Module):
@@ -274,6 +276,9 @@ class Method(nn.Module):
 
     def build(self, shape: ModelShape) -> None:
         """Create parameters for a model; called before the model is changed, each time the method is applied."""
+
+    def check_ready(self) -> None:
+        """Raise where the method cannot run in its present state; called at the beginning of each pass that merges."""
 
     def layers(self, depth: int) -> Sequence[float] | None:
         """Return the share of the merges in each layer where the caller requests no schedule; None for equal shares."""

@@ -131,6 +131,8 @@ def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
         solution = plan.solve(patches, layout.grid)
         plan.report(solution, patches)
         per_layer = solution.wanted if plan.images_decide else solution.per_layer
+    if any(per_layer):
+        plan.check_ready()
     state = MergeState(
         per_layer,
         protected=plan.protected(layout, x.shape[0], x.device),

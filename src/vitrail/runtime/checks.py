@@ -58,12 +58,19 @@ def check_changeable(model: nn.Module, found: Found) -> None:
     )
     pairs = zip(found.block_adapters, found.blocks, strict=True)
     for part in (*found.blocks, *(part for parts, block in pairs for part in parts.attend_parts(block))):
-        if "forward" in vars(part):
+        if "forward" in vars(part) and not has_own_forward(part):
             raise UnsupportedModel(
                 f"the forward of a {type(part).__name__} was replaced on the object (accelerate's dispatch does so), "
                 "and merging would bypass it; merge first, then wrap or dispatch the model"
             )
     refuse_meta(model)
+
+
+def has_own_forward(part: nn.Module) -> bool:
+    """Return whether the forward on an object is that of its class: transformers before 5.9 leaves it there."""
+    forward = vars(part).get("forward")
+    bound = getattr(forward, "__self__", None), getattr(forward, "__func__", None)
+    return bound[0] is part and bound[1] is type(part).forward
 
 
 def refuse_meta(model: nn.Module) -> None:

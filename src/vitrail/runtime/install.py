@@ -15,7 +15,7 @@ from torch import nn
 from vitrail.adapters import Found
 from vitrail.errors import NotApplied
 from vitrail.runtime.carry import MergedBlock
-from vitrail.runtime.checks import embedding
+from vitrail.runtime.checks import embedding, has_own_forward
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
 from vitrail.runtime.plan import BlockPlan, Plan
 
@@ -71,6 +71,7 @@ def uninstall(found: Found) -> None:
             "FSDP for example), so they cannot be restored; undo that first, or merge after it"
         )
     for part in parts:
+        _forget_own_forward(part)
         part.__class__ = original_class(part)  # type: ignore[assignment]
     del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
     for name in (METHOD, RESTORER, FORESIGHT):
@@ -95,8 +96,15 @@ def swapped_class(mixin: type, original: type) -> type:
 
 def swap(module: nn.Module, mixin: type) -> None:
     """Put a mixin in front of a module's class."""
+    _forget_own_forward(module)
     original: type = type(module)
     module.__class__ = swapped_class(mixin, original)
+
+
+def _forget_own_forward(module: nn.Module) -> None:
+    """Delete a forward on the object that is its class's own, which would outlive a change of the class."""
+    if has_own_forward(module):
+        del module.forward
 
 
 def original_class(module: nn.Module) -> type | None:

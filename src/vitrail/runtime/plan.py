@@ -88,6 +88,12 @@ class Plan:
         in_place = self.protect is not None and self.order == "original" and self.method.places_groups
         return in_place or not self.method.static
 
+    def check_ready(self) -> None:
+        """Raise if the method, the restorer or the network of foresight cannot run in its present state."""
+        for part in (self.method, self.restorer, self.foresight):
+            if part is not None:
+                part.check_ready()
+
     def decision(self) -> tuple[Any, ...]:
         """Return what decides how many tokens merge, and may change between passes."""
         return self.schedule, tuple(self.method.counts()) if self.method.decides else ()

@@ -150,6 +150,11 @@ def _model_shape(found: Found) -> ModelShape:
     heads, head_width = parts.head_shape(block)
     width = getattr(parts.feed_last(block), "out_features", heads * head_width)
     layout, training = found.adapter.layout(found.trunk), found.trunk.training
+    weights = tuple(
+        (f"{index}.{name}", tuple(weight.shape))
+        for index, one in enumerate(found.blocks)
+        for name, weight in one.named_parameters()
+    )
     return ModelShape(
         len(found.blocks),
         int(width),
@@ -159,6 +164,7 @@ def _model_shape(found: Found) -> ModelShape:
         first_class_token(layout),
         layout.grid,
         training,
+        weights=weights,
     )
 
 
@@ -444,7 +450,10 @@ class Merging(Handle):
         return calibrate(self.model, self.found, self._plan, target, images, batch_size, limit, tolerance)
 
     def save_method(self, path: str | Path) -> None:
-        """Write the learned method, without the model, to a safetensors file: ``vitrail.load_method`` reads it."""
+        """Write the trained method, without the model, to a safetensors file.
+
+        ``vitrail.load_method`` reads it, and ``method=path`` applies it; :attr:`config` does not have the weights.
+        """
         save_method(self.method, path)
 
     @torch.no_grad()

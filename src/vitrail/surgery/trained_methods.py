@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail._atomic_files import write_bytes
 from vitrail.adapters.saved import PLACES, named
-from vitrail.errors import InvalidOption, ModelLoadError
+from vitrail.errors import InvalidOption, ModelLoadError, UntrainedMethod
 from vitrail.merging import METHODS, Method, as_method
 from vitrail.merging.methods.learned import PREFIX, LearnedMethod
 
@@ -22,6 +22,8 @@ FILE = "method.safetensors"
 def save_method(method: Method, path: str | Path, states: Mapping[str, Tensor] | None = None) -> None:
     """Write a learned method, without the model, to a safetensors file.
 
+    The file also has the names and shapes of the parameters of the model's blocks: the method is refused by others.
+
     Args:
         path: the file, or a directory, which gets the file ``method.safetensors``.
         states: weights to write instead of the current ones, such as averaged ones.
@@ -31,11 +33,17 @@ def save_method(method: Method, path: str | Path, states: Mapping[str, Tensor] |
     if not isinstance(method, LearnedMethod) or METHODS.get(method.name) is not type(method):
         raise InvalidOption(f"save_method writes registered methods with parameters, such as DTEM; got {method.label}")
     given = method.state_dict() if states is None else states
+    if not int(given.get("passes", 1)):
+        raise UntrainedMethod(
+            f"method {method.label} was never trained, so there is nothing to save; train it in training mode, with "
+            "gradients, and save it then"
+        )
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in given.items()}
     settings = json.dumps({"name": method.name, **method.options})
     target = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    metadata = {"format": "pt", "vitrail_method": settings, "vitrail_blocks": json.dumps(method.trained_on)}
     try:
-        write_bytes(target, save(tensors, metadata={"format": "pt", "vitrail_method": settings}))
+        write_bytes(target, save(tensors, metadata=metadata))
     except OSError as error:
         raise ModelLoadError(f"could not write {target} ({error.strerror or error})") from error
 
@@ -56,11 +64,14 @@ def load_method(path: str | Path) -> LearnedMethod:
         )
     try:
         with safe_open(file, framework="pt") as stored:
-            settings = json.loads((stored.metadata() or {}).get("vitrail_method", "null"))
+            metadata = stored.metadata() or {}
+            settings = json.loads(metadata.get("vitrail_method", "null"))
+            blocks = json.loads(metadata.get("vitrail_blocks", "null"))
             states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  (not a dict)
         found = METHODS[settings.pop("name")]
         assert issubclass(found, LearnedMethod)
         method = found.from_state(states, **settings)
+        method.trained_on = None if blocks is None else {name: tuple(shape) for name, shape in blocks.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, AssertionError, SafetensorError) as error:
         raise ModelLoadError(f"{file} is not a file of save_method ({error})") from error
     method.source = str(path)

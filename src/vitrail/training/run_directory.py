@@ -129,12 +129,13 @@ def write_text(path: Path, text: str) -> None:
 def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], labels: Labels) -> None:
     """Write a model directory with the weights ``states``, which may differ from the model's current ones.
 
-    Those of a merging method are in a file of their own: `load_trained` returns the model without merging.
+    Those of a merging method are in a file of their own, once it has learned: `load_trained` returns the model without
+    merging.
     """
     expects = None if labels.preprocessing is None else asdict(labels.preprocessing)
     values = {"classes": labels.classes, "preprocessing": expects, "trained": labels.trained}
     own, method_states = split_states(states)
-    if method_states:
+    if method_states and ("passes" not in method_states or bool(method_states["passes"])):
         folder.mkdir(parents=True, exist_ok=True)
         save_method(Merging.of(model).method, folder, method_states)
     library_of(labels.architecture).save(folder, model, own, labels.architecture, values)

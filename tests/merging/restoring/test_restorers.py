@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.errors import InvalidOption, NotApplied
+from vitrail.errors import InvalidOption, UntrainedMethod
 from vitrail.merging import Assignment, MergeState, ModelShape, Reduction
 from vitrail.merging.restoring import (
     RESTORERS,
@@ -77,7 +77,6 @@ def test_codes_are_sums_over_layers_along_the_directions_of_each() -> None:
     restorer = built(Residual(2))
     restorer.encode.data = torch.randn(3, 6, 2, dtype=torch.float64)
     restorer.decode.data = torch.randn(3, 2, 6, dtype=torch.float64)
-    restorer.is_fitted = True
     merged, state = run(restorer, x, changes)
     wanted = torch.zeros(2, 10, 6, dtype=torch.float64)
     for image in range(2):
@@ -204,6 +203,9 @@ def test_registry_and_options() -> None:
 
 
 def test_few_channels_need_a_fit() -> None:
-    x, changes = tokens()
-    with pytest.raises(NotApplied, match="calibrate_restorer"):
-        run(built(Residual(2)), x, changes)
+    for restorer in (Residual(2), Attention(2), Attention(None)):
+        with pytest.raises(UntrainedMethod, match=r"calibrate_restorer.*load_state_dict"):
+            built(restorer).check_ready()
+        restorer.count_pass()
+        restorer.check_ready()
+    built(Residual(None)).check_ready()

@@ -79,6 +79,10 @@ class Attention(Residual):
     def _read_trained(self) -> None:
         self.restores = tuple(self.trained.nonzero().flatten().tolist())
 
+    @property
+    def exact(self) -> bool:
+        return False
+
     def restore(self, x: Tensor, state: MergeState) -> Tensor:
         start, layer = super().restore(x, state), state.layer - 1
         if layer not in self.restores:

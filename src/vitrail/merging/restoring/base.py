@@ -106,6 +106,9 @@ class Restorer(nn.Module):
     def build(self, shape: ModelShape) -> None:
         """Create parameters for a model; called before the model is changed."""
 
+    def check_ready(self) -> None:
+        """Raise where this cannot run in its present state; called at the beginning of each pass that merges."""
+
     def keep(
         self, x: Tensor, merged: Tensor, step: Assignment, before: MergeState, after: MergeState
     ) -> Mapping[str, Tensor]:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._checks import is_int
-from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
+from vitrail._wording import counted
+from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.merging.assignment import Assignment
 from vitrail.merging.method import ModelShape
 from vitrail.merging.restoring.base import Exit, FitOptions, Observe, Restorer, register_restorer, residual_entry
 from vitrail.merging.state import MergeState
+from vitrail.merging.trained import Trained
 
 DIRECTIONS = 8
 """Principal directions of each layer's residuals for each channel that is kept."""
@@ -29,7 +31,7 @@ CODE = "residual"
 
 
 @register_restorer("residual")
-class Residual(Restorer):
+class Residual(Trained, Restorer):
     """Keep ``x_i − x_group`` of every reduction in a few channels, and add it to the group's token at the end.
 
     A position keeps one code, the sum over layers of ``(x_i − x_group)·encode[layer]``, and gets ``code·decode[layer]``
@@ -51,7 +53,6 @@ class Residual(Restorer):
         if channels is not None and not is_int(channels, 1):
             raise InvalidOption(f"channels is 1 or more, or None for all; got {channels!r}")
         self.channels = channels
-        self.is_fitted = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,23 +69,31 @@ class Residual(Restorer):
         channels = width if self.channels is None else self.channels
         if "encode" in self._parameters and self.encode.shape == (shape.depth, width, channels):
             return  # fitted for this model before
-        self.is_fitted = channels == width
-        start = torch.eye(width) if self.is_fitted else torch.zeros(width, channels)
+        self.forget_training()
+        start = torch.eye(width) if channels == width else torch.zeros(width, channels)
         self.encode = nn.Parameter(start.repeat(shape.depth, 1, 1))
         self.decode = nn.Parameter(start.t().repeat(shape.depth, 1, 1))
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.is_fitted = bool(self.encode.detach().any())
+    @property
+    def exact(self) -> bool:
+        """Whether everything is kept, which needs no fit."""
+        return self.channels is None
+
+    def untrained(self) -> str:
+        return (
+            f"restore={self.label!r} with {counted(self.channels or len(self.encode[0]), 'channel')} has not been "
+            "fitted to images; call merging.calibrate_restorer(images), or load fitted weights: "
+            "merging.restorer.load_state_dict(states), with the state_dict() of a fitted one. merging.config does not "
+            "have them"
+        )
+
+    def check_ready(self) -> None:
+        if not self.exact:
+            self.check_trained()
 
     def keep(
         self, x: Tensor, merged: Tensor, step: Assignment, before: MergeState, after: MergeState
     ) -> Mapping[str, Tensor]:
-        if not self.is_fitted:
-            raise NotApplied(
-                f"restore={self.label!r} with {self.channels} channels has not been fitted to images; call "
-                "merging.calibrate_restorer(images), or load fitted weights"
-            )
         code = before.to_original((x - step.unmerge(merged)) @ self.encode[before.layer].to(x.dtype))
         return {CODE: code + before.kept[CODE] if CODE in before.kept else code}
 
@@ -109,7 +118,7 @@ class Residual(Restorer):
         encode, decode = (rest + held_out).solve(channels, options.by_block, penalty)
         self.encode.copy_(encode)
         self.decode.copy_(decode)
-        self.is_fitted = True
+        self.count_pass()
 
 
 def _principal_directions(batches: Any, depth: int, width: int, count: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, Self
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import InvalidOption, UntrainedMethod
 from vitrail.merging.method import Context, Method, ModelShape, Reduction
+from vitrail.merging.trained import Trained
 
 PREFIX = "vitrail_method."
 """What the keys of a method's weights begin with in the state_dict of a merged model."""
@@ -21,30 +23,33 @@ _BEGUN = "learned_begun"
 """Entry of the archive that marks a pass in which the method has reduced a block already."""
 
 
-class LearnedMethod(Method):
+class LearnedMethod(Trained, Method):
     """A method whose decisions are learned.
 
     Subclasses implement :meth:`create`, :meth:`relax` for training mode and :meth:`select` for eval mode, and call
     :meth:`add_loss`. Parameters are created when the method is applied to a model in training mode, move with the
-    model, and are saved in its state_dict. A trained method is applied again with its weights:
+    model, and are saved in its state_dict. In eval mode a pass of a method that was never trained raises
+    ``UntrainedMethod``. A trained method is applied again with its weights:
 
     >>> states = model.state_dict()                                                     # doctest: +SKIP
     >>> vitrail.merge(other, keep=0.5, method=DynamicViT.from_state(states))            # doctest: +SKIP
 
     Attributes:
-        passes: number of passes in training mode so far, saved with the weights; 0 for a method never trained.
+        passes: number of passes in training mode so far whose gradients were computed, saved with the weights; 0 for
+            a method never trained. Compiled models count when gradients are recorded.
         source: path from which the weights were loaded; None after more training.
+        trained_on: name and shape of each parameter of the blocks of the model that it was trained with. Methods refuse
+            other models; None disables the check, for a model whose blocks were changed since (adapters, quantization).
     """
 
     relaxes: ClassVar[bool] = True
-    passes: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         self._terms: dict[int, Tensor] = {}
         self._states: dict[str, Tensor] = {}
         self.source: str | None = None
+        self.trained_on: dict[str, tuple[int, ...]] | None = None
 
     @property
     def config(self) -> str | dict[str, Any] | Method:
@@ -67,7 +72,11 @@ class LearnedMethod(Method):
                 f"from_state takes the state_dict of a trained {method.label}, or of a model merged by it; got "
                 f"{', '.join(list(states)[:3]) or 'no entries'}"
             )
-        method.passes.fill_(1 if trained is None else max(1, int(trained)))
+        method.passes.fill_(1 if trained is None else int(trained))
+        if not method.is_trained:
+            raise UntrainedMethod(
+                f"these weights of {method.label} were saved before it was trained; train it first, and save it then"
+            )
         method._states = found
         return method
 
@@ -86,16 +95,39 @@ class LearnedMethod(Method):
         """Return the reduction of eval mode, as :meth:`Method.reduce` does."""
         raise NotImplementedError(f"{type(self).__name__} does not implement select(context, r)")
 
+    def untrained(self) -> str:
+        return (
+            f"method {self.label} is learned, and these weights have not been trained; call model.train() before "
+            f"vitrail.merge and train it, or pass a trained one: method='PATH', the directory of its run or a file of "
+            f"merging.save_method, or method={type(self).__name__}.from_state(states) with the state_dict of a trained "
+            "model. A name and options, such as merging.config, do not have the weights"
+        )
+
     def check(self, shape: ModelShape) -> None:
-        if not shape.training and not int(self.passes):
-            raise UntrainedMethod(
-                f"method {self.label} is learned, and these weights have not been trained; call model.train() before "
-                f"vitrail.merge and train it, or pass a trained one: method='RUN', the directory of its run, or "
-                f"method={type(self).__name__}.from_state(states) with the state_dict of a trained model"
+        if not shape.training:
+            self.check_trained()
+        wanted = dict(shape.weights)
+        if self.trained_on and wanted and self.trained_on != wanted:
+            names = (*self.trained_on, *wanted)
+            name = next(name for name in names if self.trained_on.get(name) != wanted.get(name))
+            before, now = (found.get(name, "missing") for found in (self.trained_on, wanted))
+            raise InvalidOption(
+                f"this {self.label} was trained with another model: {name} of its blocks was {before}, and here it is "
+                f"{now}; pass one that was trained with this model. If this is the same model, changed since, set "
+                "method.trained_on = None after vitrail.load_method"
             )
+
+    def check_ready(self) -> None:
+        if not self.training:
+            self.check_trained()
 
     def build(self, shape: ModelShape) -> None:
         """Create parameters on the first call; later keep them, or raise if the model has other sizes."""
+        self._build(shape)
+        if self.trained_on is None and shape.weights:
+            self.trained_on = dict(shape.weights)
+
+    def _build(self, shape: ModelShape) -> None:
         if not self._has_parameters():
             parts = self.create(shape)
             if self._states:
@@ -123,9 +155,19 @@ class LearnedMethod(Method):
         if found is None:
             return None
         if is_first and torch.is_grad_enabled():
-            self.passes += 1
-            self.source = None
+            self._count(found)
         return replace(found, archive={**found.archive, _BEGUN: context.x.new_ones(())})
+
+    def _count(self, found: Reduction) -> None:
+        """Count this pass when gradients go back through its first reduction."""
+        if torch.compiler.is_compiling():  # which does not trace hooks
+            self.count_pass()
+            self.source = None
+            return
+        relaxed = (found.soft, found.weight, found.size)
+        first = next((tensor for tensor in relaxed if tensor is not None and tensor.requires_grad), None)
+        if first is not None:
+            first.register_hook(partial(_trained, self))  # type: ignore[no-untyped-call]
 
     def add_loss(self, context: Context, term: Tensor) -> None:
         """Add the term of a block to the loss of this pass."""
@@ -152,6 +194,11 @@ class LearnedMethod(Method):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles; the loss of the latest pass stays, as its graph cannot be copied."""
         return {**vars(self), "_terms": {}}
+
+
+def _trained(method: LearnedMethod, _: Tensor) -> None:
+    method.count_pass()
+    method.source = None
 
 
 def check_weight(name: str, value: object) -> float:

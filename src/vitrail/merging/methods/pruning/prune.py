@@ -56,6 +56,9 @@ class Prune(Method):
     def build(self, shape: ModelShape) -> None:
         self.matcher.build(shape)
 
+    def check_ready(self) -> None:
+        self.matcher.check_ready()
+
     def layers(self, depth: int) -> Sequence[float] | None:
         return self.matcher.layers(depth)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
 from vitrail.adapters.forward_pass import EntryPoint, Segments, open_pass
-from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.named_block import BlockNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary, axial_frequencies
 from vitrail.adapters.transformers import MODELS, TransformersTrunk, refuse_attentions
 from vitrail.errors import UnsupportedInput

@@ -151,7 +151,7 @@ class EntryPoint:
         """Open a pass with the layout and position of an input; options as for `open_pass`."""
         adapter = self._vitrail_adapter
         layout = adapter.layout(self, tuple(x.shape[2:]))
-        return open_pass(self, layout, adapter.position(self, layout.grid), inputs=x, **options)
+        return open_pass(self, layout, adapter.position(self, layout.grid), inputs=x, **options)  # type: ignore[arg-type]
 
 
 class FeaturesEntry(EntryPoint):

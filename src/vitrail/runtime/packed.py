@@ -86,7 +86,9 @@ def begin_packed(
     if x.dim() != 2 or x.shape[0] != total:
         raise UnsupportedInput(f"a packed sequence of {total} tokens was announced; got a tensor of {tuple(x.shape)}")
     batches = [
-        begin(replace(entered, layout=one.layout, position=one.position, inputs=one.inputs, segments=None), _pick(x, one))
+        begin(
+            replace(entered, layout=one.layout, position=one.position, inputs=one.inputs, segments=None), _pick(x, one)
+        )
         for one in segments
     ]
     first: dict[str, Any] = {name: getattr(batches[0], name) for name in Carried.__dataclass_fields__}

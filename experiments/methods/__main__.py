@@ -19,7 +19,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +50,7 @@ class Work:
 
     Attributes:
         rows: folder of the rows; ``states`` has models and learned methods.
+        shares: the only budgets to measure and time; all if empty.
         failed: number of failures so far; ``unfinished`` if the time limit was reached.
     """
 
@@ -63,6 +64,7 @@ class Work:
     commit: str | None
     failed: int = 0
     unfinished: bool = False
+    shares: tuple[float, ...] = ()
 
     def variants(self, kind: str) -> list[Variant]:
         """Return the variants for a kind of model."""
@@ -107,7 +109,11 @@ def _measure(work: Work, kind: str, seed: int) -> None:
     subject = load_subject(kind, seed, work.states, work.size, work.device)
     variants = [one for one in work.variants(kind) if not (one.slow and seed)]
     learned = work.states / "learned"
-    work.report(measure_subject(subject, variants, work.size, work.file(ACCURACY), learned, work.until))
+    size = work.size
+    if work.shares:
+        fine, coarse = (tuple(one for one in all_ if one in work.shares) for all_ in (size.fine, size.shares))
+        size = replace(size, fine=fine, shares=coarse)
+    work.report(measure_subject(subject, variants, size, work.file(ACCURACY), learned, work.until))
 
 
 def _tune(work: Work, kind: str, seed: int) -> None:
@@ -131,7 +137,8 @@ def _time(work: Work, kind: str, seed: int) -> None:
         return  # throughput depends on shapes, hardly on weights
     subject = load_subject(kind, seed, work.states, work.size, work.device)
     accuracy, speed, learned = work.file(ACCURACY), work.file(SPEED), work.states / "learned"
-    work.report(time_subject(subject, work.variants(kind), work.size, accuracy, speed, learned, work.until, TUNED))
+    work.report(time_subject(subject, work.variants(kind), work.size, accuracy, speed, learned, work.until, TUNED,
+                             work.shares))  # fmt: skip
 
 
 STEPS: dict[str, Callable[[Work, str, int], None]] = {
@@ -145,6 +152,7 @@ def main(
     models: Annotated[str, typer.Option(metavar="NAMES", help=f"Of {', '.join(KINDS)}; by default all.")] = "",
     seeds: Annotated[str, typer.Option(metavar="0,1", help="Only these seeds.")] = "",
     methods: Annotated[str, typer.Option(metavar="REGEX", help="Only variants that match.")] = "",
+    shares: Annotated[str, typer.Option(metavar="0.6,0.5", help="Measure and time only these budgets.")] = "",
     seconds: Annotated[float, typer.Option(help="Time limit: begin nothing after it.")] = float("inf"),
     out: Annotated[Path | None, typer.Option(help="Folder of the rows; by default the study's own.")] = None,
     states: Annotated[Path | None, typer.Option(help="Folder of trained models and methods.")] = None,
@@ -165,7 +173,7 @@ def main(
             raise InvalidOption(f"{command}: expected some of {', '.join(COMMANDS)}, separated by commas, or all")
         work = Work(
             rows, states or (out if reduced and out else base), SMALL if reduced else FULL, _chosen(models, seeds),
-            methods, time.monotonic() + seconds, device, commit,
+            methods, time.monotonic() + seconds, device, commit, shares=_budgets(shares),
         )  # fmt: skip
         for name in commands:
             if name == "plot":
@@ -174,6 +182,17 @@ def main(
                 for kind, seed in work.models:
                     STEPS[name](work, kind, seed)
     raise typer.Exit(FAILED if work.failed else UNFINISHED if work.unfinished else 0)
+
+
+def _budgets(shares: str) -> tuple[float, ...]:
+    """Return the budgets that were asked for."""
+    try:
+        found = tuple(float(share) for share in shares.split(",") if share.strip())
+    except ValueError:
+        found = (0.0,)
+    if not all(0 < share <= 1 for share in found):
+        raise InvalidOption(f"--shares takes shares of the multiply-adds between 0 and 1, such as 0.6; got {shares!r}")
+    return found
 
 
 def _chosen(models: str, seeds: str) -> list[tuple[str, int]]:

@@ -16,7 +16,7 @@ from experiments.common.results import pack
 from experiments.common.shapes import SHAPES, render_images
 from experiments.methods.measure import GROUP, UNMERGED, Row, Rows, reason, row_key
 from experiments.methods.subjects import Size, Subject, read_inputs, shuffled
-from experiments.methods.variants import Budget, Variant, flops_of, quiet
+from experiments.methods.variants import FITTED, Budget, Variant, flops_of, ordered, quiet
 from vitrail.adapters import find
 from vitrail.analysis.boundary import boundary_scores
 from vitrail.analysis.decoder import fit_decoder
@@ -30,12 +30,15 @@ DENSE = "dense.jsonl"
 SIDE = 160
 """Pixels of masks and boxes."""
 
-SHARES = (0.85, 0.7, 0.5)
+SHARES = (0.85, 0.6, 0.4)
 TOLERANCE = 2
 """Tolerance of boundaries in pixels: 0.008 of the diagonal, rounded up."""
 
 EPOCHS = 20
 """Passes of the decoder over the training images."""
+
+FIT_STEPS = 100
+"""Training steps of the restorer by attention."""
 
 SWEPT = 200
 """Training images on which LOST's bias is chosen, for the unmerged model."""
@@ -199,26 +202,27 @@ def dense_subject(subject: Subject, variants: Sequence[Variant], size: Size, row
         row = score(patch_tokens(subject.model, inputs, size.batch), masks, heads)
         rows.add({**base, "key": key, "variant": UNMERGED, "share": 1.0, "gflops": full, **row})
     shares = size.shares[-1:] if size.reduced else SHARES
-    for variant in variants:
-        for share in shares:
-            key = row_key(subject.kind, subject.seed, variant.name, share)
-            if key in known:
-                continue
-            if time.monotonic() > until:
-                yield "out of time"
-                return
-            row = {**base, "key": key, "variant": variant.name, "share": share}
-            try:
-                budget = Budget(share * full, training[: size.tuning], size.batch)
-                with quiet(), budget.merge(subject.model, variant) as merging:
-                    torch.manual_seed(0)
-                    row |= score(patch_tokens(subject.model, inputs, size.batch), masks, heads)
-                    flops = flops_of(subject.model, merging, inputs, size.batch)
-                    row |= {"gflops": sum(flops) / len(flops) / 1e9, "config": merging.config}
-            except Exception as error:  # a failed method must not stop the others
-                row["skipped"] = reason(error)
-            rows.add(row)
-            yield f"{key}  {row.get('skipped') or _described(row)}"
+    for variant, share in ordered(variants, lambda _: shares):
+        key = row_key(subject.kind, subject.seed, variant.name, share)
+        if key in known:
+            continue
+        if time.monotonic() > until:
+            yield "out of time"
+            return
+        row = {**base, "key": key, "variant": variant.name, "share": share}
+        try:
+            budget = Budget(share * full, training[: size.tuning], size.batch)
+            with quiet(), budget.merge(subject.model, variant) as merging:
+                if variant.restore in FITTED:
+                    merging.calibrate_restorer(training, steps=2 if size.reduced else FIT_STEPS, limit=size.batch)
+                torch.manual_seed(0)
+                row |= score(patch_tokens(subject.model, inputs, size.batch), masks, heads)
+                flops = flops_of(subject.model, merging, inputs, size.batch)
+                row |= {"gflops": sum(flops) / len(flops) / 1e9, "config": merging.config}
+        except Exception as error:  # a failed method must not stop the others
+            row["skipped"] = reason(error)
+        rows.add(row)
+        yield f"{key}  {row.get('skipped') or _described(row)}"
 
 
 def _described(row: Row) -> str:

@@ -55,7 +55,8 @@ def learn(
         budget = SHARE * merging.flops(merged=False) / 1e9
     with quiet():
         method = as_method(variant.method)
-        merging = vitrail.merge(model, gflops=None if method.decides else budget, method=method)
+        given = {"r": 0} if variant.control else {"gflops": None if method.decides else budget}
+        merging = vitrail.merge(model, method=method, **given)
     for part in model.modules():
         if isinstance(part, DropPath):
             part.eval()

@@ -16,7 +16,7 @@ import vitrail
 from experiments.common.machine import git_commit, machine_info
 from experiments.common.results import add_row, pack, read_rows
 from experiments.methods.subjects import Size, Subject
-from experiments.methods.variants import Budget, Variant, adjust, flops_of, quiet
+from experiments.methods.variants import FIRST_SHARE, Budget, Variant, adjust, flops_of, ordered, quiet
 from vitrail.bench import copy_model, time_models
 from vitrail.merging import Method
 from vitrail.merging.method import METHODS
@@ -110,19 +110,18 @@ def measure_subject(
             row = measured(subject, merging, reference, size.batch)
         key = row_key(subject.kind, subject.seed, KERNELS, 1)
         rows.add({**base, "key": key, "variant": KERNELS, "share": 1.0, **row})
-    for variant in variants:
-        for share in size.fine if variant.name == REFERENCE else size.shares:
-            key = row_key(subject.kind, subject.seed, variant.name, share)
-            if key in known and "skipped" not in known[key]:
-                continue
-            if time.monotonic() > until:
-                yield "out of time"
-                return
-            row = {**base, "key": key, "variant": variant.name, "share": share}
-            row |= _measure(subject, variant, share, size, reference, learned)
-            if known.get(key, {}).get("skipped") != row.get("skipped", ""):
-                rows.add(row)
-            yield f"{key}  {row.get('skipped') or described(row)}"
+    for variant, share in ordered(variants, lambda one: size.fine if one.name == REFERENCE else size.shares):
+        key = row_key(subject.kind, subject.seed, variant.name, share)
+        if key in known and "skipped" not in known[key]:
+            continue
+        if time.monotonic() > until:
+            yield "out of time"
+            return
+        row = {**base, "key": key, "variant": variant.name, "share": share}
+        row |= _measure(subject, variant, share, size, reference, learned)
+        if known.get(key, {}).get("skipped") != row.get("skipped", ""):
+            rows.add(row)
+        yield f"{key}  {row.get('skipped') or described(row)}"
 
 
 def _measure(subject: Subject, variant: Variant, share: float, size: Size, reference: Tensor, learned: Path) -> Row:
@@ -236,19 +235,25 @@ def time_subject(
     learned: Path,
     until: float,
     also: Sequence[str] = (),
+    shares: Sequence[float] = (),
 ) -> Iterator[str]:
-    """Time every measured setting of a model, interleaved with the unmerged one, in chunks. Yield one line for each."""
+    """Time every measured setting of a model, interleaved with the unmerged one, in chunks. Yield one line for each.
+
+    Kernels alone and settings named in ``also`` come first, then all methods at one budget, then at the others.
+    """
     cuda, by_name = subject.inputs.is_cuda, {variant.name: variant for variant in variants}
     names = {UNMERGED, KERNELS, *also, *by_name}
     found = {
         key: row
         for key, row in accuracy.known().items()
         if (row["model"], row["seed"]) == (subject.kind, subject.seed)
-        and "skipped" not in row and row["variant"] in names
+        and "skipped" not in row and row["variant"] in names and row["share"] in (1.0, *(shares or (row["share"],)))
     }  # fmt: skip
     reference = row_key(subject.kind, subject.seed, UNMERGED, 1)
     done = rows.known()
     todo = [key for key in found if key != reference and key not in done]
+    first = (KERNELS, *also)
+    todo.sort(key=lambda key: (found[key]["variant"] not in first, abs(found[key]["share"] - FIRST_SHARE)))
     batch = subject.inputs[: size.batch]
     for start in range(0, len(todo), CHUNK):
         keys = todo[start : start + CHUNK]

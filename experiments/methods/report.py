@@ -18,10 +18,17 @@ from experiments.methods.measure import ACCURACY, KERNELS, REFERENCE, SPEED, UNM
 from experiments.methods.report_dense import dense_tables, plot_dense
 from experiments.methods.settings import By, Row, by_variant, compared, mean
 from experiments.methods.tuning import TUNED
+from experiments.methods.variants import TOLERANCE, all_variants
 from vitrail._atomic_files import write_bytes
 
 TABLE_SHARE = 0.6
 """Budget of the table with intervals."""
+
+FINE_TUNED = "tome, fine-tuned"
+"""The method that others are compared with where all weights of the model are trained."""
+
+SPEEDS = (1.25, 1.5, 1.75, 2.0, 2.25)
+"""Speed-ups for which the most faithful setting is listed."""
 
 MOONSHOT_SPEED = 1.5
 SHOWN = 7
@@ -43,24 +50,85 @@ def variants_of(found: By) -> list[str]:
 # Tables.
 
 
-def at_one_budget(found: By, speeds: Mapping[tuple[str, float], float], share: float) -> str:
-    """Return a table of all variants at one budget, most faithful first."""
+def trained(name: str) -> str | None:
+    """Return what training changes in a variant: ``"method"``, ``"model"`` or nothing."""
+    return next((variant.trains for variant in all_variants() if variant.name == name), None)
+
+
+def at_one_budget(
+    found: By,
+    speeds: Mapping[tuple[str, float], float],
+    share: float,
+    kind: str | None = None,
+    reference: str = REFERENCE,
+) -> str:
+    """Return a table of all variants at one budget whose training is of a kind, most faithful first."""
     lines = []
     for name in variants_of(found):
         rows = found.get((name, share))
-        if rows is None:
+        if rows is None or trained(name) != kind:
             continue
         cells = [
             name, str(len(rows)), points(compared(rows, found[UNMERGED, 1.0])),
-            "–" if name == REFERENCE else points(compared(rows, found.get((REFERENCE, share), {}))),
+            "–" if name == reference else points(compared(rows, found.get((reference, share), {}))),
             plus_minus(spread([100 * row["agreement"] for row in rows.values()]), "{:.2f}"),
             f"{mean(rows, 'kl'):.4f}", f"{mean(rows, 'gflops'):.3g}", _speed(speeds.get((name, share))),
         ]  # fmt: skip
         lines.append((mean(rows, "kl"), cells))
     if not lines:
         return NOT_MEASURED
-    head = ["method", "seeds", "accuracy, points", "against ToMe, points", "agreement, %", "KL", "GFLOPs", "speed-up"]
+    against = f"against {reference.replace('tome', 'ToMe')}, points"
+    head = ["method", "seeds", "accuracy, points", against, "agreement, %", "KL", "GFLOPs", "speed-up"]
     return markdown([head, *(cells for _, cells in sorted(lines, key=lambda line: line[0]))])
+
+
+def choices(found: By, speeds: Mapping[tuple[str, float], float]) -> str:
+    """Return the most faithful setting off the shelf for each speed and each number of FLOPs, beside ToMe's best there.
+
+    Fidelity is the KL divergence: unlike accuracy it separates settings that all lose little. Settings need all seeds.
+    """
+    seeds = len(found[UNMERGED, 1.0])
+    settings = [
+        one for one, rows in found.items() if one[0] != UNMERGED and trained(one[0]) is None and len(rows) == seeds
+    ]
+    needs: dict[str, list[tuple[str, float]]] = {
+        f"{least:g} × the throughput": [one for one in settings if speeds.get(one, 0) >= least] for least in SPEEDS
+    }
+    for share in sorted({share for name, share in settings if name not in (KERNELS, REFERENCE, *TUNED)}, reverse=True):
+        most = (1 + TOLERANCE) * share
+        needs[f"{100 * share:.0f} % of the FLOPs"] = [one for one in settings if cost(found[one]) <= most]
+    lines = []
+    for need, able in needs.items():
+        if not able:
+            lines.append([need, "none", *["–"] * 6])
+            continue
+        best, tome = (
+            min(names, key=lambda one: mean(found[one], "kl"), default=None)
+            for names in (able, [one for one in able if one[0] == REFERENCE])
+        )
+        assert best is not None
+        rows = found[best]
+        lines.append([
+            need, best[0], str(len(rows)), flops_share(rows), _speed(speeds.get(best)),
+            points(compared(rows, found[UNMERGED, 1.0])), f"{mean(rows, 'kl'):.4f}",
+            "–" if tome is None else f"{mean(found[tome], 'kl'):.4f}",
+        ])  # fmt: skip
+    head = [
+        "at least, or at most",
+        "most faithful",
+        "seeds",
+        "FLOPs",
+        "speed-up",
+        "accuracy, points",
+        "KL",
+        "KL of ToMe",
+    ]
+    return markdown([head, *lines])
+
+
+def cost(rows: Mapping[int, Row]) -> float:
+    """Return the multiply-adds as a share of the unmerged model's."""
+    return mean(rows, "gflops") / mean(rows, "unmerged_gflops")
 
 
 def by_budget(found: By, value: Callable[[str, float], str]) -> str:
@@ -79,7 +147,7 @@ def tuned_settings(found: By) -> list[tuple[str, float]]:
 
 def flops_share(rows: Mapping[int, Row]) -> str:
     """Return the share of the unmerged model's multiply-adds in percent."""
-    return f"{100 * mean(rows, 'gflops') / mean(rows, 'unmerged_gflops'):.0f} %"
+    return f"{100 * cost(rows):.0f} %"
 
 
 def tuned_table(found: By, speeds: Mapping[tuple[str, float], float]) -> str:
@@ -247,11 +315,21 @@ def section(accuracy: Sequence[Row], speed: Sequence[Row], dense: Sequence[Row])
         if not shares:
             continue
         share = min(shares, key=lambda one: abs(one - TABLE_SHARE))
-        kernels = speeds.get((KERNELS, 1.0))
+        kernels, at = speeds.get((KERNELS, 1.0)), f"at {100 * share:.0f} % of the FLOPs"
         parts[
             f"**{kind}** (unmerged {unmerged} %, {mean(base, 'gflops'):.3g} GFLOPs; kernels without merging "
-            f"{_speed(kernels)} times as fast), at {100 * share:.0f} % of the FLOPs"
+            f"{_speed(kernels)} times as fast), {at}"
         ] = at_one_budget(found, speeds, share)
+        for trains, title, reference in (
+            ("method", "the methods' own parameters trained", REFERENCE),
+            ("model", "all weights fine-tuned", FINE_TUNED),
+        ):
+            table = at_one_budget(found, speeds, share, trains, reference)
+            if table != NOT_MEASURED:
+                parts[f"**{kind}**, {at}, {title}"] = table
+        parts[f"**{kind}**, the most faithful setting off the shelf for a speed and for a number of FLOPs"] = choices(
+            found, speeds
+        )
 
         def lost(name: str, share: float, found: By = found) -> str:
             difference = compared(found[name, share], found[UNMERGED, 1.0])
@@ -266,7 +344,7 @@ def section(accuracy: Sequence[Row], speed: Sequence[Row], dense: Sequence[Row])
                 table
             )
     for kind in dict.fromkeys(row["model"] for row in dense):
-        parts |= dense_tables(kind, by_variant(dense, kind))
+        parts |= dense_tables(kind, by_variant(dense, kind), speed_ups(speed, kind))
     if any("skipped" in row for row in accuracy):
         parts["Not measured"] = skipped_table(accuracy)
     return f"{titled_tables(parts)}\n\n{provenance([*accuracy, *speed, *dense])}"

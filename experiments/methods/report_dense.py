@@ -18,20 +18,20 @@ SHOWN = ("tome", "edges", "edges, never across", "grid", "local_global", "tome, 
 """Variants with a color of their own in plots: ToMe and those made for dense outputs. The others are gray."""
 
 
-def dense_tables(kind: str, found: By) -> dict[str, str]:
-    """Return the tables of one model: each head, and boxes."""
+def dense_tables(kind: str, found: By, speeds: Mapping[tuple[str, float], float]) -> dict[str, str]:
+    """Return the tables of one model: each head, and boxes; speeds are those of the whole model with its own head."""
     tables = {}
     for name, prefix in SEGMENTATION.items():
         fields = {"mIoU": (f"{prefix}miou", f"{prefix}miou_groups"),
                   "boundary F": (f"{prefix}boundary", f"{prefix}boundary_groups")}  # fmt: skip
-        tables[f"**{kind}**, masks of Pets, {name}"] = _table(found, fields)
+        tables[f"**{kind}**, masks of Pets, {name}"] = _table(found, fields, speeds)
     tables[f"**{kind}**, boxes of Pets"] = _table(
-        found, {"boxes found": ("box_recall", "boxes"), "CorLoc": ("corloc", "lost")}
+        found, {"boxes found": ("box_recall", "boxes"), "CorLoc": ("corloc", "lost")}, speeds
     )
     return tables
 
 
-def _table(found: By, fields: Mapping[str, tuple[str, str]]) -> str:
+def _table(found: By, fields: Mapping[str, tuple[str, str]], speeds: Mapping[tuple[str, float], float]) -> str:
     """Return values with paired differences to the unmerged model and to ToMe at the same FLOPs."""
     base, first = found[UNMERGED, 1.0], next(iter(fields.values()))[0]
     head = ["method", "FLOPs"]
@@ -45,8 +45,8 @@ def _table(found: By, fields: Mapping[str, tuple[str, str]]) -> str:
             cells.append(f"{100 * mean(rows, value):.2f}")
             cells.append("–" if variant == UNMERGED else points(_paired(rows, base, paired)))
             cells.append("–" if variant in (UNMERGED, REFERENCE) else points(_paired(rows, tome, paired)))
-        lines.append(cells)
-    return markdown([head, *lines])
+        lines.append([*cells, f"{speeds[variant, share]:.2f}" if (variant, share) in speeds else "–"])
+    return markdown([[*head, "speed-up"], *lines])
 
 
 def _paired(first: Mapping[int, Row], second: Mapping[int, Row], name: str) -> Difference | None:

@@ -67,11 +67,11 @@ class Size:
     validation: int = 0
     tuning: int = 900
     batch: int = 256
-    steps: int = 300
+    steps: int = 150
     learn_batch: int = 128
     warm_seconds: float = 4.0
     tune_seconds: float = 12.0
-    dense: int = 1500
+    dense: int = 700
     reduced: bool = False
 
 

@@ -9,7 +9,7 @@ one setting (a dial).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,9 @@ from vitrail.merging.schedule import spread
 
 STEPS = 9
 """Steps of the bisection of a dial."""
+
+FIRST_SHARE = 0.6
+"""Budget that is measured and timed before all others."""
 
 TOLERANCE = 0.03
 """Largest relative deviation from the budget, on the images that a method is set on."""
@@ -46,6 +49,7 @@ class Variant:
         needs: the kinds of input that it is for; all by default.
         slow: whether a pass takes so long that one seed must suffice.
         restore: how full length is restored, if not by the method's own way.
+        control: whether training runs without merging, to tell what training alone changes.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Variant:
     needs: tuple[str, ...] = ("images", "clips", "sounds")
     slow: bool = False
     restore: str | None = None
+    control: bool = False
 
     @property
     def base(self) -> str:
@@ -119,8 +124,10 @@ OPTIONS = (
     Variant("tome, fine-tuned", "tome", trains="model"),
     Variant("evit, fine-tuned", "evit", trains="model"),
     Variant("dynamicvit, fine-tuned", "dynamicvit", trains="model"),
+    Variant("ats, fine-tuned", "ats", _ats, trains="model"),
+    Variant("tome, fine-tuned unmerged", "tome", trains="model", control=True),
 )
-"""Methods with other options than their defaults, and trained with all weights of the model."""
+"""Methods with other options than their defaults, and trained with all weights of the model; the last is a control."""
 
 FEW = ("tome", "random", "prune", "energy", "mctf", "salient", "salient, motion", "threshold", "kmeans")
 """Methods for clips and sounds."""
@@ -138,8 +145,13 @@ DENSE_OPTIONS = (
     Variant("grid, transport", "grid", restore="transport"),
     Variant("local_global, transport", "local_global", _local_global, restore="transport"),
     Variant("prune, transport", "prune", restore="transport"),
+    Variant("tome, residual", "tome", restore="residual"),
+    Variant("tome, attention", "tome", restore="attention"),
 )
-"""More variants for dense outputs: boundaries that no merge crosses before all others, and transport of the change."""
+"""More variants for dense outputs: boundaries that no merge crosses before all others, and other restorers."""
+
+FITTED = ("residual", "attention")
+"""Restorers that are fitted to training images."""
 
 
 def all_variants() -> list[Variant]:
@@ -149,6 +161,12 @@ def all_variants() -> list[Variant]:
         for name in sorted(vitrail.list_methods(), key=lambda name: (name != "tome", name))
     ]
     return own + [variant for variant in OPTIONS if variant.base in METHODS]
+
+
+def ordered(variants: Sequence[Variant], shares: Callable[[Variant], Sequence[float]]) -> list[tuple[Variant, float]]:
+    """Return all variants at one budget, then at the others: an early end leaves a comparison. Slow ones are last."""
+    pairs = [(variant, share) for variant in variants for share in shares(variant)]
+    return sorted(pairs, key=lambda pair: (pair[0].slow, abs(pair[1] - FIRST_SHARE)))
 
 
 def dense_variants() -> list[Variant]:

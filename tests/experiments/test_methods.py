@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import vitrail
@@ -20,12 +21,13 @@ from experiments.common.datasets import find_file, trimaps
 from experiments.common.results import pack, read_rows, unpack
 from experiments.methods.__main__ import app
 from experiments.methods.dense import DENSE, Heads, boxes_of, score
+from experiments.methods.learn import learn
 from experiments.methods.measure import ACCURACY, KERNELS, SPEED, UNMERGED, compare, load_learned, logits_of, state_file
-from experiments.methods.report import above_reference, moonshot
+from experiments.methods.report import above_reference, choices, moonshot
 from experiments.methods.settings import by_variant
 from experiments.methods.subjects import SMALL, load_subject
 from experiments.methods.tuning import CANDIDATES, LATENCY
-from experiments.methods.variants import Budget, Unreachable, Variant, all_variants, mean_gflops, quiet
+from experiments.methods.variants import Budget, Unreachable, Variant, all_variants, mean_gflops, ordered, quiet
 from tests.analysis.test_boundary import by_hand
 from tests.moments import only_moments
 from vitrail.analysis.decoder import fit_decoder
@@ -166,7 +168,7 @@ def test_shipped_model_is_compared(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["measure", *options])
     assert result.exit_code == 0, result.output
     rows = rows_by_key(tmp_path, ACCURACY)
-    assert [share for name, share in rows if name == "tome"] == list(SMALL.fine)
+    assert {share for name, share in rows if name == "tome"} == set(SMALL.fine)
     kl = [rows["tome", share]["kl"] for share in SMALL.fine]
     assert 0 < kl[0] < kl[1]
 
@@ -245,6 +247,69 @@ def test_chosen_setting_is_the_least_merging_that_is_fast_enough() -> None:
     text = moonshot(found, speeds)
     assert "50 % of the FLOPs, 1.52 times the speed and −3.00 (" in text
     assert "above ToMe's curve at 2 of 3" in text
+
+
+def test_most_faithful_setting_for_a_speed() -> None:
+    rows = [setting(UNMERGED, 1.0, 0.9), setting(KERNELS, 1.0, 0.9), setting("tome", 0.6, 0.85),
+            setting("energy", 0.6, 0.88), setting("energy", 0.5, 0.8), setting("dtem", 0.6, 0.89)]  # fmt: skip
+    speeds = {(KERNELS, 1.0): 1.3, ("tome", 0.6): 1.9, ("energy", 0.6): 1.6, ("energy", 0.5): 2.1, ("dtem", 0.6): 9.0}
+    table = {
+        cells[0]: cells[1:]
+        for line in choices(by_variant(rows, "m"), speeds).splitlines()
+        if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) > 1
+    }
+    chosen = {need: cells[0] for need, cells in table.items() if "×" in need}
+    assert chosen == {
+        "1.25 × the throughput": KERNELS, "1.5 × the throughput": "energy", "1.75 × the throughput": "tome",
+        "2 × the throughput": "energy", "2.25 × the throughput": "none",
+    }  # fmt: skip
+    assert table["1.5 × the throughput"][2:4] == ["60 %", "1.60"]
+    assert table["1.5 × the throughput"][5:] == ["0.1200", "0.1500"]
+    assert table["2 × the throughput"][6] == "–"  # ToMe has no setting that fast
+    assert table["60 % of the FLOPs"][0] == "energy"
+    assert table["50 % of the FLOPs"][5:] == ["0.2000", "–"]
+
+
+def test_only_the_wanted_budgets_are_measured_and_timed(finished: Path, tmp_path: Path) -> None:
+    options = ("--methods", "^(tome|prune)$", "--states", str(finished))
+    invoke(tmp_path, "measure", *options, "--shares", "0.6")
+    expected = {(UNMERGED, 1.0), (KERNELS, 1.0), ("tome", 0.6), ("prune", 0.6)}
+    assert set(rows_by_key(tmp_path, ACCURACY)) == expected
+    invoke(tmp_path, "measure", *options)
+    invoke(tmp_path, "time", *options, "--shares", "0.6")
+    assert set(rows_by_key(tmp_path, SPEED)) == expected - {(UNMERGED, 1.0)}
+    result = CliRunner().invoke(app, ["measure", "--reduced", "--shares", "60"])
+    assert result.exit_code == 2
+    assert "between 0 and 1" in result.output
+
+
+def test_one_budget_comes_first_and_slow_methods_last() -> None:
+    variants = [Variant("slow", "agglomerative", slow=True), Variant("a", "tome"), Variant("b", "prune")]
+    plan = [(variant.name, share) for variant, share in ordered(variants, lambda _: (0.85, 0.6))]
+    assert plan == [("a", 0.6), ("b", 0.6), ("a", 0.85), ("b", 0.85), ("slow", 0.6), ("slow", 0.85)]
+
+
+def test_control_of_fine_tuning_trains_without_merging(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other weight learns with fewer tokens; the control sees all of them in each step."""
+    given: list[dict[str, Any]] = []
+    merge = vitrail.merge
+
+    def recorded(model: torch.nn.Module, *arguments: Any, **options: Any) -> vitrail.Merging:
+        given.append(options)
+        return merge(model, *arguments, **options)
+
+    monkeypatch.setattr(vitrail, "merge", recorded)
+    states = {}
+    for name in ("tome, fine-tuned", "tome, fine-tuned unmerged"):
+        variant = next(one for one in all_variants() if one.name == name)
+        file, _ = learn("vit_s", 0, variant, finished, SMALL, "cpu")
+        states[name] = load_file(file)
+    with_method = [options for options in given if "method" in options]
+    assert [set(options) for options in with_method] == [{"method", "gflops"}, {"method", "r"}]
+    assert with_method[1]["r"] == 0
+    merged, plain = states.values()
+    assert merged.keys() == plain.keys()
+    assert any(not torch.equal(merged[key], plain[key]) for key in merged)
 
 
 def test_dense_scores_equal_a_plain_loop() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.adapters import find
 from vitrail.errors import InvalidOption, SaturatedWarning, VitrailWarning
 from vitrail.merging import Method, as_method
 from vitrail.merging.method import METHODS
@@ -33,8 +34,11 @@ FIRST_SHARE = 0.6
 TOLERANCE = 0.03
 """Largest relative deviation from the budget, on the images that a method is set on."""
 
-Dial = Callable[[float], dict[str, Any]]
-"""Arguments of `vitrail.merge` for a position from 0 (least merging) to 1 (most)."""
+Dial = Callable[[float, int], dict[str, Any]]
+"""Arguments of `vitrail.merge` for a position from 0 (least merging) to 1 (most), and the number of layers."""
+
+MOST = 60
+"""Most pairs per layer that a dial of numbers of merges plans."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,18 @@ class Variant:
         return str(self.method["name"] if isinstance(self.method, Mapping) else self.method)
 
 
-def _ats(position: float) -> dict[str, Any]:
-    return {"method": "ats", "keep": max(0.02, 1 - 0.98 * position)}
+def _ats(position: float, layers: int) -> dict[str, Any]:
+    """Plan samples in the layers after the first quarter: already one layer that samples drops many tokens."""
+    late = [float(layer >= layers // 4) for layer in range(layers)]
+    planned = spread(round(MOST * layers * position**3), [share / sum(late) for share in late])
+    return {"method": "ats", "r": planned}
 
 
-def _mutual(position: float) -> dict[str, Any]:
-    return {"method": "mutual", "r": round(60 * position)}
+def _mutual(position: float, layers: int) -> dict[str, Any]:
+    return {"method": "mutual", "r": spread(round(MOST * layers * position), [1 / layers] * layers)}
 
 
-def _avit(position: float) -> dict[str, Any]:
+def _avit(position: float, layers: int) -> dict[str, Any]:
     return {"method": "avit"}
 
 
@@ -86,12 +93,12 @@ def lower_halting(method: Method, position: float) -> None:
         shift.fill_(20.0 - 24.0 * position)
 
 
-def _local_global(position: float) -> dict[str, Any]:
+def _local_global(position: float, layers: int) -> dict[str, Any]:
     options = {"threshold": 1.0 - 1.2 * position, "deviations": 3.0 - 6.0 * position}
     return {"method": {"name": "local_global", **options}}
 
 
-def _identical(position: float) -> dict[str, Any]:
+def _identical(position: float, layers: int) -> dict[str, Any]:
     return {"method": {"name": "identical", "tolerance": 4.0 * position**2}}
 
 
@@ -259,10 +266,10 @@ class Budget:
 
     def _dialed(self, model: nn.Module, dial: Dial, method: Method | None, restore: str | None) -> vitrail.Merging:
         """Set a method by bisection: the cost falls as the dial rises."""
-        low, high, position = 0.0, 1.0, 1.0
+        low, high, position, layers = 0.0, 1.0, 1.0, len(find(model).blocks)
         best: tuple[float, float] | None = None
         for _ in range(STEPS):
-            options = dial(position) | ({} if method is None else {"method": method})
+            options = dial(position, layers) | ({} if method is None else {"method": method})
             with vitrail.merge(model, **options) as merging:
                 adjust(merging, position)
                 found = mean_gflops(model, merging, self.images, self.batch)
@@ -275,7 +282,7 @@ class Budget:
             position = (low + high) / 2
         assert best is not None
         self.position = best[1]
-        options = dial(best[1]) | ({} if method is None else {"method": method})
+        options = dial(best[1], layers) | ({} if method is None else {"method": method})
         merging = vitrail.merge(model, **options, restore=restore)
         adjust(merging, best[1])
         try:

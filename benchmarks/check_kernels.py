@@ -52,6 +52,7 @@ from tests.kernels.whole import (  # noqa: E402
     LARGE,
     METHODS,
     SMALL,
+    autocast_outcomes,
     compiled_outcome,
     graph_outcome,
     method_outcomes,
@@ -189,6 +190,12 @@ def merging_cases() -> Iterator[Case]:
         yield Merging(**shape, channels=768, dtype=dtype, sizes=True, padding=50)
         yield Backward(**shape, channels=768, dtype=dtype, sizes=True, norm=True, gamma=True, padding=50)
         yield Backward(**shape, channels=768, dtype=dtype, sizes=True, padding=50)
+    for channels, branch, gamma in product((384, 768, 1152), HALF_TYPES, (False, True)):
+        yield Merging(**shape, channels=channels, branch=branch, y=True, gamma=gamma, norm=True, sizes=True)
+        yield Norm(length=197, channels=channels, branch=branch, y=True, gamma=gamma)
+        yield Sum(length=197, channels=channels, branch=branch, gamma=gamma)
+        yield Backward(**shape, channels=channels, branch=branch, norm=True, gamma=gamma, sizes=True)
+        yield Backward(length=197, kept=None, channels=channels, branch=branch, norm=True, gamma=gamma)
 
 
 @dataclass(frozen=True)
@@ -218,6 +225,10 @@ def model_tasks(quick: bool) -> list[Task]:
         for subject in (LARGE[:1] if quick else LARGE)
         for dtype, train in (("bf16", False), ("fp32", False), ("fp16", False), ("bf16", True), ("fp32", True))
         if not quick or dtype != "fp16"
+    ]
+    tasks += [
+        Task("model", f"{subject.name} autocast", partial(autocast_outcomes, subject, torch.bfloat16, "cuda", True))
+        for subject in (LARGE[0], LARGE[1], LARGE[4])
     ]
     vit = replace(LARGE[0], make=small_vit)
     recorded = [(torch.bfloat16, LARGE[0])] if quick else [(torch.bfloat16, LARGE[0]), (torch.float32, vit)]

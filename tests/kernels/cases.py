@@ -153,6 +153,7 @@ class Merging(Case):
     Attributes:
         crowded: whether most tokens that go, go into one group.
         padding: tokens of size 0, as in ``Attention``, and as many groups without members in the first image.
+        branch: dtype of y and of the LayerNorm's result, as under autocast; empty for that of the tokens.
     """
 
     topic: ClassVar[str] = "merging"
@@ -167,11 +168,12 @@ class Merging(Case):
     sizes: bool = False
     crowded: bool = False
     padding: int = 0
+    branch: str = ""
 
 
 @dataclass(frozen=True)
 class Norm(Case):
-    """The sum and the LayerNorm of a layer that merges nothing."""
+    """The sum and the LayerNorm of a layer that merges nothing; ``branch`` as in ``Merging``."""
 
     topic: ClassVar[str] = "norm"
 
@@ -180,16 +182,19 @@ class Norm(Case):
     y: bool = False
     gamma: bool = False
     add: bool = False
+    branch: str = ""
 
 
 @dataclass(frozen=True)
 class Sum(Case):
-    """The sum ``x + γ·y`` alone."""
+    """The sum ``x + γ·y`` alone, or ``x + y``; ``branch`` as in ``Merging``."""
 
     topic: ClassVar[str] = "sum"
 
     length: int = 17
     channels: int = 48
+    gamma: bool = True
+    branch: str = ""
 
 
 @dataclass(frozen=True)
@@ -223,6 +228,7 @@ class Backward(Case):
         tokens: whether a gradient comes along the tokens.
         strided: whether it has holes.
         padding: tokens of size 0 and groups without members, as in ``Merging``.
+        branch: as in ``Merging``.
     """
 
     topic: ClassVar[str] = "backward"
@@ -236,6 +242,7 @@ class Backward(Case):
     sizes: bool = False
     strided: bool = False
     padding: int = 0
+    branch: str = ""
 
 
 HALF = "float16"
@@ -357,12 +364,15 @@ MERGING = (
     *(Merging(**_EVERYTHING, padding=5, dtype=dtype) for dtype in ("float32", HALF)),
     Merging(length=2, kept=1, sizes=True),
     Merging(length=9, kept=9, sizes=True, dtype=HALF),
+    *(Merging(y=True, norm=True, sizes=True, gamma=gamma, branch=HALF) for gamma in (False, True)),
 )
 
 NORM = (
     *(Norm(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 192)),
     *(Norm(y=True, gamma=gamma, add=add, dtype=HALF) for gamma in (False, True) for add in (False, True)),
     Norm(y=True, gamma=True, add=True, channels=1024, length=3),
+    Norm(branch=HALF),
+    *(Norm(y=True, gamma=gamma, branch=HALF) for gamma in (False, True)),
 )
 
 BACKWARD = (
@@ -381,9 +391,13 @@ BACKWARD = (
     ),
     Backward(norm=True, tokens=False, channels=200),
     *(Backward(norm=norm, gamma=norm, sizes=True, padding=4) for norm in (False, True)),
+    *(Backward(kept=kept, norm=True, gamma=gamma, branch=HALF) for kept in (None, 11) for gamma in (False, True)),
 )
 
-SUM = (*(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),)
+SUM = (
+    *(Sum(dtype=dtype, channels=channels) for dtype in ("float32", HALF) for channels in (48, 768)),
+    *(Sum(gamma=gamma, branch=HALF) for gamma in (False, True)),
+)
 
 SAMPLE: tuple[Case, ...] = (
     *ATTENTION, *ATTENTION_BACKWARD, *RECEIVED, *MATCHING, *EDGES, *PAIRS, *GROUPS, *MERGING, *NORM, *SUM, *BACKWARD,

@@ -281,20 +281,21 @@ def _check_merging(case: Merging, device: torch.device) -> tuple[float, float]:
         first = groups.member.long().gather(1, groups.start[:, :-1].long().clamp(max=case.length - 1))
         assert torch.equal(out[alone], x.gather(1, first[..., None].expand(out.shape))[alone]), "not copied exactly"
     assert (norm is not None) == bool(normed)
-    return _error_of_tokens(out, normed, exact, add, norm), LIMITS[x.dtype]
+    return _error_of_tokens(out, normed, exact, add, norm)
 
 
 def _check_norm(case: Norm, device: torch.device) -> tuple[float, float]:
     x, y, gamma, add, norm = _tokens(case, Draw(case, device))
     assert norm is not None
     out, normed = twice(lambda: triton_merging.launch_norm(x, norm, y, gamma, add), device)
-    return _error_of_tokens(out, [normed], _summed(x, y, gamma), add, norm), LIMITS[x.dtype]
+    return _error_of_tokens(out, [normed], _summed(x, y, gamma), add, norm)
 
 
 def _check_sum(case: Sum, device: torch.device) -> tuple[float, float]:
     draw = Draw(case, device)
-    x, y = (surrounded(draw.normal(1, case.batch, case.length, case.channels), 0)[0] for _ in range(2))
-    gamma = surrounded(draw.normal(case.channels), 0)
+    shape = (1, case.batch, case.length, case.channels)
+    x, y = (surrounded(draw.normal(*shape).to(dtype), 0)[0] for dtype in (draw.dtype, _branch(case, draw)))
+    gamma = surrounded(draw.normal(case.channels), 0) if case.gamma else None
     (out,) = twice(lambda: (triton_merging.launch_sum(x, y, gamma),), device)
     return largest_error((out, _summed(x, y, gamma))), LIMITS[x.dtype]
 
@@ -308,13 +309,16 @@ def _check_backward(case: Backward, device: torch.device) -> tuple[float, float]
     size = draw.sizes(case.length, case.padding) if case.sizes else None
     if case.kept is not None:
         assignment, lists = groups.assignment, triton_merging.Groups(size, groups.member, groups.start)
-    grad, grad_norm = draw.normal(case.batch, kept, case.channels), draw.normal(case.batch, kept, case.channels)
+    branch = _branch(case, draw)
+    grad, grad_norm = (draw.normal(case.batch, kept, case.channels) for _ in range(2))
+    grad_norm = grad_norm.to(branch)
     if case.strided:
         grad = draw.normal(case.batch, case.channels, kept).transpose(1, 2)
     ones = torch.ones(case.batch, case.length, device=device)
     merged = assignment.merge_sizes(ones if size is None else size)
 
     x, y = (draw.normal(case.batch, case.length, case.channels) for _ in range(2))
+    y = y.to(branch)
     gamma, weight, bias = (draw.normal(case.channels) for _ in range(3))
     exact = {
         name: value.double().requires_grad_()
@@ -333,15 +337,17 @@ def _check_backward(case: Backward, device: torch.device) -> tuple[float, float]
 
     def launch() -> Sequence[Tensor]:
         found = triton_merging.launch_backward(
-            grad if case.tokens else None, back, lists, merged, y if case.gamma else None, gamma if case.gamma else None
-        )
+            grad if case.tokens else None, back, lists, merged, y if case.gamma else None,
+            gamma if case.gamma else None, branch,
+        )  # fmt: skip
         return [found.x, found.y, *(() if found.vectors is None else found.vectors)]
 
     with mock.patch.object(triton_merging, "PROGRAMS", 5):
         found = twice(launch, device)
     names = ["x", "y", *(["weight", "bias"] if case.norm else []), *(["gamma"] if case.gamma else [])]
+    assert found[1].dtype == branch
     pairs = [(value, exact[name].grad) for name, value in zip(names, found, strict=True)]
-    return largest_error(*pairs), LIMITS[grad.dtype]  # type: ignore[arg-type]
+    return _worst(*pairs)  # type: ignore[arg-type]
 
 
 CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
@@ -473,10 +479,11 @@ def _tokens(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, triton_merging.Norm | None]:
     shape = (case.batch, case.length, case.channels)
     x = surrounded(draw.normal(1, *shape), 0)[0]
-    y = surrounded(draw.normal(1, *shape), 0)[0] if case.y else None
+    branch = _branch(case, draw)
+    y = surrounded(draw.normal(1, *shape).to(branch), 0)[0] if case.y else None
     gamma, add, weight, bias = (surrounded(draw.normal(case.channels), 0) for _ in range(4))
     wants_norm = isinstance(case, Norm) or case.norm
-    norm = triton_merging.Norm(weight, bias, 1e-6) if wants_norm else None
+    norm = triton_merging.Norm(weight, bias, 1e-6, branch) if wants_norm else None
     return x, y, gamma if case.gamma else None, add if case.add else None, norm
 
 
@@ -488,9 +495,22 @@ def _summed(x: Tensor, y: Tensor | None, gamma: Tensor | None) -> Tensor:
 
 def _error_of_tokens(
     out: Tensor, normed: Sequence[Tensor], exact: Tensor, add: Tensor | None, norm: triton_merging.Norm | None
-) -> float:
+) -> tuple[float, float]:
     pairs = [(out, exact if add is None else exact + add.double())]
     if norm is not None:
         weights = norm.weight.double(), norm.bias.double()
+        assert normed[0].dtype == norm.dtype
         pairs.append((normed[0], F.layer_norm(exact, exact.shape[-1:], *weights, norm.eps)))
-    return largest_error(*pairs)
+    return _worst(*pairs)
+
+
+def _worst(*pairs: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Return the error nearest to the limit of its dtype, or above it, with that limit."""
+    errors = [(largest_error(pair), LIMITS[pair[0].dtype]) for pair in pairs]
+    return max(errors, key=lambda found: math.inf if math.isnan(found[0]) else found[0] / found[1])
+
+
+def _branch(case: Merging | Norm | Sum | Backward, draw: Draw) -> torch.dtype:
+    """Return the dtype of a case's branch and of its LayerNorm's result."""
+    dtype: torch.dtype = getattr(torch, case.branch or case.dtype)
+    return dtype

@@ -38,8 +38,8 @@ def guarded() -> Iterator[None]:
         given.append((whole, count))
         return whole[GUARD : GUARD + count].fill_(poison(dtype)).view(shape)
 
-    def empty_like(tensor: Tensor) -> Tensor:
-        return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return empty(*tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
     with mock.patch.multiple(torch, empty=empty, empty_like=empty_like):
         yield

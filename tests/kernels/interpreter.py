@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import SAMPLE, Outcome
-from tests.kernels.whole import METHODS, SMALL, kernels_everywhere, method_outcomes, outcomes
+from tests.kernels.whole import METHODS, SMALL, autocast_outcomes, kernels_everywhere, method_outcomes, outcomes
 from vitrail.kernels import ops
 
 FORMS = (("fp32", False), ("fp32", True), ("fp16", False), ("fp16", True))
 """Dtypes of models, and whether gradients are compared."""
+AUTOCAST = tuple(subject for subject in SMALL if subject.name != "DINOv3")
+"""Models whose blocks are dense."""
 
 
 def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
@@ -41,6 +43,7 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
     def learns(tensor: Tensor) -> Tensor:
         return tensor.clone().requires_grad_()
 
+    whole, short = torch.float32, torch.float16
     half = tuple(tensor.half() for tensor in (x, y, vector))
     best, partner = ops.best(k[:, :1], 1, None, None, None)
     mask, present, amount = torch.rand(2, 17) < 0.3, torch.rand(2, 17) < 0.9, torch.tensor([3, 5])
@@ -76,24 +79,36 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
         "merge of strided": (ops.merge, (torch.randn(2, 24, 17).transpose(1, 2), size, *lists)),
         "merge_back": (ops.merge_back, (merged, size, merged_size, *lists)),
         "merge_back without sizes": (ops.merge_back, (merged, None, merged_size, *lists)),
-        "norm_back": (ops.norm_back, (merged, merged, merged, weight, 1e-6, y, vector, size, merged_size, *lists)),
-        "norm_back, bare": (ops.norm_back, (None, x, x, weight, 1e-6, None, None, None, None, None, None)),
+        "norm_back": (
+            ops.norm_back,
+            (merged, merged, merged, weight, 1e-6, y, vector, size, merged_size, *lists, whole),
+        ),
+        "norm_back, bare": (ops.norm_back, (None, x, x, weight, 1e-6, None, None, None, None, None, None, whole)),
+        "norm_back of half": (ops.norm_back, (x, half[0], x, weight, 1e-6, *[None] * 6, short)),
         "merge_norm, learning": (
             ops.merge_norm,
-            (*map(learns, (x, y, vector)), size, *lists, learns(weight), learns(vector), 1e-6, None),
+            (*map(learns, (x, y, vector)), size, *lists, learns(weight), learns(vector), 1e-6, whole, None),
         ),
         "merge_norm of tokens alone, learning": (
             ops.merge_norm,
-            (learns(x), None, None, size, *lists, learns(weight), learns(vector), 1e-6, None),
+            (learns(x), None, None, size, *lists, learns(weight), learns(vector), 1e-6, whole, None),
         ),
-        "add_norm, learning": (ops.add_norm, (*map(learns, (x, y)), None, learns(weight), learns(vector), 1e-6, None)),
-        "merge_norm": (ops.merge_norm, (x, y, vector, size, member, start, vector, vector, 1e-6, vector)),
-        "merge_norm, bare": (ops.merge_norm, (x, y, None, None, member, start, vector, vector, 1e-6, None)),
-        "merge_norm of half": (ops.merge_norm, (*half, size, member, start, half[2], half[2], 1e-6, None)),
-        "norm": (ops.norm, (x, vector, vector, 1e-6)),
-        "add_norm": (ops.add_norm, (x, y, vector, vector, vector, 1e-6, vector)),
-        "add_norm, bare": (ops.add_norm, (x, y, None, vector, vector, 1e-6, None)),
+        "add_norm, learning": (
+            ops.add_norm,
+            (*map(learns, (x, y)), None, learns(weight), learns(vector), 1e-6, whole, None),
+        ),
+        "add_norm of half, learning": (
+            ops.add_norm,
+            (learns(x), learns(half[1]), None, learns(weight), learns(vector), 1e-6, short, None),
+        ),
+        "merge_norm": (ops.merge_norm, (x, y, vector, size, member, start, vector, vector, 1e-6, whole, vector)),
+        "merge_norm, bare": (ops.merge_norm, (x, y, None, None, member, start, vector, vector, 1e-6, short, None)),
+        "merge_norm of half": (ops.merge_norm, (*half, size, member, start, half[2], half[2], 1e-6, short, None)),
+        "norm": (ops.norm, (x, vector, vector, 1e-6, short)),
+        "add_norm": (ops.add_norm, (x, y, vector, vector, vector, 1e-6, whole, vector)),
+        "add_norm, bare": (ops.add_norm, (x, half[1], None, vector, vector, 1e-6, short, None)),
         "add_scaled": (ops.add_scaled, (x, y, vector)),
+        "add_scaled, bare": (ops.add_scaled, (x, half[1], None)),
     }
 
 
@@ -113,6 +128,11 @@ def check_models() -> list[Outcome]:
         return [o for subject in SMALL for dtype, train in FORMS for o in outcomes(subject, dtype, "cpu", train)]
 
 
+def check_autocast() -> list[Outcome]:
+    """Run small merged float32 models through the kernels under autocast, with gradients."""
+    return [o for subject in AUTOCAST for o in autocast_outcomes(subject, torch.float16, "cpu", True)]
+
+
 def check_kernels() -> list[Outcome]:
     """Run each kernel on its sample of cases."""
     from tests.kernels.checks import run
@@ -130,7 +150,13 @@ def check_methods() -> list[Outcome]:
     ]
 
 
-PARTS = {"kernels": check_kernels, "ops": check_operators, "models": check_models, "methods": check_methods}
+PARTS = {
+    "kernels": check_kernels,
+    "ops": check_operators,
+    "models": check_models,
+    "methods": check_methods,
+    "autocast": check_autocast,
+}
 
 
 def look_once() -> Any:

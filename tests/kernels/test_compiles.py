@@ -85,7 +85,10 @@ class Form:
 
     def __str__(self) -> str:
         types = dict(self.signature)
-        floats = next((kind[1:] for kind in types.values() if kind in ("*bf16", "*fp16")), "fp32")
+        kinds = list(dict.fromkeys(kind[1:] for kind in types.values() if kind in ("*fp32", "*bf16", "*fp16")))
+        mixed = types.get("x_ptr", types.get("dx_ptr")) == "*fp32"
+        short = next((kind for kind in kinds if kind != "fp32"), "")
+        floats = f"fp32 {short}".strip() if mixed else short or "fp32"
         sizes = [f"{name}={value}" for name, value in self.constants if name.isupper()]
         return " ".join([self.name.strip("_"), floats, *sizes])
 
@@ -165,7 +168,7 @@ def merging_forms() -> Iterator[Form]:
         vector = tensor(channels, dtype=dtype)
         size, merged = tensor(8, 197), tensor(8, 181)
         member, start = tensor(8, 197, dtype=torch.int32), tensor(8, 182, dtype=torch.int32)
-        norm = merging.Norm(vector, vector, 1e-6)
+        norm = merging.Norm(vector, vector, 1e-6, dtype)
         grad = tensor(8, 181, channels, dtype=dtype)
         back, through = (merging.NormBack(part, part, vector, 1e-6) for part in (grad, x))
         calls = [partial(merging.launch_norm, x, norm), partial(merging.launch_sum, x, y, vector)]
@@ -181,6 +184,18 @@ def merging_forms() -> Iterator[Form]:
                 partial(merging.launch_backward, x, through, None, None, y, gamma),
                 partial(merging.launch_backward, None, through),
             ]
+        if dtype == LONG:  # under autocast
+            branch, short = y.to(SHORT), merging.Norm(vector, vector, 1e-6, SHORT)
+            groups = merging.Groups(size, member, start)
+            through = merging.NormBack(tensor(8, 181, channels, dtype=SHORT), grad, vector, 1e-6)
+            calls += [partial(merging.launch_norm, x, short), partial(merging.launch_sum, x, branch, None)]
+            for gamma in (None, vector):
+                calls += [
+                    partial(merging.launch, x, groups, branch, gamma, short),
+                    partial(merging.launch_norm, x, short, branch, gamma),
+                    partial(merging.launch_sum, x, branch, gamma),
+                    partial(merging.launch_backward, grad, through, groups, merged, branch, gamma, SHORT),
+                ]
         for call in calls:
             yield from chosen(call)
 

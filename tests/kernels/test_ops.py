@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,7 @@ OPERATORS = [
     *("merge without sizes", "merge of half", "merge of strided", "merge_back", "merge_back without sizes"),
     *("merge_norm", "merge_norm, bare", "merge_norm of half", "merge_norm, learning", "norm", "norm_back"),
     *("norm_back, bare", "add_norm", "add_norm, bare", "add_norm, learning", "add_scaled"),
+    *("norm_back of half", "add_norm of half, learning", "add_scaled, bare"),
     *("merge_norm of tokens alone, learning", "best", "best under masks", "best_given", "settle", "settle numbers"),
     *(
         "place",
@@ -79,6 +81,18 @@ def gpu() -> Iterator[str]:
         yield "cuda"
 
 
+@contextmanager
+def casting(device: str) -> Iterator[None]:
+    """Autocast to bfloat16, also where the device is not there: ``torch.autocast`` would do nothing."""
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, torch.float16)
+
+
 def shapes(*tensors: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
@@ -110,25 +124,28 @@ def test_attention_without_values(gpu: str, dtype: torch.dtype, learns: bool) ->
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("r", [0, 4])
 @pytest.mark.parametrize("learns", [False, True])
-def test_dense_block_without_values(gpu: str, learns: bool, r: int, scaled: bool, joint: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dense_block_without_values(
+    gpu: str, learns: bool, r: int, scaled: bool, joint: bool, dtype: torch.dtype
+) -> None:
     def linear(wide: int, high: int) -> nn.Linear:
-        return nn.Linear(wide, high, device=gpu, dtype=torch.bfloat16)
+        return nn.Linear(wide, high, device=gpu, dtype=dtype)
 
     def norm() -> nn.LayerNorm:
-        return nn.LayerNorm(32, device=gpu, dtype=torch.bfloat16)
+        return nn.LayerNorm(32, device=gpu, dtype=dtype)
 
-    gamma = torch.empty(32, device=gpu, dtype=torch.bfloat16) if scaled else None
+    gamma = torch.empty(32, device=gpu, dtype=dtype) if scaled else None
     qkv = (linear(32, 96),) if joint else (linear(32, 32), linear(32, 32), linear(32, 32))
     block = DenseBlock(
         2, norm(), qkv, linear(32, 32), norm(), linear(32, 64), linear(64, 32), (gamma, gamma), None, "none"
     )
-    x = torch.empty(3, 17, 32, device=gpu, dtype=torch.bfloat16)
+    x = torch.empty(3, 17, 32, device=gpu, dtype=dtype)
     state = MergeState((r, r, r), protected=1)
-    with torch.set_grad_enabled(learns):
+    with casting(gpu) if dtype == torch.float32 else nullcontext(), torch.set_grad_enabled(learns):
         for layer in range(3):
             assert serves(x, PLAN, state)
             x, state = dense_forward(block, x, state, state.r, state.size, PLAN.method)
-            assert shapes(x) == [((3, 17 - (layer + 1) * r, 32), torch.bfloat16)]
+            assert shapes(x) == [((3, 17 - (layer + 1) * r, 32), dtype)]
     assert state.layer == 3
     if r:
         assert state.size is not None
@@ -152,8 +169,10 @@ def test_dense_path_serves_half_precision_in_paper_order(gpu: str) -> None:
         assert not serves(x, plan(method=Random()), MergeState((2,), size=torch.ones(1, 17, requires_grad=True)))
     assert not serves(x, plan(method=Random()), state), "compilers fuse other methods by themselves"
     assert not serves(x, PLAN, MergeState((2,), protected=torch.zeros(1, 17, dtype=torch.bool)))
-    with mock.patch.object(torch, "is_autocast_enabled", lambda device: device == "cuda"):
-        assert not serves(x, PLAN, state)
+    with casting(gpu):
+        assert serves(x, PLAN, state)
+        assert serves(x.float(), PLAN, state)
+        assert not serves(x.half(), PLAN, state)
     with kernels.reference():
         assert not serves(x, PLAN, state)
 

@@ -194,6 +194,30 @@ def method_outcomes(subject: Subject, name: str, dtype: torch.dtype, device: str
     return outcomes
 
 
+def autocast_outcomes(subject: Subject, short: torch.dtype, device: str, train: bool) -> list[Outcome]:
+    """Compare a float32 model under autocast: kernels, reference functions, and float64; every block must be dense."""
+    model = lively(subject.make()).to(device)
+    batch = random_images(subject.images, vitrail.adapters.input_spec(model).size, device)
+    vitrail.merge(model, r=subject.r)
+    blocks = mock.Mock(side_effect=block_forward.dense_forward)
+    here = nullcontext() if device == "cuda" else kernels_everywhere()
+    autocast = torch.autocast(device, short)
+    with here, autocast, mock.patch.object(block_forward, "dense_forward", blocks):
+        found = _output_and_gradient(model, batch, train)
+    with kernels.reference():
+        with autocast:
+            reference = _output_and_gradient(model, batch, train)
+        exact = _output_and_gradient(model.double(), batch.double(), train)
+    depth = len(vitrail.adapters.find(model).blocks)
+    why = "" if blocks.call_count == depth else f"the dense path ran {blocks.call_count} times in {depth} blocks"
+    outcomes = []
+    for what, mine, other, truth in zip(("output", "gradient"), found, reference, exact, strict=False):
+        limit = 1.5 * relative_error(other, truth) + 1e-3
+        label = f"{subject.name} autocast {_name(short)} {what}"
+        outcomes.append(Outcome("model", label, relative_error(mine, truth), limit, why))
+    return outcomes
+
+
 def _output_and_gradient(model: nn.Module, batch: Tensor, learns: bool) -> tuple[Tensor, ...]:
     """Return a model's output; with ``learns`` also the gradients of all its weights, in one row."""
     torch.manual_seed(0)  # some methods draw

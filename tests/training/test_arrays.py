@@ -16,6 +16,7 @@ from vitrail.data.loading.loader import make_loader
 from vitrail.data.loading.order import generator
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, TrainingError
+from vitrail.models import ViT
 from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, train
 from vitrail.training.run_directory import Labels
 
@@ -237,7 +238,7 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidOption, match="trained on floating point numbers of 1 channels, and the data is arrays"):
         evaluate(run.last, Arrays(torch.zeros(4, 1, 16, 24, dtype=torch.uint8), columns))
     with pytest.raises(InvalidOption, match="ViT has no known normalization"):
-        evaluate(load_trained(run.last)[0], sounds(4), labels=("tone", "voice"))
+        evaluate(ViT(load_trained(run.last)[0].config), sounds(16), labels=("tone", "voice"))
     images = [(torch.zeros(3, 16, 16), 0)] * 16
     with pytest.raises(InvalidOption, match="was trained on arrays"):
         train(data=images, model=str(run.last), out=str(tmp_path / "on"), preset="tiny", device="cpu")

@@ -233,6 +233,9 @@ class TrunkAdapter(ABC):
     argument: str = "x"
     """Name of the argument that takes the input."""
 
+    packed: bool = False
+    """Whether images are packed into one sequence, so that tokens have no batch axis."""
+
     @abstractmethod
     def blocks(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks in the order in which they run."""

@@ -90,12 +90,14 @@ def _settle(
             held = _is_protected(mask_ptr, batch, 2 * j + 1, odd, length, protected, mask_b, HAS_MASK)
             destinations += (odd & (held == 0)).to(tl.int32)
     limit = r
+    there = length
     if HAS_AMOUNT:
         free_evens = tl.sum(sources, 0)
         free_odds = tl.sum(destinations, 0)
         edges = tl.minimum(tl.where(free_odds > 0, free_evens, 0), (free_evens + free_odds) // 2)
         limit = tl.minimum(tl.load(amount_ptr + batch), edges).to(tl.int32)
-        tl.store(kept_ptr + batch + 0 * a, tl.sum(here, 0) - limit + 0 * a, mask=a == 0)
+        there = tl.sum(here, 0)
+    tl.store(kept_ptr + batch + 0 * a, there - limit + 0 * a, mask=a == 0)
     merges = tl.sum(ahead, 1) < limit
     tl.store(group_ptr + batch * length + 2 * a, tl.where(merges, 2 * partner + 1, 2 * a), mask=a < evens)
     tl.store(group_ptr + batch * length + 2 * a + 1, 2 * a + 1, mask=2 * a + 1 < length)

@@ -33,11 +33,12 @@ class Groups(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A LayerNorm's weight, bias and epsilon."""
+    """A LayerNorm's weight, bias and epsilon, and the dtype of its result."""
 
     weight: Tensor
     bias: Tensor
     eps: float
+    dtype: torch.dtype
 
 
 @triton.jit(do_not_specialize=["length", "kept"])
@@ -89,7 +90,7 @@ def _norm(
     channel = tl.arange(0, D_PAD)
     inside = channel < D
     token = _summed(x_ptr, y_ptr, gamma_ptr, row, channel, inside, HAS_Y, HAS_GAMMA, D)
-    token = token.to(norm_ptr.dtype.element_ty)
+    token = token.to(out_ptr.dtype.element_ty)
     _finish(
         token, add_ptr, weight_ptr, bias_ptr, out_ptr, norm_ptr, row, channel, inside, eps,
         HAS_ADD, HAS_NORM, D, HAS_Y,
@@ -135,8 +136,8 @@ def _finish(
 def _backward(
     grad_ptr, grad_norm_ptr, token_ptr, weight_ptr, y_ptr, gamma_ptr, size_ptr, out_size_ptr, member_ptr, start_ptr,
     dx_ptr, dy_ptr, part_ptr, rows, length, kept, eps,
-    HAS_GRAD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_GROUPS: tl.constexpr,
-    HAS_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    HAS_GRAD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_DY: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, HAS_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """Distribute the gradient of each token to the members of its group; sum those of weight, bias and γ."""
     channel = tl.arange(0, D_PAD)
@@ -177,10 +178,10 @@ def _backward(
                     share = tl.load(size_ptr + source)
                 member_grad = grad * tl.where(total > 0, share / total, 0.0)
                 for_gamma += _write_grad(
-                    member_grad, y_ptr, gamma, dx_ptr, dy_ptr, source, channel, inside, HAS_GAMMA, D
+                    member_grad, y_ptr, gamma, dx_ptr, dy_ptr, source, channel, inside, HAS_DY, HAS_GAMMA, D
                 )
         else:
-            for_gamma += _write_grad(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA, D)
+            for_gamma += _write_grad(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_DY, HAS_GAMMA, D)
     part = part_ptr + tl.program_id(0) * (3 if HAS_GAMMA else 2) * D + channel
     if HAS_NORM:
         tl.store(part, for_weight, mask=inside)
@@ -190,13 +191,19 @@ def _backward(
 
 
 @triton.jit
-def _write_grad(grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside, HAS_GAMMA: tl.constexpr, D: tl.constexpr):
-    """Write a token's gradient and γ times it; return the token's share of γ's gradient."""
+def _write_grad(
+    grad, y_ptr, gamma, dx_ptr, dy_ptr, row, channel, inside,
+    HAS_DY: tl.constexpr, HAS_GAMMA: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Write a token's gradient, and (γ times) it for its branch; return the token's share of γ's gradient."""
     tl.store(dx_ptr + row * D + channel, grad.to(dx_ptr.dtype.element_ty), mask=inside)
     share = tl.zeros_like(grad)
+    branch = grad
     if HAS_GAMMA:
-        tl.store(dy_ptr + row * D + channel, (grad * gamma).to(dy_ptr.dtype.element_ty), mask=inside)
+        branch = grad * gamma
         share = grad * tl.load(y_ptr + row * D + channel, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DY:
+        tl.store(dy_ptr + row * D + channel, branch.to(dy_ptr.dtype.element_ty), mask=inside)
     return share
 
 
@@ -214,8 +221,8 @@ def launch(
     out = torch.empty(batch, kept, channels, dtype=x.dtype, device=x.device)
     size = torch.empty(batch, kept, dtype=torch.float32, device=x.device)
     log_size = torch.empty_like(size)
-    normed = torch.empty_like(out) if norm is not None else None
-    weight, bias, eps = norm or (x, x, 0.0)
+    normed = torch.empty_like(out, dtype=norm.dtype) if norm is not None else None
+    weight, bias, eps, _ = norm or (x, x, 0.0, x.dtype)
     constants = {
         "HAS_Y": y is not None, "HAS_GAMMA": gamma is not None, "HAS_ADD": add is not None,
         "HAS_SIZE": groups.size is not None, "HAS_NORM": norm is not None, **_width(channels),
@@ -233,7 +240,7 @@ def launch_norm(
 ) -> tuple[Tensor, Tensor]:
     """Normalize contiguous tokens ``x + γ·y`` (B, N, D); return them (+ ``add``) and the normalized ones."""
     channels = x.shape[-1]
-    normed = torch.empty_like(x)
+    normed = torch.empty_like(x, dtype=norm.dtype)
     out = torch.empty_like(x) if y is not None else x
     constants = {
         "HAS_Y": y is not None, "HAS_GAMMA": gamma is not None, "HAS_ADD": add is not None, "HAS_NORM": True,
@@ -244,18 +251,23 @@ def launch_norm(
     return out, normed
 
 
-def launch_sum(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
-    """Return ``x + γ·y`` for contiguous tokens (…, D)."""
+def launch_sum(x: Tensor, y: Tensor, gamma: Tensor | None) -> Tensor:
+    """Return ``x + γ·y`` for contiguous tokens (…, D), in the dtype of ``x``."""
     channels = x.shape[-1]
     out = torch.empty_like(x)
-    constants = {"HAS_Y": True, "HAS_GAMMA": True, "HAS_ADD": False, "HAS_NORM": False, **_width(channels)}
-    tensors = (x, y, gamma, x, x, x, out, out)
+    constants = {
+        "HAS_Y": True, "HAS_GAMMA": gamma is not None, "HAS_ADD": False, "HAS_NORM": False, **_width(channels),
+    }  # fmt: skip
+    tensors = (x, y, _or(gamma, x), x, x, x, out, out)
     launching.launch(_norm, (x.numel() // channels,), tensors, (0.0,), constants, num_warps=WARPS)
     return out
 
 
 class Gradients(NamedTuple):
-    """Gradients of ``x`` and ``y`` (one tensor where there is no γ), and of weight, bias and γ as rows (2 or 3, D)."""
+    """Gradients of ``x`` and ``y``, and of weight, bias and γ as rows (2 or 3, D) in the weight's dtype.
+
+    Those of ``x`` and ``y`` are one tensor where they are equal: without γ, and with one dtype.
+    """
 
     x: Tensor
     y: Tensor
@@ -278,6 +290,7 @@ def launch_backward(
     merged_size: Tensor | None = None,
     y: Tensor | None = None,
     gamma: Tensor | None = None,
+    branch: torch.dtype | None = None,
 ) -> Gradients:
     """Propagate gradients of tokens and of normalized tokens (B, kept, D) back to the tokens that merged (B, N, D).
 
@@ -287,29 +300,33 @@ def launch_backward(
         groups: groups that merged; None where nothing merged.
         merged_size: sizes after.
         y: the branch that γ scaled, if any.
+        branch: dtype of the branch's gradient; None for that of the tokens.
     """
     grad = None if grad is None else grad.contiguous()
     norm = None if norm is None else norm._replace(grad=norm.grad.contiguous())
-    like = grad if grad is not None else norm.grad  # type: ignore[union-attr]
+    like = grad if norm is None else norm.token
+    assert like is not None
     batch, kept, channels = like.shape
     length = kept if groups is None else groups.member.shape[1]
     dx = torch.empty(batch, length, channels, dtype=like.dtype, device=like.device)
-    dy = dx if gamma is None else torch.empty_like(dx)
+    shares = gamma is None and branch in (None, dx.dtype)
+    dy = dx if shares else torch.empty_like(dx, dtype=branch)
     rows = batch * kept
     programs = min(rows, PROGRAMS)
     parts = torch.empty(programs, 2 if gamma is None else 3, channels, dtype=torch.float32, device=like.device)
     size, member, start = groups or (None, like, like)
     grad_norm, token, weight, eps = norm or (like, like, like, 0.0)
     constants = {
-        "HAS_GRAD": grad is not None, "HAS_NORM": norm is not None, "HAS_GAMMA": gamma is not None,
-        "HAS_GROUPS": groups is not None, "HAS_SIZE": size is not None, **_width(channels),
+        "HAS_GRAD": grad is not None, "HAS_NORM": norm is not None, "HAS_DY": not shares,
+        "HAS_GAMMA": gamma is not None, "HAS_GROUPS": groups is not None, "HAS_SIZE": size is not None,
+        **_width(channels),
     }  # fmt: skip
     tensors = (
         _or(grad, like), grad_norm, token, weight, _or(y, like), _or(gamma, like), _or(size, like),
         _or(merged_size, like), member, start, dx, dy, parts,
     )  # fmt: skip
     launching.launch(_backward, (programs,), tensors, (rows, length, kept, eps), constants, num_warps=WARPS)
-    return Gradients(dx, dy, None if norm is None else parts.sum(0).to(like.dtype))
+    return Gradients(dx, dy, None if norm is None else parts.sum(0).to(norm.weight.dtype))
 
 
 def _width(channels: int) -> dict[str, int]:

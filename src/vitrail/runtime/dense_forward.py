@@ -33,17 +33,30 @@ Reduce = Callable[[Tensor, Tensor, Projections], Reduction | None]
 """Reduces tokens after attention, given also their LayerNorm before it and their queries, keys and values."""
 
 
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes of matrix products on the dense path."""
+
+
+def work_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with ``x``: autocast's where it is on, or the dtype of ``x``."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def serves(x: Tensor, plan: Plan, state: MergeState) -> bool:
-    """Return whether the dense path runs here: half precision on a GPU, in paper order; compiled, with a fused twin."""
+    """Return whether the dense path runs here: half precision on a GPU, in paper order; compiled, with a fused twin.
+
+    Under autocast tokens are float32, or have its dtype.
+    """
     method = plan.method
     return (
-        x.dtype in (torch.bfloat16, torch.float16)
+        (dtype := work_dtype(x)) in HALF
+        and x.dtype in (dtype, torch.float32)
         and isinstance(state.protected, int)
         and plan.order == "paper"
         and (method.twin in kernels.TWINS or _serves_unfused(method, state))
         and state.restorer is None
         and kernels.usable(x)
-        and not torch.is_autocast_enabled(x.device.type)
     )
 
 
@@ -61,8 +74,19 @@ def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, plan: Plan, st
     """Return a block as its matrices; None where it is more than that, or the kernels do not run here."""
     if not serves(x, plan, state):
         return None
-    if torch.compiler.is_compiling():
-        return _find(parts, block)
+    dense = _find(parts, block) if torch.compiler.is_compiling() else _found(parts, block)
+    if dense is not None and any(gamma is not None and _widens(gamma, x) for gamma in dense.gammas):
+        return None
+    return dense
+
+
+def _widens(gamma: Tensor, x: Tensor) -> bool:
+    """Return whether a layer scale makes the residual sum's dtype another than that of the tokens."""
+    return gamma.dtype != x.dtype and torch.promote_types(gamma.dtype, x.dtype) != x.dtype
+
+
+def _found(parts: BlockAdapter, block: nn.Module) -> DenseBlock | None:
+    """Return a block's matrices, cached where they last."""
     known = _known.get(block)
     if known is not None and known.holds():
         return known.dense
@@ -157,8 +181,10 @@ def dense_forward(
     """
     _, drop_hidden, drop_mlp = dense.drops
     learns = torch.is_grad_enabled()
-    gamma = dense.gammas[1]
-    pending_bias = dense.fc2.bias if gamma is None and not drop_mlp and not learns else None
+    gamma, dtype = dense.gammas[1], work_dtype(x)
+    # the product adds to the tokens in place where both have one dtype
+    in_place = gamma is None and not drop_mlp and not learns and x.dtype == dtype == dense.fc2.weight.dtype
+    pending_bias = dense.fc2.bias if in_place else None
     x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, size, method, pending_bias, read, reduce)
     width = x.shape[2]
     if learns:
@@ -169,9 +195,9 @@ def dense_forward(
     if pending_bias is not None:
         return x.view(-1, width).addmm_(hidden, dense.fc2.weight.t()).view_as(x), state
     y = _apply(drop_mlp, dense.fc2(hidden).view_as(x))
-    if gamma is None:
-        return x + y, state
-    return (torch.addcmul(x, y, gamma) if learns else ops.add_scaled(x, y, gamma)), state
+    if not learns:
+        return ops.add_scaled(x, y, gamma), state
+    return (x + y if gamma is None else torch.addcmul(x, y, gamma)), state
 
 
 def _attend_and_merge(
@@ -191,20 +217,19 @@ def _attend_and_merge(
     y = _apply(dense.drops[0], dense.proj(attended.y))
     attended.join()
     gamma, norm2 = dense.gammas[0], dense.norm2
+    norm = norm2.weight, norm2.bias, norm2.eps, work_dtype(x)
     if reduce is not None:
         x = x + y if gamma is None else torch.addcmul(x, y, gamma)
-        return _merge_reduction(dense, x, state, reduce(x, attended.h, attended.projected), method, pending_bias)
+        return _merge_reduction(norm, x, state, reduce(x, attended.h, attended.projected), method, pending_bias)
     if step is None:
-        x, h = ops.add_norm(x, y, gamma, norm2.weight, norm2.bias, norm2.eps, pending_bias)
+        x, h = ops.add_norm(x, y, gamma, *norm, pending_bias)
         return x, h, state.next_layer(x)
-    x, size, log2_size, h = ops.merge_norm(
-        x, y, gamma, state.size, step.member, step.start, norm2.weight, norm2.bias, norm2.eps, pending_bias
-    )
+    x, size, log2_size, h = ops.merge_norm(x, y, gamma, state.size, step.member, step.start, *norm, pending_bias)
     return x, h, state.after(step, size, log2_size).next_layer(x)
 
 
 def _merge_reduction(
-    dense: DenseBlock,
+    norm: tuple[Tensor, Tensor, float, torch.dtype],
     x: Tensor,
     state: MergeState,
     reduction: Reduction | None,
@@ -212,8 +237,6 @@ def _merge_reduction(
     pending_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, MergeState]:
     """Return reduced tokens plus ``pending_bias``, and their LayerNorm for the MLP; means take one kernel."""
-    norm2 = dense.norm2
-    norm = norm2.weight, norm2.bias, norm2.eps
     if reduction is None or reduction.soft is not None or not method.averages or _learns(reduction.weight):
         if reduction is not None:
             x, state = state.apply(x, reduction, method)
@@ -280,7 +303,7 @@ def _matched(method: Method, state: MergeState, x: Tensor, h: Tensor, projected:
 def _project(dense: DenseBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """Return tokens, normed tokens, and queries, keys and values: packed where one layer computes them, and apart."""
     norm, heads = dense.norm1, dense.heads
-    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps)
+    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps, work_dtype(x))
     if len(dense.qkv) == 1:
         packed = dense.qkv[0](h)
         return x, h, packed, *ops.unpack(packed, heads)
@@ -295,13 +318,14 @@ def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:
 
 
 def _linear_gelu(linear: nn.Linear, h: Tensor, approximate: str) -> Tensor:
-    """Compute a linear layer and GELU as one matrix product with an epilogue.
+    """Compute a linear layer and GELU as one matrix product with an epilogue, which autocast does not know.
 
     The epilogue is the tanh form of GELU, within 5·10⁻⁴ of the exact one: below the resolution of bfloat16 around one.
     float16 resolves more, and gets the exact form.
     """
     if approximate == "tanh" or h.dtype == torch.bfloat16:
-        return torch._addmm_activation(linear.bias, h, linear.weight.t(), use_gelu=True)
+        bias, weight = linear.bias.to(h.dtype), linear.weight.to(h.dtype)
+        return torch._addmm_activation(bias, h, weight.t(), use_gelu=True)
     return F.gelu(linear(h), approximate=approximate)
 
 
@@ -309,8 +333,11 @@ class PatchProduct:
     """Mixin in front of a convolution whose stride equals its kernel; a matrix product in half precision on a GPU."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if x.dtype not in (torch.bfloat16, torch.float16) or not kernels.usable(x) or x.dtype != self.weight.dtype:
+        dtype = work_dtype(x)
+        casts = torch.is_autocast_enabled(x.device.type) or x.dtype == self.weight.dtype
+        if dtype not in HALF or not kernels.usable(x) or not casts:
             return super().forward(x)  # type: ignore[misc]
+        x = x.to(dtype)
         high, wide = self.kernel_size
         batch, channels, height, width = x.shape
         rows, columns = height // high, width // wide

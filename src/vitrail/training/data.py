@@ -77,7 +77,7 @@ def expected_of(dataset: Dataset, expects: InputSpec | None, what: str) -> Input
             return expects
         told = "has no known preprocessing of images; give its directory"
         raise InvalidOption(f"{what} {told if expects is None else 'was trained on arrays; give Arrays, not images'}")
-    if expects is None or not expects.is_array:
+    if expects is None or expects.modality not in ("array", dataset.modality):
         if own.dtype.is_floating_point:
             raise InvalidOption(
                 f"{what} has no known normalization of arrays; give the directory of a run that was trained on them. "

@@ -14,7 +14,9 @@ from tests.parity.models_timm_eva import CASES as EVA
 from tests.parity.models_timm_vit import CASES as VIT
 from tests.parity.models_torchvision import CASES as TORCHVISION
 from tests.parity.models_transformers import CASES as TRANSFORMERS
+from tests.parity.models_transformers_beit import CASES as HF_BEIT
 from tests.parity.models_transformers_clip import CASES as CLIP
+from tests.parity.models_transformers_dinov3 import CASES as DINOV3
 from vitrail.adapters import find
 
 ALL: dict[str, Case] = {
@@ -23,6 +25,8 @@ ALL: dict[str, Case] = {
     **{f"beit-{name}": case for name, case in BEIT.items()},
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
     **{f"clip-{name}": case for name, case in CLIP.items()},
+    **{f"hf_beit-{name}": case for name, case in HF_BEIT.items()},
+    **{f"dinov3-{name}": case for name, case in DINOV3.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
     **{f"open_clip-{name}": case for name, case in OPEN_CLIP.items()},
 }

@@ -150,6 +150,7 @@ class EntryPoint:
     def _vitrail_pass(self: Any, x: Tensor, **options: bool) -> AbstractContextManager[None]:
         """Open a pass with the layout and position of an input; options as for `open_pass`."""
         adapter = self._vitrail_adapter
+        x = adapter.channels_first(self, x)
         layout = adapter.layout(self, tuple(x.shape[2:]))
         return open_pass(self, layout, adapter.position(self, layout.grid), inputs=x, **options)  # type: ignore[arg-type]
 

@@ -72,6 +72,14 @@ _DINOV2_NESTED = replace(
     after_feed=_DINOV2.after_feed,
 )
 MODELS = "transformers.models"
+FAMILIES = (
+    "beit",
+    "clip",
+    "dinov3",
+    "packed",
+    "vlm",
+)
+"""Modules ``_transformers_*`` with the adapters of other families, as their ``TRUNKS``."""
 _TEXT = ("text_model", "text_projection", "language_model", "lm_head")
 """Attributes of models around a trunk that hold parts which do not run on images."""
 _PROJECTORS = ("multi_modal_projector", "connector")
@@ -261,13 +269,10 @@ class Transformers(Library):
     heads = {"cls_classifier": "class", "distillation_classifier": "distillation"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
-        from vitrail.adapters import _transformers_clip, _transformers_packed, _transformers_vlm
-
+        families = [import_module(f"vitrail.adapters._transformers_{name}").TRUNKS for name in FAMILIES]
         dinov2, registers = "dinov2.modeling_dinov2", "dinov2_with_registers.modeling_dinov2_with_registers"
         return {
-            **_transformers_clip.TRUNKS,
-            **_transformers_packed.TRUNKS,
-            **_transformers_vlm.TRUNKS,
+            **{kind: adapter for trunks in families for kind, adapter in trunks.items()},
             f"{MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
             f"{MODELS}.deit.modeling_deit.DeiTModel": TransformersTrunk(),
             f"{MODELS}.{dinov2}.Dinov2Model": Dinov2Trunk(),

@@ -54,9 +54,11 @@ class MergedBlock:
             carried = carried.enter(mine.plan.added, mine.index, x)
         slot = Slot()
         out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
+        if isinstance(out, tuple):
+            return (_send(mine, out[0], slot.passed), *out[1:])
         return _send(mine, out, slot.passed)
 
-    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Any:
         mine = self._vitrail
         call = mine.parts.read_call(args, kwargs)
         x, after = vitrail_carried.run(mine.parts, self, x, call)  # type: ignore[arg-type]
@@ -64,7 +66,8 @@ class MergedBlock:
         is_shown = mine.is_last or (expose if isinstance(expose, bool) else mine.index in expose)
         output = after.restore(x) if after.plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, output, after)
-        return output
+        count = mine.parts.tuple_length
+        return (output, *(None,) * (count - 1)) if count else output
 
 
 def _split_tokens(

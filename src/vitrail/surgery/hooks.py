@@ -349,7 +349,7 @@ def _as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:
     """Return the output of a patch embedding, tokens or a map with channels first or last, as (B, P, D)."""
     if embedded.dim() == 3:
         return embedded
-    if tuple(embedded.shape[1:3]) == layout.grid[1:]:
+    if embedded.dim() == 4 and tuple(embedded.shape[1:3]) == layout.grid[1:]:
         return embedded.flatten(1, 2)
     return embedded.flatten(2).transpose(1, 2)
 

@@ -198,9 +198,10 @@ def test_two_ranks_see_what_one_sees(keep: Any, make: Any) -> None:
 def test_sizes_in_a_config(tmp_path: Path) -> None:
     config = Config(data="x", patch_size=[2, 8, 8], image_size=(4, 16, 16))  # type: ignore[arg-type]
     assert config.patch_size == (2, 8, 8)
+    assert Config(data="x", patch_size="2,8,8", image_size="4x16x16") == config  # as on the command line
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert Config.from_yaml(tmp_path / "config.yaml") == config
-    for wrong in ([8], (0, 4), (8, 4.0), True, 0, (1, 2, 3, 4), "8"):
+    for wrong in ([8], (0, 4), (8, 4.0), True, 0, (1, 2, 3, 4), "8,a", "0"):
         with pytest.raises(InvalidOption, match=r"patch_size=.*expected an integer of at least 1, or two or three"):
             Config(data="x", patch_size=wrong)  # type: ignore[arg-type]
 

@@ -135,10 +135,11 @@ class Dataset:
         """What samples are: ``image``, ``video``, ``audio`` or ``array``."""
         return self._source.modality
 
-    def decoded(self, spec: InputSpec) -> Dataset:
+    def decoded(self, spec: InputSpec, *, measure: bool = False) -> Dataset:
         """Return clips as frames in bytes and sounds as spectrograms, of the size and sampling of a specification.
 
-        Images and arrays stay as they are.
+        With ``measure`` their :meth:`statistics` have the normalization of these samples, not that of the
+        specification. Images and arrays stay as they are.
         """
         if self.modality not in DEFAULTS or self.tensor_spec is not None:
             return self
@@ -146,7 +147,7 @@ class Dataset:
             raise UnsupportedInput(
                 f"the data is {self.modality}, and the model takes {spec.modality}; use a model for {self.modality}"
             )
-        return self._with(source=DecodedSource(self._source, spec))
+        return self._with(source=DecodedSource(self._source, spec, measure))
 
     def statistics(self) -> InputSpec | None:
         """Return the input specification of a model trained on this dataset; None for images: the model has its own."""
@@ -302,11 +303,11 @@ class Dataset:
     def fingerprint(self) -> dict[str, Any]:
         """Return class counts and a digest of all labels in order; for arrays, of a few samples' values as well.
 
-        A resumed run compares it. Names and paths are left out: data may move. Images are left out, too: seeking in
-        some files is slow, and decoders differ in single bits from machine to machine.
+        A resumed run compares it. Names and paths are left out: data may move. Images, clips and sounds are left out,
+        too: seeking in some files is slow, and decoders differ in single bits from machine to machine.
         """
         found: dict[str, Any] = {"counts": self.class_counts, "labels": _digest([self.labels])}
-        if self.tensor_spec is not None:
+        if self.modality == "array":
             indices = torch.linspace(0, len(self) - 1, FINGERPRINT_SAMPLES).long().unique()
             found["values"] = _digest(self.tensor(index, 1) for index in indices.tolist())
         return found

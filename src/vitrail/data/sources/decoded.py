@@ -22,8 +22,8 @@ MEASURED = 256
 class DecodedSource(Source):
     """The recordings of another source, decoded as an input specification says: frames in bytes, or spectrograms."""
 
-    def __init__(self, source: Source, spec: InputSpec) -> None:
-        self._source, self._spec = source, replace(spec, axes="")
+    def __init__(self, source: Source, spec: InputSpec, measure: bool = False) -> None:
+        self._source, self._spec, self._measure = source, spec, measure
         self.names, self.paths = source.names, source.paths
         self.modality = spec.modality
         video = spec.modality == "video"
@@ -45,7 +45,9 @@ class DecodedSource(Source):
         return decode
 
     def statistics(self, rows: Sequence[int]) -> InputSpec:
-        """Return the specification with the normalization of these rows: colors as images, numbers as measured."""
+        """Return the specification; with ``measure``, colors are normalized as images are, numbers as measured."""
+        if not self._measure:
+            return self._spec
         if self.modality == "video":
             measured = byte_statistics(3)
         else:

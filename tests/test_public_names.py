@@ -29,12 +29,12 @@ PUBLIC = {
     ),
     "vitrail.cli": "app main",
     "vitrail.data": (
-        "Arrays Batch Dataset InputSpec MAX_PIXELS Sample Source as_rgb check_image find_images open_dataset "
-        "read_image samples to_tensor"
+        "Arrays Batch Clip Dataset FrameSampling InputSpec MAX_PIXELS Sample Sound Source Spectrogram as_rgb "
+        "check_image find_images open_dataset read_image samples to_tensor"
     ),
     "vitrail.drawing": "contact_sheet stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",
-    "vitrail.heads": "AttentionPool DenseHead Heads Output",
+    "vitrail.heads": "AttentionPool DecoderHead DenseHead Heads Output",
     "vitrail.merging": (
         "Assignment Context FEATURES METHODS MergeState Method ModelShape Prune Random Reduction Room Schedule "
         "Solution ToMe as_method list_methods match proportional_attention register_method"
@@ -56,8 +56,9 @@ SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"co
 """Names that still shadow a module; no more may be added."""
 
 ERRORS = (
-    "AlreadyApplied BrokenPass Diverged ExportError ImageError InvalidOption ModelLoadError NotApplied ReportError "
-    "SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod VitrailError VitrailWarning"
+    "AlreadyApplied BrokenPass Diverged ExportError ImageError InvalidOption MediaError ModelLoadError NotApplied "
+    "ReportError SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod VitrailError "
+    "VitrailWarning"
 )
 
 

@@ -31,7 +31,7 @@ SHIPPED = "vitrail:tiny"
 VIT_S: dict[str, Any] = {
     "model": "vit_small_patch16", "options": {"stem": "convolutions"}, "image_size": 160, "patch_size": 16,
     "preset": "small", "teacher": SHIPPED, "distillation": "soft", "distillation_weight": 0.9, "temperature": 1.0,
-    "feature_weight": 2.0, "epochs": 50, "batch_size": 256, "optimizer": "muon", "lr": 1e-3, "warmup_epochs": 3,
+    "feature_weight": 2.0, "epochs": 40, "batch_size": 256, "optimizer": "muon", "lr": 1e-3, "warmup_epochs": 3,
     "drop_path": 0.0, "augment": "medium", "crop_min": 0.25, "mixup": 0.5, "cutmix": 1.0, "mixing": 1.0,
     "plain_epochs": 5, "dtype": "bf16-weights",
 }  # fmt: skip

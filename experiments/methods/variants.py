@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
+from vitrail.adapters import find
 from vitrail.errors import InvalidOption, SaturatedWarning, VitrailWarning
 from vitrail.merging import Method, as_method
 from vitrail.merging.method import METHODS
@@ -33,8 +34,8 @@ FIRST_SHARE = 0.6
 TOLERANCE = 0.03
 """Largest relative deviation from the budget, on the images that a method is set on."""
 
-Dial = Callable[[float], dict[str, Any]]
-"""Arguments of `vitrail.merge` for a position from 0 (least merging) to 1 (most)."""
+Dial = Callable[[float, int, int], dict[str, Any]]
+"""Arguments of `vitrail.merge` for a position from 0 (least merging) to 1 (most), and numbers of layers and patches."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,23 @@ class Variant:
         return str(self.method["name"] if isinstance(self.method, Mapping) else self.method)
 
 
-def _ats(position: float) -> dict[str, Any]:
-    return {"method": "ats", "keep": max(0.02, 1 - 0.98 * position)}
+def _most(layers: int, patches: int) -> int:
+    """Return how many merges a dial plans at most in all layers together; late layers may have too few tokens left."""
+    return min(3 * patches, layers * patches // 2)
 
 
-def _mutual(position: float) -> dict[str, Any]:
-    return {"method": "mutual", "r": round(60 * position)}
+def _ats(position: float, layers: int, patches: int) -> dict[str, Any]:
+    """Plan in the layers after the first quarter; a single layer that samples already drops many tokens."""
+    late = [float(layer >= layers // 4) for layer in range(layers)]
+    planned = round(_most(layers, patches) * position**3)
+    return {"method": "ats", "r": spread(planned, [share / sum(late) for share in late])}
 
 
-def _avit(position: float) -> dict[str, Any]:
+def _mutual(position: float, layers: int, patches: int) -> dict[str, Any]:
+    return {"method": "mutual", "r": spread(round(_most(layers, patches) * position), [1 / layers] * layers)}
+
+
+def _avit(position: float, layers: int, patches: int) -> dict[str, Any]:
     return {"method": "avit"}
 
 
@@ -86,12 +95,12 @@ def lower_halting(method: Method, position: float) -> None:
         shift.fill_(20.0 - 24.0 * position)
 
 
-def _local_global(position: float) -> dict[str, Any]:
+def _local_global(position: float, layers: int, patches: int) -> dict[str, Any]:
     options = {"threshold": 1.0 - 1.2 * position, "deviations": 3.0 - 6.0 * position}
     return {"method": {"name": "local_global", **options}}
 
 
-def _identical(position: float) -> dict[str, Any]:
+def _identical(position: float, layers: int, patches: int) -> dict[str, Any]:
     return {"method": {"name": "identical", "tolerance": 4.0 * position**2}}
 
 
@@ -259,10 +268,12 @@ class Budget:
 
     def _dialed(self, model: nn.Module, dial: Dial, method: Method | None, restore: str | None) -> vitrail.Merging:
         """Set a method by bisection: the cost falls as the dial rises."""
+        found_model = find(model)
+        size = len(found_model.blocks), found_model.adapter.layout(found_model.trunk).num_patches
         low, high, position = 0.0, 1.0, 1.0
         best: tuple[float, float] | None = None
         for _ in range(STEPS):
-            options = dial(position) | ({} if method is None else {"method": method})
+            options = dial(position, *size) | ({} if method is None else {"method": method})
             with vitrail.merge(model, **options) as merging:
                 adjust(merging, position)
                 found = mean_gflops(model, merging, self.images, self.batch)
@@ -275,7 +286,7 @@ class Budget:
             position = (low + high) / 2
         assert best is not None
         self.position = best[1]
-        options = dial(best[1]) | ({} if method is None else {"method": method})
+        options = dial(best[1], *size) | ({} if method is None else {"method": method})
         merging = vitrail.merge(model, **options, restore=restore)
         adjust(merging, best[1])
         try:

@@ -9,6 +9,7 @@
     ├── NotApplied           the model does not carry this change, or no longer
     ├── BrokenPass           tokens reached a block outside a forward pass of the whole model
     ├── ImageError           a file is missing, broken, or not an image
+    │   └── MediaError       the same for a video clip or a sound
     ├── ModelLoadError       a model could not be built, read or written
     ├── TrainingError        training cannot continue, or a run directory cannot be read
     │   └── Diverged         the loss is no longer finite
@@ -61,6 +62,10 @@ class BrokenPass(VitrailError):
 
 class ImageError(VitrailError):
     """A file is missing, broken, or not an image."""
+
+
+class MediaError(ImageError):
+    """A file is missing, broken, or not the video clip or sound that it should be."""
 
 
 class ModelLoadError(VitrailError):

@@ -23,7 +23,9 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     from tests.oracle.open_clip_models import describe_open_clip
     from tests.oracle.timm_models import describe_beit, describe_eva, describe_vit
     from tests.oracle.torchvision_models import describe_torchvision
+    from tests.oracle.transformers_beit import describe_beit as describe_hf_beit
     from tests.oracle.transformers_clip import describe_clip
+    from tests.oracle.transformers_dinov3 import describe_dinov3
     from tests.oracle.transformers_models import describe_transformers
 
     if isinstance(model, Beit):
@@ -38,4 +40,11 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
         return describe_open_clip(model, images)
     assert isinstance(model, PreTrainedModel), type(model)
     family = model.config.model_type.split("_")[0]
-    return {"clip": describe_clip, "siglip": describe_clip}.get(family, describe_transformers)(model, images, **call)
+    describers = {
+        "beit": describe_hf_beit,
+        "clip": describe_clip,
+        "data2vec": describe_hf_beit,
+        "dinov3": describe_dinov3,
+        "siglip": describe_clip,
+    }
+    return describers.get(family.partition("-")[0], describe_transformers)(model, images, **call)

@@ -137,7 +137,7 @@ def rope_angles(rope: nn.Module, layer: int) -> Angles:
     return axial
 
 
-def _turn(angles: Angles, halves: bool) -> Rotate:
+def turn(angles: Angles, halves: bool) -> Rotate:
     """Rotary embedding of one token's heads (H, d): channel c turns with its partner."""
 
     def partner_of(c: int, width: int) -> tuple[int, float]:
@@ -200,7 +200,7 @@ def _parts(block: nn.Module, angles: Angles | None) -> Parts:
         v=v,
         q_norm=getattr(attention, "q_norm", identity),
         k_norm=getattr(attention, "k_norm", identity),
-        rotate=None if angles is None else _turn(angles, getattr(attention, "rotate_half", False)),
+        rotate=None if angles is None else turn(angles, getattr(attention, "rotate_half", False)),
         inner_norm=getattr(attention, "norm", identity),
         gate=None if gate is None else lambda y: torch.sigmoid(gate(y)),
         project=attention.proj,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import describe, run
-from tests.oracle.core import Parts, Recipe, Result
+from tests.oracle.core import Parts, Recipe, Result, identity
 from tests.oracle.transformers_clip import clip_parts
 from tests.oracle.transformers_models import heads_of
 
@@ -103,3 +103,78 @@ def in_cells(tokens: Tensor, side: int, step: int) -> Tensor:
 def no_outputs(x: Tensor) -> dict[str, Tensor]:
     """Return nothing: only the tokens of a tower are used."""
     return {}
+
+
+def qwen(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
+    """Return the merged cells of 2 × 2 patches of each image, and behind them in channels those of middle layers."""
+    tower, found = model.model.visual, []
+    patches = tower.patch_embed(inputs["pixel_values"])
+    if hasattr(tower, "pos_embed"):
+        patches = patches + learned_positions(tower, inputs["image_grid_thw"])
+    start = 0
+    for frames, height, width in inputs["image_grid_thw"].tolist():
+        pieces = []
+        for _ in range(frames):
+            pieces.append(qwen_frame(tower, patches[start : start + height * width], height, width, r))
+            start += height * width
+        found.append(torch.cat(pieces))
+    return found
+
+
+def qwen_frame(tower: Any, patches: Tensor, height: int, width: int, r: Any) -> Tensor:
+    """Run one frame, whose patches come cell after cell."""
+    places = cell_places(height, width)
+    rows = [places.index((row, column)) for row in range(height) for column in range(width)]
+    grid = [(float(row), float(column)) for row in range(height) for column in range(width)]
+    parts = [qwen_parts(block, tower.rotary_pos_emb.inv_freq.double()) for block in tower.blocks]
+    result = run(Recipe(patches[rows].unsqueeze(0), 0, parts, no_outputs, identity, grid), r)
+    cells = [row * width + column for row, column in places]
+    merged = [tower.merger(result.hidden[-1][0, cells])]
+    for index, layer in enumerate(getattr(tower, "deepstack_visual_indexes", ())):
+        merged.append(tower.deepstack_merger_list[index](result.hidden[layer][0, cells]))
+    return torch.cat(merged, -1)
+
+
+def cell_places(height: int, width: int) -> list[tuple[int, int]]:
+    """Return row and column of each patch, cell of 2 × 2 after cell."""
+    cells = [(top, left) for top in range(0, height, 2) for left in range(0, width, 2)]
+    return [(top + down, left + right) for top, left in cells for down in range(2) for right in range(2)]
+
+
+def learned_positions(tower: Any, grids: Tensor) -> Tensor:
+    """Return the learned positions of all patches, resized to each grid with corners aligned."""
+    side = tower.num_grid_per_side
+    table = tower.pos_embed.weight.T.reshape(1, -1, side, side)
+    found = []
+    for frames, height, width in grids.tolist():
+        resized = torch.nn.functional.interpolate(table, (height, width), mode="bilinear", align_corners=True)[0]
+        found += [resized[:, row, column] for row, column in cell_places(height, width)] * frames
+    return torch.stack(found)
+
+
+def qwen_parts(block: Any, bands: Tensor) -> Parts:
+    """Take a block of a Qwen tower apart."""
+    attention = block.attn
+    heads, width = attention.num_heads, attention.head_dim
+    weights, biases = attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3)
+
+    def part(index: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: (x @ weights[index].T + biases[index]).reshape(len(x), heads, width)
+
+    def rotate(x: Tensor, position: tuple[float, float]) -> Tensor:
+        angle = torch.cat([position[0] * bands, position[1] * bands])
+        left, right = x.chunk(2, -1)
+        turned = left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()
+        return torch.cat(turned, -1)
+
+    return Parts(
+        scale=width**-0.5,
+        q=part(0),
+        k=part(1),
+        v=part(2),
+        project=attention.proj,
+        feed=block.mlp,
+        rotate=rotate,
+        before_attend=block.norm1,
+        before_feed=block.norm2,
+    )

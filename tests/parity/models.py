@@ -82,7 +82,7 @@ def redraw(model: nn.Module, seed: int) -> None:
 
 
 def rebuild_rotary_tables(model: nn.Module) -> None:
-    """timm computes its tables of sines in float32; give a float64 model tables of its own precision."""
+    """Libraries compute sines or frequencies in float32; give a float64 model those of its own precision."""
     from timm.layers.pos_embed_sincos import (
         RotaryEmbeddingCat,
         RotaryEmbeddingDinoV3,
@@ -90,6 +90,10 @@ def rebuild_rotary_tables(model: nn.Module) -> None:
         build_rotary_pos_embed,
     )
 
+    frequencies = getattr(getattr(model, "rope_embeddings", None), "inv_freq", None)
+    if frequencies is not None:  # transformers' DINOv3
+        steps = torch.arange(0, 1, 1 / len(frequencies), dtype=torch.float64)
+        frequencies.copy_(model.rope_embeddings.base**-steps)  # type: ignore[union-attr, operator]
     rope = getattr(model, "rope", None)
     if isinstance(rope, RotaryEmbeddingCat) and rope.pos_embed is not None:
         table = build_rotary_pos_embed(

@@ -52,7 +52,7 @@ def wide_heads() -> nn.Module:
 
 SQUARE = (32, 32)
 ATTENTION = ("timm", "1.0.28")
-"""Version with gates and heads of any width."""
+"""Version with gates, heads of any width, refined pooling, and special tokens without positions."""
 
 CASES = by_name(
     [
@@ -67,9 +67,9 @@ CASES = by_name(
         Case("max", partial(vit, global_pool="max"), SQUARE),
         Case("map", partial(vit, class_token=False, global_pool="map"), SQUARE),
         Case("map-with-prefix", partial(vit, global_pool="map", pool_include_prefix=True, fc_norm=True), SQUARE),
-        Case("refined-pool", partial(vit, global_pool="prr"), SQUARE),
+        Case("refined-pool", partial(vit, global_pool="prr"), SQUARE, needs=ATTENTION),
         Case("tokens-out", partial(vit, global_pool="", num_classes=0), SQUARE),
-        Case("no-positions", partial(vit, pos_embed="none"), SQUARE),
+        Case("no-positions", partial(vit, pos_embed="none"), SQUARE, needs=ATTENTION),
         Case("registers", partial(vit, reg_tokens=4, no_embed_class=True, init_values=1.0), SQUARE),
         Case("registers-embedded", partial(vit, reg_tokens=3, qk_norm=True), SQUARE),
         Case(

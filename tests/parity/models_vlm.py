@@ -50,7 +50,8 @@ class Vlm:
     Attributes:
         features: what the language model receives for the images, by the oracle.
         images: inputs of the tower, by dtype.
-        tokens: number of placeholders for each image.
+        tokens: number of placeholders for each image, by prompt.
+        packed: whether images are one sequence of patches; then the model is told which tokens are placeholders.
         patches_per_token: how many patches become one token of the language model.
         tolerance: largest difference to the oracle; RMS norms of the library compute in float32.
     """
@@ -59,9 +60,10 @@ class Vlm:
     build: Callable[[], nn.Module]
     features: Oracle
     images: Callable[[torch.dtype], Inputs]
-    tokens: tuple[int, ...] = (16, 16)
+    tokens: tuple[tuple[int, ...], ...] = ((16,), (16,))
     patches_per_token: int = 1
     tolerance: float = 1e-8
+    packed: bool = False
 
     def model(self, dtype: torch.dtype = torch.float64) -> Any:
         """Return a fresh model with redrawn parameters, in evaluation mode."""
@@ -74,12 +76,13 @@ class Vlm:
         prompts = [prompt(self.tokens[0], [5, 9, 7]), prompt(self.tokens[1], [8])]
         length = max(map(len, prompts))
         ids = torch.tensor([[PAD] * (length - len(one)) + one for one in prompts])
-        return {"input_ids": ids, "attention_mask": (ids != PAD).long(), **self.images(dtype)}
+        types = {"mm_token_type_ids": (ids == IMAGE).int()} if self.packed else {}
+        return {"input_ids": ids, "attention_mask": (ids != PAD).long(), **types, **self.images(dtype)}
 
 
-def prompt(placeholders: int, words: list[int]) -> list[int]:
-    """Return the ids of a prompt with an image in the middle."""
-    return [START, 3, *[IMAGE] * placeholders, *words]
+def prompt(placeholders: tuple[int, ...], words: list[int]) -> list[int]:
+    """Return the ids of a prompt with images in the middle."""
+    return [START, *[token for count in placeholders for token in [3, *[IMAGE] * count]], *words]
 
 
 def pixels(dtype: torch.dtype, *shape: int) -> Inputs:
@@ -123,6 +126,33 @@ def internvl(**vision: Any) -> nn.Module:
     return hf.InternVLForConditionalGeneration(config)
 
 
+def qwen2() -> nn.Module:
+    """Return Qwen2-VL."""
+    vision = {**QWEN_VISION, "embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2}
+    text = {**TEXT, "rope_parameters": MROPE}
+    config = hf.Qwen2VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    return hf.Qwen2VLForConditionalGeneration(config)
+
+
+def qwen3() -> nn.Module:
+    """Return Qwen3-VL, which also hands features of the second block to its language model."""
+    tower = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 24, "num_position_embeddings": 16}
+    vision = {**QWEN_VISION, **tower, "deepstack_visual_indexes": [1]}
+    text = {**TEXT, "rope_parameters": MROPE}
+    config = hf.Qwen3VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    return hf.Qwen3VLForConditionalGeneration(config)
+
+
+QWEN_VISION = {"depth": 4, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+
+
+def three_packed(dtype: torch.dtype) -> Inputs:
+    """Return three images of two sizes, in one sequence of patches."""
+    grids = torch.tensor([[1, 4, 6], [1, 4, 4], [1, 4, 6]])
+    return {**pixels(dtype, int(grids.prod(1).sum()), 3 * 2 * 4 * 4), "image_grid_thw": grids}
+
+
 def pair_of_lists(dtype: torch.dtype) -> Inputs:
     """Return two images for each prompt."""
     return pixels(dtype, 2, 2, 3, 32, 32)
@@ -137,20 +167,27 @@ MODELS = [
         partial(llava, vision_feature_layer=-1, vision_feature_select_strategy="full"),
         oracle.llava,
         pair,
-        tokens=(17, 17),
+        tokens=((17,), (17,)),
     ),
     Vlm("llava-layers", partial(llava, vision_feature_layer=[-3, 2, -1]), oracle.llava, pair),
     Vlm("paligemma", paligemma, oracle.paligemma, pair),
-    Vlm("idefics3", idefics3, oracle.idefics3, pair_of_lists, (8, 8), 4),
-    Vlm("smolvlm", smolvlm, oracle.idefics3, pair_of_lists, (8, 8), 4),
+    Vlm("idefics3", idefics3, oracle.idefics3, pair_of_lists, ((4, 4), (4, 4)), 4),
+    Vlm("smolvlm", smolvlm, oracle.idefics3, pair_of_lists, ((4, 4), (4, 4)), 4),
     Vlm(
         "internvl",
         partial(internvl, use_qk_norm=True, norm_type="rms_norm", attention_bias=True),
         oracle.internvl,
         pair,
-        (4, 4),
+        ((4,), (4,)),
         4,
         1e-5,
     ),
-    Vlm("internvl-plain", internvl, oracle.internvl, pair, (4, 4), 4),
+    Vlm("qwen2-vl", qwen2, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True),
+    Vlm("qwen3-vl", qwen3, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True),
+    Vlm("internvl-plain", internvl, oracle.internvl, pair, ((4,), (4,)), 4),
 ]
+
+
+def named(name: str) -> Vlm:
+    """Return a model of this list."""
+    return next(one for one in MODELS if one.name == name)

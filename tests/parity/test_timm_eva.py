@@ -19,7 +19,7 @@ from tests.parity.checks import (
     check_nothing_merged,
 )
 from tests.parity.models import Case
-from tests.parity.models_timm_eva import CASES, DINOV3, ROTARY, eva, named
+from tests.parity.models_timm_eva import ATTENTION, CASES, DINOV3, ROTARY, eva, named
 
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -80,7 +80,7 @@ def test_intermediates_come_out_at_full_length(name: str) -> None:
 def test_coordinates_jittered_in_training_are_the_ones_that_merge() -> None:
     """In training DINOv3 stretches coordinates at random; merged tokens sit between the stretched ones."""
     options = {"rope_shift_coords": 0.5, "rope_jitter_coords": 2.0, "rope_rescale_coords": 2.0}
-    case = Case("jitter", partial(eva, **DINOV3, **options, num_reg_tokens=2), (32, 32))
+    case = Case("jitter", partial(eva, **DINOV3, **options, num_reg_tokens=2), (32, 32), needs=ATTENTION)
     model, images = case.model().train(), case.images()
     with torch.no_grad():
         torch.manual_seed(3)

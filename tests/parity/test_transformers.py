@@ -7,7 +7,12 @@ import torch
 
 import vitrail
 from tests.oracle import describe
-from tests.parity import models_transformers, models_transformers_clip
+from tests.parity import (
+    models_transformers,
+    models_transformers_beit,
+    models_transformers_clip,
+    models_transformers_dinov3,
+)
 from tests.parity.checks import (
     SETTINGS,
     Setting,
@@ -16,8 +21,12 @@ from tests.parity.checks import (
 )
 from vitrail.errors import UnsupportedInput
 
-CASES = {**models_transformers.CASES, **models_transformers_clip.CASES}
-assert len(CASES) == len(models_transformers.CASES) + len(models_transformers_clip.CASES)
+CASES = {
+    **models_transformers.CASES,
+    **models_transformers_clip.CASES,
+    **{f"beit-{name}": case for name, case in models_transformers_beit.CASES.items()},
+    **{f"dinov3-{name}": case for name, case in models_transformers_dinov3.CASES.items()},
+}
 every_case = pytest.mark.parametrize("name", CASES)
 
 

@@ -10,29 +10,48 @@ from torch import Tensor
 
 import vitrail
 from tests.parity.checks import assert_restored, fingerprint
-from tests.parity.models_vlm import MODELS, Inputs, Vlm
+from tests.parity.models import require
+from tests.parity.models_vlm import MODELS, Inputs, Vlm, named
 from vitrail.adapters import find
 from vitrail.errors import UnsupportedInput
+
+
+@pytest.fixture(autouse=True)
+def towers_of_their_own() -> None:
+    """Before transformers 5.6 a tower was wrapped once more, and generation differed."""
+    require("transformers", "5.6")
+
 
 every_model = pytest.mark.parametrize("vlm", MODELS, ids=lambda one: one.name)
 
 
+def outputs_of(model: Any, inputs: Inputs) -> Any:
+    """Return what the model computes from the images."""
+    return model.get_image_features(**{name: inputs[name] for name in inputs if name not in TEXT})
+
+
+TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
+
+
 def features_of(model: Any, inputs: Inputs) -> list[Tensor]:
-    """Return what the language model receives for each image."""
-    return list(model.get_image_features(**images_of(inputs)).pooler_output)
+    """Return what the language model receives for each image, features for several of its layers side by side."""
+    output = outputs_of(model, inputs)
+    return [
+        torch.cat(each, -1)
+        for each in zip(output.pooler_output, *(output.get("deepstack_features") or ()), strict=True)
+    ]
 
 
 def logits_for(model: Any, inputs: Inputs, features: list[Tensor]) -> Tensor:
     """Return the logits of the unmerged model for given features of the images."""
-    output = model.get_image_features(**images_of(inputs))
+    output = outputs_of(model, inputs)
+    deep = output.get("deepstack_features") or []
+    features, *more = zip(*(one.chunk(1 + len(deep), -1) for one in features), strict=True)
     output.pooler_output = features if isinstance(output.pooler_output, list | tuple) else torch.stack(features)
+    for layer, each in enumerate(more):
+        deep[layer] = each
     text = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
     return model(**text, mm_encoder_outputs={"image": output}).logits
-
-
-def images_of(inputs: Inputs) -> Inputs:
-    """Return the inputs of the tower."""
-    return {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
 
 
 @every_model
@@ -41,7 +60,11 @@ def test_nothing_changes_with_r_0(vlm: Vlm) -> None:
     model, inputs = vlm.model(torch.float32), vlm.inputs(torch.float32)
     plain = model(**inputs).logits
     with vitrail.merge(model, r=0):
-        assert torch.equal(model(**inputs).logits, plain)
+        logits = model(**inputs).logits
+    if vlm.packed:  # images of one size are multiplied by the weights together, and others apart
+        assert torch.allclose(logits, plain, rtol=0, atol=2e-5)
+    else:
+        assert torch.equal(logits, plain)
 
 
 @every_model
@@ -113,7 +136,7 @@ def test_gradients_are_those_of_the_oracle(vlm: Vlm) -> None:
     assert bool((wanted.abs().amax(1) > 0).any())
 
 
-@every_model
+@pytest.mark.parametrize("vlm", [one for one in MODELS if not one.packed], ids=lambda one: one.name)
 def test_costs_are_those_of_the_images(vlm: Vlm) -> None:
     model = vlm.model(torch.float32)
     tower, whole = vitrail.count(find(model).trunk), vitrail.count(model)
@@ -125,7 +148,7 @@ def test_costs_are_those_of_the_images(vlm: Vlm) -> None:
 
 @torch.no_grad()
 def test_padded_images_are_refused_where_tokens_merge() -> None:
-    model = next(one for one in MODELS if one.name == "idefics3").model(torch.float32)
+    model = named("idefics3").model(torch.float32)
     tower, images = model.model.vision_model, torch.randn(2, 3, 32, 32)
     padded = torch.ones(2, 4, 4, dtype=torch.bool)
     padded[1, :, 3] = False
@@ -141,7 +164,7 @@ def test_padded_images_are_refused_where_tokens_merge() -> None:
 
 @torch.no_grad()
 def test_a_tower_reads_images_of_other_sizes() -> None:
-    model = next(one for one in MODELS if one.name == "idefics3").model()
+    model = named("idefics3").model()
     tower, images = model.model.vision_model, torch.randn(2, 3, 24, 40, dtype=torch.float64)
     plain = tower(images).last_hidden_state
     with vitrail.merge(model, r=2) as merging:

@@ -1,9 +1,11 @@
 """One small model of each kind, for the tests of surgery."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parity.models import Case, outputs_of
 from tests.parity.models_open_clip import CASES as OPEN_CLIP
@@ -12,7 +14,10 @@ from tests.parity.models_timm_eva import CASES as EVA
 from tests.parity.models_timm_vit import CASES as VIT
 from tests.parity.models_torchvision import CASES as TORCHVISION
 from tests.parity.models_transformers import CASES as TRANSFORMERS
+from tests.parity.models_transformers_beit import CASES as HF_BEIT
 from tests.parity.models_transformers_clip import CASES as CLIP
+from tests.parity.models_transformers_dinov3 import CASES as DINOV3
+from vitrail.adapters import find
 
 ALL: dict[str, Case] = {
     **{f"timm-{name}": case for name, case in VIT.items()},
@@ -20,6 +25,8 @@ ALL: dict[str, Case] = {
     **{f"beit-{name}": case for name, case in BEIT.items()},
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
     **{f"clip-{name}": case for name, case in CLIP.items()},
+    **{f"hf_beit-{name}": case for name, case in HF_BEIT.items()},
+    **{f"dinov3-{name}": case for name, case in DINOV3.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
     **{f"open_clip-{name}": case for name, case in OPEN_CLIP.items()},
 }
@@ -48,6 +55,13 @@ def main_output(result: Any) -> Tensor:
     return next(iter(outputs_of(result).values()))
 
 
+def flops_that_run(call: Callable[[], Any]) -> int:
+    """Return what torch counts while a function runs, with attention as matrix products: versions know few kernels."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as mode:
+        call()
+    return mode.get_total_flops()
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     """Return the largest difference relative to the largest value of the second."""
     return float((a - b).detach().abs().max() / b.detach().abs().max())
@@ -55,8 +69,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def trunk_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model of any library."""
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
-    return list(next(part for part in lists if len(part) >= 3 and hasattr(part[0], "mlp")))
+    return list(find(model).blocks)
 
 
 def leaving(model: nn.Module, images: Tensor, **call: Any) -> list[Tensor]:

@@ -237,7 +237,9 @@ def test_gradients_flow_in_training_mode(name):
     vitrail.merge(model, r=2)
     run(model, images, case).square().mean().backward()
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert all(any(part in name for name in reached for part in parts) for parts in (("norm", "ln_"), ("mlp",)))
+    assert all(
+        any(part in name for name in reached for part in parts) for parts in (("norm", "ln_"), ("mlp", "intermediate"))
+    )
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters() if parameter.grad is not None)
     named = [pair for block in trunk_blocks(model) for pair in block.named_parameters()]
     weights = [parameter.grad for name, parameter in named if "mlp" in name and parameter.dim() > 1]
@@ -300,7 +302,8 @@ def test_a_part_replaced_later_is_seen(name):
     vitrail.merge(model, r=2)
     before = run(model, images, case)
     for block in trunk_blocks(model):
-        block.mlp.fc1 = LowRank(block.mlp.fc1)
+        owner, part = (block.mlp, "fc1") if hasattr(block, "mlp") else (block.intermediate, "dense")
+        setattr(owner, part, LowRank(getattr(owner, part)))
     after = run(model, images, case)
     assert distance(after, before) > 1e-4
     vitrail.Merging.of(model).remove()

@@ -29,6 +29,9 @@ def planted() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, embed_dim=32, num_heads=2, num_classes=3)
     model.eval().double()
+    for weight in model.parameters():  # versions of timm draw them in different orders
+        if weight.dim() > 1:
+            weight.copy_(0.02 * torch.randn(weight.shape))
     model.pos_embed.copy_(0.3 * torch.randn(model.pos_embed.shape).double())
     model.pos_embed[..., 0] = 0
     model.patch_embed.proj.weight[0] = 1 / 256  # channel 0: brightness
@@ -40,9 +43,9 @@ def planted() -> tuple[nn.Module, Tensor]:
         mlp.fc1.bias[neuron] = -6.0 - sign
         mlp.fc2.weight[:, neuron] = 40 * torch.randn(32, generator=torch.Generator().manual_seed(neuron)).double()
     images = 0.05 * torch.randn(6, 3, 64, 64, generator=torch.Generator().manual_seed(1)).double()
-    for spot in SPOTS:
+    for spot, bright in zip(SPOTS, (1.0, 0.5), strict=True):  # one of them is above three deviations
         row, column = divmod(spot, 4)
-        images[:, :, 16 * row : 16 * row + 16, 16 * column : 16 * column + 16] += 1
+        images[:, :, 16 * row : 16 * row + 16, 16 * column : 16 * column + 16] += bright
     return model, images
 
 

@@ -16,6 +16,7 @@ from vitrail.data.loading.loader import make_loader
 from vitrail.data.loading.order import generator
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, TrainingError
+from vitrail.models import ViT
 from vitrail.training import Arrays, Config, Event, checkpoint, evaluate, load_trained, train
 from vitrail.training.run_directory import Labels
 
@@ -197,9 +198,10 @@ def test_two_ranks_see_what_one_sees(keep: Any, make: Any) -> None:
 def test_sizes_in_a_config(tmp_path: Path) -> None:
     config = Config(data="x", patch_size=[2, 8, 8], image_size=(4, 16, 16))  # type: ignore[arg-type]
     assert config.patch_size == (2, 8, 8)
+    assert Config(data="x", patch_size="2,8,8", image_size="4x16x16") == config  # as on the command line
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert Config.from_yaml(tmp_path / "config.yaml") == config
-    for wrong in ([8], (0, 4), (8, 4.0), True, 0, (1, 2, 3, 4), "8"):
+    for wrong in ([8], (0, 4), (8, 4.0), True, 0, (1, 2, 3, 4), "8,a", "0"):
         with pytest.raises(InvalidOption, match=r"patch_size=.*expected an integer of at least 1, or two or three"):
             Config(data="x", patch_size=wrong)  # type: ignore[arg-type]
 
@@ -237,7 +239,7 @@ def test_models_that_do_not_fit_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(InvalidOption, match="trained on floating point numbers of 1 channels, and the data is arrays"):
         evaluate(run.last, Arrays(torch.zeros(4, 1, 16, 24, dtype=torch.uint8), columns))
     with pytest.raises(InvalidOption, match="ViT has no known normalization"):
-        evaluate(load_trained(run.last)[0], sounds(4), labels=("tone", "voice"))
+        evaluate(ViT(load_trained(run.last)[0].config), sounds(16), labels=("tone", "voice"))
     images = [(torch.zeros(3, 16, 16), 0)] * 16
     with pytest.raises(InvalidOption, match="was trained on arrays"):
         train(data=images, model=str(run.last), out=str(tmp_path / "on"), preset="tiny", device="cpu")

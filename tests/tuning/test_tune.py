@@ -15,8 +15,10 @@ import vitrail
 from tests.models.mixes import SMALL, built, random_images
 from vitrail.analysis.statistics import split_images, wilson
 from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedInput
+from vitrail.merging.method import as_method
 from vitrail.models import ViTConfig
 from vitrail.tuning import SEARCHES, Tuning, tune
+from vitrail.tuning.tuner import Tuner
 
 COUNT = 24
 
@@ -217,6 +219,47 @@ def test_a_bad_search_is_no_worse_than_the_best_constant_schedule(
     allowed = [flops for value, flops in known if value >= bound]
     found = quickly(model, images, ("cosine", bound))
     assert found.flops <= min(allowed)
+
+
+def constants(model: Any, images: Tensor, method: str) -> list[tuple[Tensor, int]]:
+    """Return the cosine of each image and the FLOPs of every constant schedule."""
+    found = []
+    with torch.no_grad():
+        before = model(images)
+        for r in range(10):
+            with vitrail.merge(model, r, method=method) as merging:
+                cosine = torch.cosine_similarity(model(images).double(), before.double(), dim=1)
+                found.append((cosine, merging.flops()))
+    return found
+
+
+def test_no_constant_schedule_of_any_method_is_better(
+    model: Any, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pilot prefers the worst method, and the search proposes nothing good."""
+    order = ["random", "prune", "energy", "tome"]
+    monkeypatch.setattr(Tuner, "_pilot", lambda _, path: order.index(as_method(path.method).label))
+    monkeypatch.setitem(SEARCHES, "greedy", lambda problem: iter([[(0, 0, 0), (4, 0, 0), (8, 0, 0)]]))
+    split = split_images(COUNT, test_share=0.5, seed=0)
+    known = {method: constants(model, images, method) for method in order}
+    budget = known["tome"][4][1]
+    within = quickly(model, images, gflops=budget / 1e9, quality="cosine", method=order)
+    allowed = [one for method in order for one in known[method] if one[1] <= budget]
+    first = {flops for _, flops in known["tome"] if flops <= budget}
+    best = max(float(cosine[split.test].mean()) for cosine, flops in allowed if flops == max(first))
+    assert within.value is not None
+    assert within.value >= best - 1e-9
+    for number in (3, 6):
+        cosine = known["energy"][number][0]
+        bound = min(float(cosine[part].mean()) for part in (split.train, split.test)) - 1e-9
+        meets = [
+            flops
+            for every in known.values()
+            for cosine, flops in every
+            if min(float(cosine[part].mean()) for part in (split.train, split.test)) >= bound
+        ]
+        found = quickly(model, images, ("cosine", bound), method=order)
+        assert found.flops <= min(meets) == known["energy"][number][1]
 
 
 @pytest.mark.parametrize(

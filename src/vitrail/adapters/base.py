@@ -138,6 +138,9 @@ class BlockAdapter(ABC):
     fused: bool = True
     """Whether attention is a softmax of the scores and nothing more, so that fused kernels compute it."""
 
+    tuple_length: int = 0
+    """Length of the tuple that the block returns, tokens first and None behind; 0 where it returns the tokens alone."""
+
     biased: bool = False
     """Whether the scores have a position bias, from `Position.bias` of the trunk: blocks do not run by themselves."""
 
@@ -247,6 +250,9 @@ class TrunkAdapter(ABC):
     argument: str = "x"
     """Name of the argument that takes the input."""
 
+    packed: bool = False
+    """Whether images are packed into one sequence, so that tokens have no batch axis."""
+
     @abstractmethod
     def blocks(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks in the order in which they run."""
@@ -273,6 +279,10 @@ class TrunkAdapter(ABC):
     def stage_attention(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return the attention (B, H, Q, N) of a stage's query tokens over all special tokens, then patches."""
         raise NotImplementedError
+
+    def channels_first(self, trunk: nn.Module, inputs: Tensor) -> Tensor:
+        """Return a batch of inputs as (B, C, *size), where the model takes another order of axes."""
+        return inputs
 
     @abstractmethod
     def resizes(self, trunk: nn.Module) -> bool:

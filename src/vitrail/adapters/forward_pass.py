@@ -8,7 +8,7 @@ itself share nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,26 @@ from vitrail.tokens import TokenLayout, TokenSpan
 
 CARRIER = "_vitrail_carried"
 
+Exposed = bool | frozenset[int]
+"""Whether the tokens between blocks are seen: all, none, or those behind the blocks of these indices."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of a packed sequence that have the same layout, and so make a batch.
+
+    Attributes:
+        layout: the tokens of one segment.
+        places: where each token is in the packed sequence (B, N), in the order of the layout.
+        position: position inside attention.
+        inputs: computes the images of the segments, as `Method.maps` reads them.
+    """
+
+    layout: TokenLayout
+    places: Tensor
+    position: Position | None = None
+    inputs: Callable[[], Tensor] | None = None
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -29,19 +49,22 @@ class Pass:
     Attributes:
         trunk: the model that is running; None where blocks run by themselves.
         layout, position: its tokens for the present input, and the position inside attention, where there is one.
-        expose: whether the caller sees the tokens between blocks, and so must get them at full length.
+        expose: whether the caller sees the tokens between blocks, or behind some blocks, and so must get them at full
+            length.
         gridded: whether they are reshaped to the patch grid.
         unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
         inputs: the images, clips or spectrograms that the trunk was called with, as `Method.maps` reads them.
+        segments: batches of a packed sequence, whose tokens have no batch axis (N, D); None for ordinary tokens.
     """
 
     trunk: nn.Module | None
     layout: TokenLayout
     position: Position | None = None
-    expose: bool = False
+    expose: Exposed = False
     gridded: bool = False
     unmasked: bool = False
-    inputs: Tensor | None = None
+    inputs: Tensor | Callable[[], Tensor] | None = None
+    segments: tuple[Segments, ...] | None = None
 
 
 class _Local(threading.local):
@@ -95,15 +118,16 @@ def open_pass(
     trunk: nn.Module,
     layout: TokenLayout,
     position: Position | None = None,
-    expose: bool = False,
+    expose: Exposed = False,
     gridded: bool = False,
     unmasked: bool = False,
     inputs: Tensor | None = None,
+    segments: tuple[Segments, ...] | None = None,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
     place = _pass.here()
     outer = place.current
-    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs)
+    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs, segments)
     try:
         yield
     finally:
@@ -126,8 +150,9 @@ class EntryPoint:
     def _vitrail_pass(self: Any, x: Tensor, **options: bool) -> AbstractContextManager[None]:
         """Open a pass with the layout and position of an input; options as for `open_pass`."""
         adapter = self._vitrail_adapter
+        x = adapter.channels_first(self, x)
         layout = adapter.layout(self, tuple(x.shape[2:]))
-        return open_pass(self, layout, adapter.position(self, layout.grid), inputs=x, **options)
+        return open_pass(self, layout, adapter.position(self, layout.grid), inputs=x, **options)  # type: ignore[arg-type]
 
 
 class FeaturesEntry(EntryPoint):

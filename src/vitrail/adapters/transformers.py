@@ -72,6 +72,14 @@ _DINOV2_NESTED = replace(
     after_feed=_DINOV2.after_feed,
 )
 MODELS = "transformers.models"
+FAMILIES = (
+    "beit",
+    "clip",
+    "dinov3",
+    "packed",
+    "vlm",
+)
+"""Modules ``_transformers_*`` with the adapters of other families, as their ``TRUNKS``."""
 _TEXT = ("text_model", "text_projection", "language_model", "lm_head")
 """Attributes of models around a trunk that hold parts which do not run on images."""
 _PROJECTORS = ("multi_modal_projector", "connector")
@@ -91,16 +99,21 @@ _NESTED_BLOCKS: dict[type | str, BlockAdapter] = {
 }
 
 
+def refuse_attentions(config: Any, call: Mapping[str, Any]) -> None:
+    """Raise if a model is called for its attention maps."""
+    if call.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise UnsupportedInput(
+            "output_attentions: attention maps of a merged model are not square and are not returned; use "
+            "vitrail.record, remove the merging or the added tokens, or call the model without output_attentions"
+        )
+
+
 class TransformersEntryPoint(EntryPoint):
     """Entry point of a transformers trunk; opens a pass with the layout of its input."""
 
     def forward(self: Any, pixel_values: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         config = self.config
-        if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
-            raise UnsupportedInput(
-                "output_attentions: attention maps of a merged model are not square and are not returned; use "
-                "vitrail.record, remove the merging or the added tokens, or call the model without output_attentions"
-            )
+        refuse_attentions(config, kwargs)
         if pixel_values is None:
             return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
         hidden = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
@@ -154,12 +167,14 @@ class TransformersTrunk(TrunkAdapter):
     def resizes(self, trunk: Any) -> bool:
         return True
 
+    def own_size(self, trunk: Any) -> tuple[int, ...]:
+        """Return the size of the images that the model was made for."""
+        own = trunk.config.image_size
+        return (own, own) if isinstance(own, int) else tuple(own)
+
     def input_spec(self, trunk: Any) -> InputSpec:
         """Return the size and normalization that the model was saved with, in its ``preprocessor_config.json``."""
-        own = trunk.config.image_size
-        plain = InputSpec(
-            (own, own) if isinstance(own, int) else tuple(own), self.mean, self.std, argument=self.argument
-        )
+        plain = InputSpec(self.own_size(trunk), self.mean, self.std, argument=self.argument)
         stored = _preprocessor_config(str(getattr(trunk, "name_or_path", None) or ""))
         mean, std = stored.get("image_mean") or self.mean, stored.get("image_std") or self.std
         if not stored.get("do_normalize", True):
@@ -254,12 +269,10 @@ class Transformers(Library):
     heads = {"cls_classifier": "class", "distillation_classifier": "distillation"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
-        from vitrail.adapters import _transformers_clip, _transformers_vlm
-
+        families = [import_module(f"vitrail.adapters._transformers_{name}").TRUNKS for name in FAMILIES]
         dinov2, registers = "dinov2.modeling_dinov2", "dinov2_with_registers.modeling_dinov2_with_registers"
         return {
-            **_transformers_clip.TRUNKS,
-            **_transformers_vlm.TRUNKS,
+            **{kind: adapter for trunks in families for kind, adapter in trunks.items()},
             f"{MODELS}.vit.modeling_vit.ViTModel": TransformersTrunk(),
             f"{MODELS}.deit.modeling_deit.DeiTModel": TransformersTrunk(),
             f"{MODELS}.{dinov2}.Dinov2Model": Dinov2Trunk(),

@@ -25,7 +25,7 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput
 from vitrail.models import ViT, create_model
 from vitrail.models.layers import Block, TalkingHeadsAttention
 from vitrail.models.position import coordinates, resample, rotary_frequencies
-from vitrail.models.saving import write_folder
+from vitrail.models.saving import LABELS_ATTRIBUTE, write_folder
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
 _BLOCK = replace(TIMM_NAMES, arguments=(("rope", "rope"), ("mask", "mask")), among_special=True)
@@ -95,12 +95,20 @@ class VitrailTrunk(TrunkAdapter):
         return True
 
     def input_spec(self, trunk: Any) -> InputSpec:
+        """Return the specification that the model was trained with, or else the usual one of its modality.
+
+        Arrays that were no clips, sounds or images have no modality but their own.
+        """
         config = trunk.config
-        if len(config.image) == 2 and config.in_chans == 3:
-            return InputSpec(config.image, MEAN, STD)
-        modality = "video" if len(config.image) == 3 else "audio"
-        halves = (0.5,) * config.in_chans
-        return InputSpec(config.image, halves, halves, modality)
+        trained = vars(trunk).get(LABELS_ATTRIBUTE, {}).get("preprocessing")
+        known = InputSpec.from_dict(trained) if trained else None
+        modality = "video" if len(config.image) == 3 else "image" if config.in_chans == 3 else "audio"
+        if known is not None and (known.modality == modality or not (known.of_bytes and modality == "image")):
+            return replace(known, size=config.image)
+        if modality == "audio":
+            return InputSpec(config.image, (0.0,) * config.in_chans, (1.0,) * config.in_chans, modality, scale=1.0)
+        colors = (MEAN, STD) if config.in_chans == 3 else ((0.5,) * config.in_chans,) * 2
+        return InputSpec(config.image, colors[0], colors[1], modality)
 
     def entry_points(self) -> type:
         return VitrailEntryPoint

@@ -3,6 +3,8 @@
     open_dataset, Dataset           images or arrays with labels, masks and boxes, from any source
     Source, Arrays                  a source of your own; tensors as a source
     read_image, find_images         decode and find image files; every kind of bad file raises one clear error
+    Clip, Sound                     video clips and sounds, decoded when they are read
+    FrameSampling, Spectrogram      which frames of a clip a model sees, and the spectrogram of a sound
     check_image                     check a file, mostly by its header
     InputSpec, to_tensor            a model's input specification, and images as tensors made to it
     samples                         the sample images that come with the package
@@ -18,21 +20,28 @@ from typing import TYPE_CHECKING, Any
 from vitrail._deprecation import renamed_attributes
 
 if TYPE_CHECKING:
+    from vitrail.data.audio import Sound
     from vitrail.data.dataset import Dataset, open_dataset
     from vitrail.data.decode import MAX_PIXELS, as_rgb, check_image, find_images, read_image
     from vitrail.data.sample import Batch, Sample
     from vitrail.data.sample_images import samples
+    from vitrail.data.sampling import FrameSampling, Spectrogram
     from vitrail.data.sources import Arrays, Source
     from vitrail.data.spec import InputSpec, to_tensor
+    from vitrail.data.video import Clip
 
 __all__ = [
     "MAX_PIXELS",
     "Arrays",
     "Batch",
+    "Clip",
     "Dataset",
+    "FrameSampling",
     "InputSpec",
     "Sample",
+    "Sound",
     "Source",
+    "Spectrogram",
     "as_rgb",
     "check_image",
     "find_images",
@@ -43,12 +52,15 @@ __all__ = [
 ]
 
 _MODULES = {
+    "audio": ("Sound",),
     "dataset": ("Dataset", "open_dataset"),
     "decode": ("MAX_PIXELS", "as_rgb", "check_image", "find_images", "read_image"),
     "sample": ("Batch", "Sample"),
     "sample_images": ("samples",),
+    "sampling": ("FrameSampling", "Spectrogram"),
     "sources": ("Arrays", "Source"),
     "spec": ("InputSpec", "to_tensor"),
+    "video": ("Clip",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -26,12 +26,18 @@ from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
 from vitrail.data.decode import as_image, center_square
 from vitrail.data.loading.order import generator
+from vitrail.data.recording import Recording
 from vitrail.data.sample import UNKNOWN, UNLABELED, Batch, Sample, TensorSpec
 from vitrail.data.sample_images import samples
+from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources import Labels, Source, open_source
 from vitrail.data.sources.base import LABEL, MAX_CLASSES
+from vitrail.data.sources.decoded import DecodedSource
 from vitrail.data.spec import InputSpec, to_tensor
 from vitrail.errors import ImageError, InvalidOption, UnsupportedInput
+
+TAKES = {"video": "video clips", "audio": "sounds", "array": "arrays"}
+"""What a model of a modality takes, for messages."""
 
 FINGERPRINT_SAMPLES = 8
 """Number of arrays whose values go into a fingerprint."""
@@ -124,6 +130,25 @@ class Dataset:
         """Shape and dtype of arrays; None for images, which are resized to what a model takes."""
         return self._source.tensor_spec
 
+    @property
+    def modality(self) -> str:
+        """What samples are: ``image``, ``video``, ``audio`` or ``array``."""
+        return self._source.modality
+
+    def decoded(self, spec: InputSpec, *, measure: bool = False) -> Dataset:
+        """Return clips as frames in bytes and sounds as spectrograms, of the size and sampling of a specification.
+
+        With ``measure`` their :meth:`statistics` have the normalization of these samples, not that of the
+        specification. Images and arrays stay as they are.
+        """
+        if self.modality not in DEFAULTS or self.tensor_spec is not None:
+            return self
+        if spec.modality != self.modality or not spec.size:
+            raise UnsupportedInput(
+                f"the data is {self.modality}, and the model takes {spec.modality}; use a model for {self.modality}"
+            )
+        return self._with(source=DecodedSource(self._source, spec, measure))
+
     def statistics(self) -> InputSpec | None:
         """Return the input specification of a model trained on this dataset; None for images: the model has its own."""
         return self._source.statistics(self._rows)
@@ -185,7 +210,7 @@ class Dataset:
         """
         check_int("batch_size", batch_size)
         check_rank(rank, world_size)
-        spec = spec if self._size is None else replace(spec, size=self._size)
+        spec = spec if self._size is None else replace(spec, size=(*spec.size[: -len(self._size)], *self._size))
         indices = (range(len(self)) if indices is None else indices)[rank::world_size]
         ready: list[Batch] = []
         reason, any_read = "", False
@@ -211,10 +236,13 @@ class Dataset:
         """Read one sample as a batch, preprocessed; the original, which may be large, is gone."""
         sample = self.read(index)
         labels = self.labels[[index], 0] if self.classes else None
+        if isinstance(sample.image, Recording):
+            return Batch(sample.image.tensor(spec)[None], (index,), (sample.name,), labels)
         if spec.is_array:
             if not isinstance(sample.image, Tensor) or len(sample.image) != len(spec.mean):
                 raise UnsupportedInput(
-                    f"{sample.name}: the model takes arrays of {len(spec.mean)} channels; pass Arrays"
+                    f"{sample.name}: the model takes {TAKES[spec.modality]} of {len(spec.mean)} channels; pass such "
+                    f"files, or Arrays of their values"
                 )
             return Batch(spec.normalize(sample.image[None]), (index,), (sample.name,), labels)
         image, (height, width) = _image(sample), spec.size
@@ -236,7 +264,7 @@ class Dataset:
         Images decoded once at a size are there for the next run, and for the parts that :meth:`split` and :meth:`take`
         return. That holds for data loaders that keep images in memory; worker processes read files each time.
         """
-        if self.tensor_spec is not None or self._cache is not None:
+        if self.modality == "array" or self._cache is not None:
             return self
         return self._with(cache={})
 
@@ -275,11 +303,11 @@ class Dataset:
     def fingerprint(self) -> dict[str, Any]:
         """Return class counts and a digest of all labels in order; for arrays, of a few samples' values as well.
 
-        A resumed run compares it. Names and paths are left out: data may move. Images are left out, too: seeking in
-        some files is slow, and decoders differ in single bits from machine to machine.
+        A resumed run compares it. Names and paths are left out: data may move. Images, clips and sounds are left out,
+        too: seeking in some files is slow, and decoders differ in single bits from machine to machine.
         """
         found: dict[str, Any] = {"counts": self.class_counts, "labels": _digest([self.labels])}
-        if self.tensor_spec is not None:
+        if self.modality == "array":
             indices = torch.linspace(0, len(self) - 1, FINGERPRINT_SAMPLES).long().unique()
             found["values"] = _digest(self.tensor(index, 1) for index in indices.tolist())
         return found
@@ -296,7 +324,7 @@ class Dataset:
     def _with(self, **changes: Any) -> Dataset:
         kept = {"num_unlabeled": self.num_unlabeled, "size": self._size, "cache": self._cache}
         given = {"rows": self._rows, "labels": self.labels, "classes": self.classes, **kept, **changes}
-        return Dataset(self._source, **given)
+        return Dataset(**{"source": self._source, **given})
 
     def _column(self, column: str | None) -> Labels:
         """Return a label column of the dataset, or of its source while it has none; None for the default one."""
@@ -321,13 +349,15 @@ def open_dataset(
     labeled: bool = False,
     limit: int | None = None,
     size: tuple[int, ...] | None = None,
+    modality: str | None = None,
 ) -> Dataset:
     """Open a dataset without decoding it yet.
 
     Args:
         source: one of
 
-            - an image file, several of these or a glob pattern; a folder of images, or of class folders;
+            - an image file, several of these or a glob pattern; a folder of images, or of class folders; the same for
+              video clips and sounds;
             - parquet files as Hugging Face writes them, or a folder of these;
             - WebDataset shards: ``*.tar`` files or a folder of these, or ``wds:PATH/name-{000..012}.tar``;
             - ``hf:OWNER/NAME[:SPLIT]``, or a dataset of the ``datasets`` library;
@@ -342,6 +372,8 @@ def open_dataset(
         labeled: whether to leave out samples without a label, and to raise where there are none with one.
         limit: most samples, spread evenly.
         size: height and width to resize images to, instead of the model's own.
+        modality: what files hold, ``image``, ``video`` or ``audio``; by default what their endings say. A GIF is
+            an image unless this is ``video``.
 
     Raises:
         ImageError: there are no images, or with ``labeled`` none with a label.
@@ -355,7 +387,7 @@ def open_dataset(
         check_int("limit", limit)
     columns = None if labels is None else as_tuple(labels)
     source = list(samples().values()) if source is None else source
-    dataset = source if isinstance(source, Dataset) else Dataset(open_source(source, columns or ()))
+    dataset = source if isinstance(source, Dataset) else Dataset(open_source(source, columns or (), modality))
     if columns is None:
         dataset = dataset._with(labels=dataset.labels[:, :0], classes={})
     else:

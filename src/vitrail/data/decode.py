@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -95,31 +95,35 @@ def check_image(path: str | os.PathLike[str]) -> int:
     return frames
 
 
-def find_images(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+def find_images(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    extensions: Collection[str] = EXTENSIONS,
+    noun: str = "image",
+) -> list[Path]:
     """Find image files: each file as given, and the images in each folder and its subfolders, sorted.
 
     In folders only files with a known extension count, and hidden files and folders are skipped. A file that is
-    reached twice is listed once. No images at all are an ``ImageError``.
+    reached twice is listed once. No images at all are an ``ImageError``. Other ``extensions`` find other files.
     """
     given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     found: dict[Path, Path] = {}
     for path in given:
         if not path.exists():
-            raise _missing(path)
-        for file in _images_under(path) if path.is_dir() else [path]:
+            raise _missing(path, "" if noun == "image" else f"a {noun}")
+        for file in _files_under(path, extensions) if path.is_dir() else [path]:
             found.setdefault(file.resolve(), file)
     if not found:
         where = ", ".join(str(path) for path in given) or "nothing"
         raise ImageError(
-            f"no images found (in {where}); expected image files, or folders with files that end in "
-            f"{', '.join(sorted(EXTENSIONS))}"
+            f"no {noun}s found (in {where}); expected {noun} files, or folders with files that end in "
+            f"{', '.join(sorted(extensions))}"
         )
     return list(found.values())
 
 
-def has_images(folder: Path) -> bool:
+def has_images(folder: Path, extensions: Collection[str] = EXTENSIONS) -> bool:
     """Return whether a folder or one of its subfolders holds an image, as :func:`find_images` finds them."""
-    return next(_images_under(folder), None) is not None
+    return next(_files_under(folder, extensions), None) is not None
 
 
 def read_images(images: Any) -> list[Image.Image]:
@@ -144,13 +148,19 @@ def read_images(images: Any) -> list[Image.Image]:
 
 def center_square(image: Image.Image, size: int) -> Tensor:
     """Return the largest centered square of an image, resized (bicubic, antialiased) to (3, size, size) in uint8."""
+    return torch.from_numpy(np.array(center_crop(image, (size, size)))).permute(2, 0, 1).contiguous()
+
+
+def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Return the largest centered part of an image of the aspect ratio of (height, width), resized to it."""
     width, height = image.size
-    edge = min(width, height)
-    left, top = (width - edge) / 2, (height - edge) / 2
-    if edge != size or width != height:
-        box = (left, top, left + edge, top + edge)
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+    if (height, width) == size:
+        return image
+    scale = min(width / size[1], height / size[0])
+    across, down = size[1] * scale, size[0] * scale
+    left, top = (width - across) / 2, (height - down) / 2
+    box = (left, top, min(left + across, width), min(top + down, height))
+    return image.resize(size[::-1], Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -311,7 +321,7 @@ def _open(name: str | os.PathLike[str], file: Path | IO[bytes]) -> Image.Image:
         ) from error
 
 
-def _images_under(folder: Path) -> Iterator[Path]:
+def _files_under(folder: Path, extensions: Collection[str]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise ImageError(
             f"{error.filename}: the folder cannot be listed ({_reason(error)}); change its permissions, or name its "
@@ -321,12 +331,14 @@ def _images_under(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
-            if not name.startswith(".") and Path(name).suffix.lower() in EXTENSIONS:
+            if not name.startswith(".") and Path(name).suffix.lower() in extensions:
                 yield Path(place, name)
 
 
-def _missing(path: Path) -> ImageError:
-    return ImageError(f"{path}: there is no such file; {_EXPECTED}. Check the path")
+def _missing(path: Path, expected: str = "") -> ImageError:
+    return ImageError(
+        f"{path}: there is no such file; {f'expected {expected}' if expected else _EXPECTED}. Check the path"
+    )
 
 
 def _too_large(name: str | os.PathLike[str], size: str) -> ImageError:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vitrail._checks import check
+from vitrail.data.sampling import DEFAULTS, FrameSampling, Spectrogram
 from vitrail.errors import UnsupportedInput
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's colors."""
 
+AXES = {"image": "CHW", "video": "CTHW", "audio": "CFT"}
+"""Order of the axes of one input: channels, time, height and width; frequency bands and time for audio."""
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -27,12 +31,16 @@ class InputSpec:
 
     Attributes:
         size: height and width in pixels; frames, height and width for video; frequency bins and frames for audio.
-            Empty for arrays, which are never resized.
+            Arrays are never resized; their size is empty, or that of the model.
         mean: value subtracted from each channel, after dividing by ``scale``.
         std: value that each channel is divided by afterwards.
         modality: ``"image"``, ``"video"``, ``"audio"`` or ``"array"``.
         argument: name of the model's argument that takes the input.
         scale: value that the input is divided by first: 255 for bytes, 1 for floating point arrays.
+        sampling: how frames of a video are chosen, or how a spectrogram is computed; by default as `FrameSampling` and
+            `Spectrogram` do. None for images and arrays.
+        axes: order of the axes that the model takes, if it is not that of ``AXES``: ``"TCHW"`` for frames before
+            channels, ``"TF"`` for spectrograms with time first and no channel.
     """
 
     size: tuple[int, ...]
@@ -41,11 +49,13 @@ class InputSpec:
     modality: str = "image"
     argument: str = "x"
     scale: float = 255.0
+    sampling: FrameSampling | Spectrogram | None = None
+    axes: str = ""
 
     def __post_init__(self) -> None:
-        axes = {"video": 3, "array": 0}.get(self.modality, 2)
-        sized = len(self.size) == axes and all(not isinstance(n, bool) and int(n) == n >= 1 for n in self.size)
-        check("size", self.size, sized, f"{axes} whole numbers above 0, like (224, 224) for images")
+        axes = {"video": (3,), "array": (0, 2, 3)}.get(self.modality, (2,))
+        sized = len(self.size) in axes and all(not isinstance(n, bool) and int(n) == n >= 1 for n in self.size)
+        check("size", self.size, sized, f"{axes[0]} whole numbers above 0, like (224, 224) for images")
         channels = 3 if self.modality == "image" else max(len(self.mean), 1)
         finite = len(self.mean) == channels and all(math.isfinite(value) for value in self.mean)
         check("mean", self.mean, finite, f"one finite number for each of {channels} channels")
@@ -54,6 +64,14 @@ class InputSpec:
         check("scale", self.scale, self.scale > 0, "a number above zero, like 255 for bytes")
         for name, kind in (("size", int), ("mean", float), ("std", float)):  # lists and numpy numbers are accepted
             object.__setattr__(self, name, tuple(kind(value) for value in getattr(self, name)))
+        plain = AXES.get(self.modality, "")
+        ordered = sorted(self.axes) in (sorted(plain), sorted(plain.replace("C", "") if len(self.mean) == 1 else plain))
+        check("axes", self.axes, not self.axes or ordered, f"the axes of {plain} in the model's order")
+        kind_of = DEFAULTS.get(self.modality)
+        sampling = kind_of(**self.sampling) if kind_of and isinstance(self.sampling, Mapping) else self.sampling
+        right = sampling is None if kind_of is None else sampling is None or isinstance(sampling, kind_of)
+        check("sampling", self.sampling, right, f"{kind_of.__name__ if kind_of else None} for {self.modality}")
+        object.__setattr__(self, "sampling", kind_of() if kind_of and sampling is None else sampling)
 
     @classmethod
     def of_arrays(cls, mean: Sequence[float], std: Sequence[float], scale: float = 1.0) -> InputSpec:
@@ -67,13 +85,15 @@ class InputSpec:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one input without the batch axis: (channels, *size)."""
-        return (len(self.mean), *self.size)
+        """Shape of one input without the batch axis: (channels, *size), in the order of ``axes``."""
+        shape = (len(self.mean), *self.size)
+        plain = AXES.get(self.modality, "")
+        return tuple(shape[plain.index(axis)] for axis in self.axes) if self.axes else shape
 
     @property
     def is_array(self) -> bool:
-        """Whether inputs are arrays, which are normalized and never resized."""
-        return self.modality == "array"
+        """Whether inputs are arrays (also clips and spectrograms), which are normalized and never resized."""
+        return self.modality != "image"
 
     @property
     def of_bytes(self) -> bool:
@@ -83,9 +103,27 @@ class InputSpec:
     def normalize(self, values: Tensor) -> Tensor:
         """Normalize a batch (B, C, ...) of the input's own size, in float32."""
         with full_precision(values.device):
-            return normalize(values.float() / self.scale if self.of_bytes else values.float(), self.mean, self.std)
+            made = normalize(values.float() / self.scale if self.of_bytes else values.float(), self.mean, self.std)
+        return self.arranged(made)
 
     __call__ = normalize
+
+    def arranged(self, values: Tensor) -> Tensor:
+        """Return a batch (B, C, ...) with its axes in the model's order."""
+        if not self.axes:
+            return values
+        plain = AXES[self.modality]
+        if "C" not in self.axes:
+            values, plain = values[:, 0], plain.replace("C", "")
+        return values.permute(0, *(plain.index(axis) + 1 for axis in self.axes))
+
+    def plain(self, values: Tensor) -> Tensor:
+        """Return a batch in the model's order as (B, C, ...): the inverse of :meth:`arranged`."""
+        if not self.axes:
+            return values
+        plain = AXES[self.modality]
+        values, axes = (values, self.axes) if "C" in self.axes else (values[:, None], f"C{self.axes}")
+        return values.permute(0, *(axes.index(axis) + 1 for axis in plain))
 
 
 def to_tensor(images: Sequence[Image.Image], spec: InputSpec) -> Tensor:

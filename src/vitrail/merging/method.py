@@ -460,7 +460,8 @@ def check_reduction(method: Method, reduction: object, context: Context) -> None
         )
     removed = shape[1] - length
     relaxed = reduction.soft is not None or (method.relaxes and method.training)
-    if method.static and not relaxed and context.planned not in (None, removed):
+    # `in` would compare wrongly while torch 2.10 traces
+    if method.static and not relaxed and context.planned is not None and context.planned != removed:
         raise InvalidOption(
             f"{name} removed {removed} of {shape[1]} tokens, where {context.planned} were planned; a method whose "
             "numbers vary declares `static = False`"

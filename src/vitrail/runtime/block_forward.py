@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Position, repeat_heads
+from vitrail.adapters.forward_pass import Exposed
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import Context, MergeState, Reduction
 from vitrail.merging.attention import key_bias
@@ -20,7 +21,8 @@ from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.layout import first_class_token
 from vitrail.runtime.plan import Plan
-from vitrail.runtime.side_tokens import Reading, advance, prepare, widen
+from vitrail.runtime.side_tokens import Reading, SideTokens, advance, prepare, widen
+from vitrail.runtime.trace import TracedPass
 from vitrail.tokens import TokenLayout, TokenSpan
 
 
@@ -35,7 +37,7 @@ class Carried:
         r: number of tokens planned to merge in the next block. Read from the state before the block runs: inside, it
             would depend on the layer, and a compiler would specialize every block.
         position: position that acts inside attention, where the model has one.
-        expose: whether the tensors between blocks have full length.
+        expose: whether the tensors between blocks, or behind some blocks, have full length.
         unmasked: whether the caller passed no mask.
         side: side tokens that have entered (B, E, D).
         tokens: the merged tokens, where the tensor that carries this is a full-length copy of them.
@@ -46,10 +48,35 @@ class Carried:
     state: MergeState
     r: int
     position: Position | None
-    expose: bool
+    expose: Exposed
     unmasked: bool = False
     side: Tensor | None = None
     tokens: Tensor | None = None
+
+    def run(self, parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall) -> tuple[Tensor, Carried]:
+        """Run one block; return the tokens, and the state for the next block."""
+        x, side, state = merged_forward(parts, block, x, call, self)
+        return x, replace(self, state=state, side=side, tokens=None)
+
+    def sent(self, tokens: Tensor | None) -> Carried:
+        """Return the state as the outgoing tokens carry it; ``tokens`` as in the attribute."""
+        return replace(self, r=self.state.r, tokens=tokens)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return merged tokens at full length."""
+        return self.state.restore(x, self.plan.method)
+
+    def remerge(self, x: Tensor) -> Tensor:
+        """Return full-length tokens reduced to the present ones."""
+        return self.state.remerge(x)
+
+    def enter(self, added: SideTokens, layer: int, x: Tensor) -> Carried:
+        """Return the state after the added tokens of a layer entered."""
+        return replace(self, side=added.enter(layer, self.side, x))
+
+    def passes(self, out: Tensor) -> list[TracedPass]:
+        """Return the record of a finished pass, from the full-length tokens ``out``."""
+        return [TracedPass(self.layout, self.state, out.shape[0], out.device)]
 
     def with_tokens(self, places: Sequence[int], special: tuple[TokenSpan, ...]) -> Carried:
         """Return the state after tokens entered at these places among the special tokens, which are now ``special``."""

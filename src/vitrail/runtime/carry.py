@@ -7,7 +7,7 @@ between; a block that receives tokens without their state raises ``BrokenPass``.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +17,20 @@ from vitrail.adapters.base import BlockAdapter
 from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
-from vitrail.runtime.block_forward import Carried, merged_forward
+from vitrail.runtime.block_forward import Carried
 from vitrail.runtime.guide import current_guide, method_maps
+from vitrail.runtime.packed import begin_packed
 from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import deliver
-from vitrail.runtime.trace import TracedPass, is_tracking, record
+from vitrail.runtime.trace import is_tracking, record
 
 
 class Passed(NamedTuple):
-    """Results of a block's forward, read after its hooks: tokens, side tokens, the output that hooks see, the state."""
+    """Results of a block's forward, read after its hooks: tokens, the output that hooks see, and what they carry."""
 
     tokens: Tensor
-    side: Tensor | None
     output: Tensor
-    state: MergeState
+    carried: Carried
 
 
 class Slot:
@@ -51,19 +51,23 @@ class MergedBlock:
         if carried.tokens is not None:
             x = carried.tokens
         if mine.plan.added is not None:
-            carried = replace(carried, side=mine.plan.added.enter(mine.index, carried.side, x))
+            carried = carried.enter(mine.plan.added, mine.index, x)
         slot = Slot()
         out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
-        return _send(mine, carried, out, slot.passed)
+        if isinstance(out, tuple):
+            return (_send(mine, out[0], slot.passed), *out[1:])
+        return _send(mine, out, slot.passed)
 
-    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Tensor:
-        parts = self._vitrail.parts
-        call = parts.read_call(args, kwargs)
-        x, side, state = merged_forward(parts, self, x, call, vitrail_carried)  # type: ignore[arg-type]
-        plan, is_shown = vitrail_carried.plan, vitrail_carried.expose or self._vitrail.is_last
-        output = state.restore(x, plan.method) if plan.unmerge and is_shown else x
-        vitrail_slot.passed = Passed(x, side, output, state)
-        return output
+    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Any:
+        mine = self._vitrail
+        call = mine.parts.read_call(args, kwargs)
+        x, after = vitrail_carried.run(mine.parts, self, x, call)  # type: ignore[arg-type]
+        expose = after.expose
+        is_shown = mine.is_last or (expose if isinstance(expose, bool) else mine.index in expose)
+        output = after.restore(x) if after.plan.unmerge and is_shown else x
+        vitrail_slot.passed = Passed(x, output, after)
+        count = mine.parts.tuple_length
+        return (output, *(None,) * (count - 1)) if count else output
 
 
 def _split_tokens(
@@ -107,6 +111,15 @@ def _begin(mine: BlockPlan, x: Tensor) -> Carried:
         entered = Pass(None, plan.layout)
     else:
         _refuse_changes(plan, entered)
+    if entered.segments is not None:
+        return begin_packed(entered.segments, entered, x, partial(_begin_batch, plan))
+    return _begin_batch(plan, entered, x)
+
+
+def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
+    """Start a pass of tokens (B, N, D)."""
+    if x.dim() != 3:
+        raise BrokenPass("the blocks of this model take packed sequences of images; call the model instead")
     layout = entered.layout
     patches = x.shape[1] - layout.num_special
     if patches < 1:
@@ -152,28 +165,29 @@ def _refuse_changes(plan: Plan, entered: Pass) -> None:
         )
 
 
-def _send(mine: BlockPlan, carried: Carried, out: Tensor, passed: Passed) -> Tensor:
+def _send(mine: BlockPlan, out: Tensor, passed: Passed) -> Tensor:
     """Set the state on the outgoing tokens; those of the last block are ordinary tokens again."""
+    carried = passed.carried
     if mine.is_last:
-        if passed.side is not None:
-            deliver(passed.side)
+        if carried.side is not None:
+            deliver(carried.side)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
-            _finish(mine.plan, carried, out, passed)
+            _finish(mine.plan, carried, out, passed.tokens)
         return out
     tokens = None
     if passed.output is not passed.tokens:
         # a hook may have replaced the tensor; a reentrant checkpoint gives gradients to `out` alone
         same = out is passed.output and out.requires_grad == passed.tokens.requires_grad
-        tokens = passed.tokens if same else passed.state.remerge(out)
-    state = passed.state
-    setattr(out, CARRIER, replace(carried, state=state, r=state.r, side=passed.side, tokens=tokens))
+        tokens = passed.tokens if same else carried.remerge(out)
+    setattr(out, CARRIER, carried.sent(tokens))
     return out
 
 
-def _finish(plan: Plan, carried: Carried, out: Tensor, passed: Passed) -> None:
+def _finish(plan: Plan, carried: Carried, out: Tensor, tokens: Tensor) -> None:
     """Record a finished pass where it is tracked, and warn where it merged less than requested."""
     if is_tracking():
-        record(plan, TracedPass(carried.layout, passed.state, out.shape[0], out.device))
+        for one in carried.passes(out):
+            record(plan, one)
     if plan.images_decide and plan.method.static:
-        done = carried.layout.num_tokens - passed.tokens.shape[1]
-        plan.report_done(sum(passed.state.per_layer), done, carried.layout.num_patches)
+        done = carried.layout.num_tokens - tokens.shape[1]
+        plan.report_done(sum(carried.state.per_layer), done, carried.layout.num_patches)

@@ -83,6 +83,15 @@ def refuse_meta(model: nn.Module) -> None:
             )
 
 
+def refuse_packed(found: Found, what: str) -> None:
+    """Raise if a model packs images into one sequence of patches, so that it is not called with batches of images."""
+    if found.adapter.packed:
+        raise UnsupportedModel(
+            f"{type(found.trunk).__name__} takes patches of several images in one sequence, not a batch of images: "
+            f"{what} is not supported for it; merging and counting are"
+        )
+
+
 def biased_layers(found: Found) -> list[bool]:
     """Return, for each block, whether its scores have a position bias."""
     if not any(parts.biased for parts in found.block_adapters):

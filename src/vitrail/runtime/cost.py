@@ -145,6 +145,7 @@ def _rest(parts: Iterable[nn.Module]) -> int:
     return sum(
         weight.numel()
         for part in parts
+        if not isinstance(part, nn.Embedding)
         for name, weight in part.named_parameters(recurse=False)
         if name.endswith("weight") and weight.dim() > 1
     )

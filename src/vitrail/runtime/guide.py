@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -51,7 +51,9 @@ def current_guide(plan: object, layout: TokenLayout, batch: int, device: torch.d
     return found
 
 
-def method_maps(method: Method, layout: TokenLayout, inputs: Tensor | None, x: Tensor) -> dict[str, Tensor]:
+def method_maps(
+    method: Method, layout: TokenLayout, inputs: Tensor | Callable[[], Tensor] | None, x: Tensor
+) -> dict[str, Tensor]:
     """Return the maps that a method computes from the model's input, over all tokens (B, N, …)."""
     if type(method).maps is Method.maps:
         return {}
@@ -61,6 +63,7 @@ def method_maps(method: Method, layout: TokenLayout, inputs: Tensor | None, x: T
             "its forward_features or forward_intermediates instead of its blocks"
         )
     found = {}
+    inputs = inputs if isinstance(inputs, Tensor) else inputs()
     for name, values in method.maps(inputs, layout.grid).items():
         if tuple(values.shape[:2]) != (x.shape[0], layout.num_patches):
             raise InvalidOption(

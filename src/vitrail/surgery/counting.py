@@ -80,8 +80,10 @@ def _size(found: Found, size: Any) -> Any:
     embedding = found.adapter.patch_embedding(found.trunk)
     strides = [part.stride for part in embedding.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)]
     steps = tuple(map(prod, zip(*strides, strict=True))) if strides else (1, 1)
+    steps = steps[-len(found.adapter.input_spec(found.trunk).size) :]
     expected = "(time, height, width)" if len(steps) == 3 else "(height, width), or one number for both"
     if isinstance(size, Tensor):
+        size = found.adapter.channels_first(found.trunk, size)
         if size.dim() != 2 + len(steps):
             raise InvalidOption(
                 f"an input is a batch with channels, and {expected}; got a tensor of {tuple(size.shape)}"

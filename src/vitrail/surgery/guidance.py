@@ -131,9 +131,10 @@ class FirstPass:
 
     def maps(self, x: Tensor) -> Tensor:
         """Return the maps (B, P) of a batch of the model's inputs."""
-        grid = self.found.adapter.layout(self.found.trunk, tuple(x.shape[2:])).grid
+        adapter, trunk = self.found.adapter, self.found.trunk
+        grid = adapter.layout(trunk, tuple(adapter.channels_first(trunk, x).shape[2:])).grid
         small = x if self.scale is None else _shrink(x, grid, self.scale)
-        layout = layout_of(self.found, tuple(small.shape[2:]))
+        layout = layout_of(self.found, tuple(adapter.channels_first(trunk, small).shape[2:]))
         queries: Any = range(layout.num_tokens) if self.by == "received_attention" else first_class_token(layout)
         recorder = watch(self.model, "attention", self.layers, queries)
         with self.lock, recorder.hooked(), evaluating(self.model), torch.no_grad():

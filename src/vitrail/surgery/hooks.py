@@ -23,6 +23,7 @@ from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections
 from vitrail.runtime.block_forward import Carried, attention_size, mask_with_bias, position_bias, read_mask, rotated
+from vitrail.runtime.checks import refuse_packed
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, side_bias
 from vitrail.runtime.trace import eagerly
@@ -51,6 +52,7 @@ def watch(
         keep: function applied to each tensor before it is stored, to change its dtype or device.
     """
     found = find(model)
+    refuse_packed(found, "recording")
     names = as_tuple(what)
     wrong = [name for name in names if name not in WHAT]
     if wrong or not names:
@@ -188,8 +190,8 @@ class Recorder:
         slot = kwargs.get("vitrail_slot")
         if slot is not None:
             if slot.passed.output is slot.passed.tokens:
-                output = slot.passed.state.unmerge(output)
-            output = self._insert_added(layer, output, slot.passed.side)
+                output = slot.passed.carried.state.unmerge(output)
+            output = self._insert_added(layer, output, slot.passed.carried.side)
         output = self._spread(layer, output)
         if "tokens" in self.what:
             self._store("tokens", layer, output)
@@ -347,7 +349,7 @@ def _as_tokens(embedded: Tensor, layout: TokenLayout) -> Tensor:
     """Return the output of a patch embedding, tokens or a map with channels first or last, as (B, P, D)."""
     if embedded.dim() == 3:
         return embedded
-    if tuple(embedded.shape[1:3]) == layout.grid[1:]:
+    if embedded.dim() == 4 and tuple(embedded.shape[1:3]) == layout.grid[1:]:
         return embedded.flatten(1, 2)
     return embedded.flatten(2).transpose(1, 2)
 

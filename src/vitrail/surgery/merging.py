@@ -17,7 +17,7 @@ from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule
 from vitrail.merging.foresight import Foresight, as_foresight
 from vitrail.merging.restoring import FitOptions, Restorer, as_restorer
-from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged
+from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged, refuse_packed
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.install import install, uninstall
@@ -469,6 +469,7 @@ class Merging(Handle):
         from vitrail.data.decode import read_images
         from vitrail.drawing import stained_glass
 
+        refuse_packed(self.found, "drawing")
         originals = read_images(images)
         channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
         if channels != 3:

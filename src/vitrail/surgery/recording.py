@@ -14,6 +14,7 @@ from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.runtime.checks import refuse_packed
 from vitrail.surgery.hooks import Recording, watch
 
 Images = Any
@@ -128,6 +129,7 @@ def takes_videos(found: Found) -> bool:
 
 def read_batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:
     """Yield batches of images that a model takes; warn about files that could not be read."""
+    refuse_packed(found, "reading images")
     batches = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=takes_videos(found))
     for piece in batches.batches(found.adapter.input_spec(found.trunk), batch_size):
         yield piece.images

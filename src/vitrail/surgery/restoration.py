@@ -160,7 +160,7 @@ def _run(found: Found, images: Tensor) -> list[_Output]:
     def take(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
         slot = kwargs.get("vitrail_slot")
         if slot is not None:
-            outputs.append(_Output(slot.passed.tokens, slot.passed.state))
+            outputs.append(_Output(slot.passed.tokens, slot.passed.carried.state))
         else:
             outputs.append(_Output(output[0] if isinstance(output, tuple) else output, MergeState(())))
 

@@ -11,19 +11,24 @@ from vitrail.data.augment.arrays import REACH, ArrayAugment
 from vitrail.data.augment.images import Augment
 from vitrail.data.dataset import Dataset, open_dataset
 from vitrail.data.sample import TensorSpec
+from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources.arrays import byte_statistics
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
 from vitrail.training.config import Config
 from vitrail.training.config.config import NO_LABELS
+from vitrail.training.media import decoding_of
 
 
-def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
-    """Return the training data and the held-out data: separate data, or a fraction of the training data."""
+def open_data(config: Config) -> tuple[Config, Dataset, Dataset | None]:
+    """Return the training data and the held-out data: separate data, or a fraction of the training data.
+
+    The config has the sizes of inputs and patches of clips and sounds filled in.
+    """
     columns: tuple[str, ...] | None = config.tasks or ((config.labels,) if config.labels else ())
     if config.labels == NO_LABELS:
         columns = None
-    dataset = open_dataset(config.data, labels=columns, labeled=True)
+    dataset = open_dataset(config.data, labels=columns, labeled=True, modality=config.modality)
     if not config.own and is_saved(config.model):  # number the same classes as the model does, so that its heads fit
         known = read_labels(model_folder(named(config.model))).get("classes", {})
         theirs, ours = ({name: set(names) for name, names in each.items()} for each in (known, dataset.classes))
@@ -33,10 +38,16 @@ def open_data(config: Config) -> tuple[Dataset, Dataset | None]:
     if isinstance(config.validation, float) and columns is not None:
         dataset, held = dataset.split(config.validation, config.seed)
     elif config.validation is not None and columns is not None:
-        held = open_dataset(config.validation, labels=columns, classes=dataset.classes, labeled=True)
+        held = open_dataset(
+            config.validation, labels=columns, classes=dataset.classes, labeled=True, modality=config.modality
+        )
+    config, spec, measure = decoding_of(config, dataset)
+    if spec is not None:
+        dataset = dataset.decoded(spec, measure=measure)
+        held = held and held.decoded(spec, measure=measure)
     for problem in _problems(config, dataset, held):
         raise InvalidOption(problem)
-    return dataset.take(config.share, config.seed), held
+    return config, dataset.take(config.share, config.seed), held
 
 
 def _problems(config: Config, dataset: Dataset, held: Dataset | None) -> Iterator[str]:
@@ -73,11 +84,13 @@ def expected_of(dataset: Dataset, expects: InputSpec | None, what: str) -> Input
     """Return the preprocessing of a dataset for a model; raise if they do not fit."""
     own = dataset.tensor_spec
     if own is None:
+        if dataset.modality in DEFAULTS:
+            raise InvalidOption(f"{what} takes no {dataset.modality}; give a model that was trained on such data")
         if expects is not None and not expects.is_array:
             return expects
         told = "has no known preprocessing of images; give its directory"
         raise InvalidOption(f"{what} {told if expects is None else 'was trained on arrays; give Arrays, not images'}")
-    if expects is None or not expects.is_array:
+    if expects is None or expects.modality not in ("array", dataset.modality):
         if own.dtype.is_floating_point:
             raise InvalidOption(
                 f"{what} has no known normalization of arrays; give the directory of a run that was trained on them. "

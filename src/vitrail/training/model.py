@@ -17,6 +17,7 @@ from vitrail.adapters.registry import declared_spec, library_of, split_name
 from vitrail.adapters.saved import named
 from vitrail.data.dataset import Dataset
 from vitrail.data.loading.order import mix
+from vitrail.data.sample import TensorSpec
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, VitrailError
@@ -60,10 +61,10 @@ class Models(Built):
     final_r: tuple[int, ...] = ()
 
 
-def make_models(config: Config, classes: Classes, world: World) -> Models:
-    """Build the model, its teacher, its objective and its merging."""
+def make_models(config: Config, classes: Classes, world: World, arrays: TensorSpec | None = None) -> Models:
+    """Build the model, its teacher, its objective and its merging; ``arrays`` is the shape of unresized data."""
     torch.manual_seed(mix(config.seed, INITIALIZATION))
-    built = build(config, classes)
+    built = build(config, classes, arrays)
     built.model.train()
     if config.recipe != "labels":
         known = [name for name in signature(SelfLearner).parameters if name != "model"]
@@ -153,12 +154,13 @@ def _teacher_outputs(name: str, teacher: nn.Module, known: Classes, classes: Cla
     return None
 
 
-def build(config: Config, classes: Classes) -> Built:
+def build(config: Config, classes: Classes, arrays: TensorSpec | None = None) -> Built:
     """Build the model of a resolved config with heads for these classes, for the data's own size where it has one.
 
     A trained model is rebuilt for the new classes; its heads are kept where the classes are the same.
     """
-    arrays = config.data.tensor_spec if isinstance(config.data, Arrays | Dataset) else None
+    if arrays is None and isinstance(config.data, Arrays | Dataset):
+        arrays = config.data.tensor_spec
     if arrays is not None:
         own = {**config.options, "in_chans": arrays.channels}
         config = replace(config, image_size=arrays.sizes, options=own)

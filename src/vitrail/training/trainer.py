@@ -76,7 +76,7 @@ def _prepare(
 
     The stack unlocks the run directory and closes log and data loaders.
     """
-    dataset, held = world.run(lambda: open_data(requested))
+    requested, dataset, held = world.run(lambda: open_data(requested))
     config = requested.resolved(len(dataset), cuda=world.device.type == "cuda")
     folder = config.folder
 
@@ -97,12 +97,15 @@ def _prepare(
             )
         if not resume:
             check_free(folder, overwrite=overwrite)
-        return make_models(config, dataset.classes, world)
+        return make_models(config, dataset.classes, world, dataset.tensor_spec)
 
     models = world.run(check)
     size = models.preprocessing.size
-    config = replace(config, image_size=size[0] if size else None)
-    config = replace(config, side=config.side or config.image_size)
+    if dataset.tensor_spec is None:
+        config = replace(config, image_size=size[0])
+        config = replace(config, side=config.side or config.image_size)
+    elif dataset.modality == "array":  # its size is that of the data
+        config = replace(config, image_size=None)
     loop = world.run(lambda: Loop(config, world, dataset, held, models, on_event))
     directory = stack.enter_context(ExitStack())
     for opened in (loop.log, loop.loader, loop.held_out):

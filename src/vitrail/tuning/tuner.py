@@ -230,7 +230,9 @@ class Tuner:
         return self._result(self._best(), times)
 
     def _find(self, methods: Sequence[Any], search: str) -> None:
-        """Choose schedules by the tuning images: constant ones first, then those of the search."""
+        """Choose schedules by the tuning images: the likeliest method's constant ones and ToMe's, then those of the
+        search, then the other methods' constant ones where there is time.
+        """
         paths = self._reaching([Path("constant", one, self._constant(one)) for one in methods])
         for path in paths if self.goal.gflops is not None else ():
             self._choose(path)
@@ -240,12 +242,17 @@ class Tuner:
         for path in (winner, *usual):
             self._choose(path)
         start = self.chosen.get(_key(winner))
-        if start is None:
-            return
-        target = max(FLOOR, 0.95 * self._cost(winner.method, start.counts))
-        found = self._search(winner.method, search, target)
-        if found is not None:
-            self._choose(Path(search, winner.method, found))
+        if start is not None:
+            target = max(FLOOR, 0.95 * self._cost(winner.method, start.counts))
+            found = self._search(winner.method, search, target)
+            if found is not None:
+                self._choose(Path(search, winner.method, found))
+        for path in paths:
+            if path is not winner and path not in usual and not self.interrupted:
+                if self.goal.gflops is None and self._is_late:
+                    self.out_of_time = not self.chosen
+                    return
+                self._choose(path)
 
     def _compare_methods(self, paths: Sequence[Path]) -> Path:
         """Return the path of the method that moves the outputs least, of those that there is time to compare."""
@@ -426,25 +433,35 @@ class Tuner:
         return self.values[key].value
 
     def _decide(self) -> None:
-        """Measure the choices on the held-out images; where one misses the tolerance there, merge less."""
-        choices = list(self.chosen.values())
-        if self.goal.bound is not None:
-            choices.sort(key=self._rank)
-        for turn, choice in enumerate(choices):
+        """Measure the choices on the held-out images; where one misses the tolerance there, merge less.
+
+        Within a tolerance the choice with the fewest FLOPs is always measured next, so that none that merges more than
+        the result could have met it.
+        """
+        pending = [(choice, choice.index + 1) for choice in self.chosen.values()]
+        turn = 0
+        while pending:
+            if self.goal.bound is not None:
+                pending.sort(key=lambda one: self._rank(one[0]))
+            choice, missed = pending.pop(0)
             path, index = choice.path, choice.index
-            while not self._is_beaten(path, index):
-                if self.decided and self._is_over:
-                    self.out_of_time = True
-                    return
-                self.tell("held-out images", turn, len(choices))
-                values = self.trials.compare(self.goal.quality, path.method, path.schedules[index], self.deciding)
-                if self._meets(float(values.mean())) or index == 0:
-                    self.decided.append(Choice(path, index, values))
-                    break
-                if self._is_over:
-                    self.out_of_time = True
-                    break
-                index -= max(1, index // 10)
+            if self._is_beaten(choice):
+                continue
+            if turn and self._is_over:
+                self.out_of_time = True
+                break
+            self.tell("held-out images", turn, turn + len(pending) + 1)
+            turn += 1
+            values = self.trials.compare(self.goal.quality, path.method, choice.counts, self.deciding)
+            if self._meets(float(values.mean())) or index == 0:
+                self.decided.append(Choice(path, index, values))
+                if missed - index > 1:
+                    pending.append((Choice(path, (index + missed) // 2), missed))
+            else:
+                known = [one.index for one in self.decided if one.path is path]
+                less = (max(known) + index) // 2 if known else index - max(1, index // 10)
+                if less not in known:
+                    pending.append((Choice(path, less), index))
         if not self._is_over:
             self._value(self._best().path, self._best().index)
 
@@ -454,9 +471,8 @@ class Tuner:
         rest = self.per_image * (len(self.deciding) + 2 * TIMED * self._timed) + TIMING
         return time.monotonic() + rest >= self.until
 
-    def _is_beaten(self, path: Path, index: int) -> bool:
+    def _is_beaten(self, choice: Choice) -> bool:
         """Return whether a decided choice merges more than this one, so that its quality does not matter."""
-        choice = Choice(path, index)
         return self.goal.bound is not None and any(self._rank(one) <= self._rank(choice) for one in self.decided)
 
     def _rank(self, choice: Choice) -> float:
@@ -470,7 +486,9 @@ class Tuner:
 
     def _best(self) -> Choice:
         """Return the best choice by the held-out images; by the tuning images where an interrupt left these out."""
-        return min(self.decided or [*self.chosen.values()][::-1], key=self._rank)
+        if self.decided:
+            return min(self.decided, key=lambda one: (self._rank(one), self._cost(one.path.method, one.counts)))
+        return min(self.chosen.values(), key=lambda one: (self._rank(one), one.path.family == "constant"))
 
     def _is_result(self, choice: Choice) -> bool:
         """Return whether a choice is worth returning: within a tolerance, one that merges."""

@@ -205,7 +205,7 @@ def test_broken_rows_are_skipped_and_named(tmp_path: Path, name: str) -> None:
 def test_no_images_in_a_parquet_file(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", [{"audio": {"bytes": b"RIFF", "path": "a.wav"}, "digit": 1}])
     with pytest.raises(ImageError, match=r"no column holds images.*'audio', 'digit'"):
-        open_dataset(path)
+        open_dataset(path, modality="image")
     with pytest.raises(ImageError, match="has no rows"):
         open_dataset(table(tmp_path / "b.parquet", [row(0)], schema=None).parent / _empty(tmp_path))
     (tmp_path / "c.parquet").write_text("no table")

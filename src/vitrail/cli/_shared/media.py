@@ -8,19 +8,17 @@ medium to the command line, give its entry in `MEDIA` the commands and functions
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitrail.adapters import Found
 from vitrail.cli._shared import console
 from vitrail.data import Dataset, InputSpec, check_image, to_tensor
 from vitrail.drawing import contact_sheet, stained_glass
 from vitrail.errors import ImageError, UnsupportedInput
-from vitrail.models.saving import LABELS_ATTRIBUTE
 
 SIDE = 1600
 """Longest side of an image in the side-by-side view; the stained glass keeps the image's resolution."""
@@ -64,27 +62,16 @@ MEDIA = {
         batch=lambda image, spec: to_tensor([image], spec),
         draw=_draw_glass,
     ),
-    "audio": Medium("spectrograms or other arrays"),
+    "audio": Medium("sounds"),
     "video": Medium("video clips"),
+    "array": Medium("spectrograms or other arrays"),
 }
 """Media by modality, as in `InputSpec.modality`."""
 
 
-def input_spec(model: nn.Module, found: Found) -> InputSpec:
-    """Return a model's input specification; one that was trained on arrays of numbers takes no images."""
-    spec = found.adapter.input_spec(found.trunk)
-    trained = vars(model).get(LABELS_ATTRIBUTE, {}).get("preprocessing")
-    expects = InputSpec.from_dict(trained) if trained else spec
-    if not expects.is_array or (expects.of_bytes and spec.modality == "image"):
-        return spec
-    modality = "video" if spec.modality == "video" else "audio"
-    return replace(spec, mean=expects.mean, std=expects.std, scale=expects.scale, modality=modality)
-
-
 def medium_of(dataset: Dataset) -> Medium:
     """Return the medium of a dataset's samples."""
-    arrays = dataset.tensor_spec
-    return MEDIA["image" if arrays is None else "audio" if len(arrays.sizes) == 2 else "video"]
+    return MEDIA[dataset.modality]
 
 
 def check_accepted(name: str, spec: InputSpec, command: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import vitrail
 from vitrail.adapters import LIBRARIES, find, hub, size_options
 from vitrail.adapters.registry import library, sized, split_name
-from vitrail.cli._shared.media import MEDIA, Medium, check_accepted, input_spec
+from vitrail.cli._shared.media import MEDIA, Medium, check_accepted
 from vitrail.data import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel, VitrailError
 from vitrail.training.objective.targets import Target, assign_targets
@@ -63,7 +63,7 @@ def load(
     except ModelLoadError as error:
         raise ModelLoadError(_explain(name, error, random, options, unreachable)) from error
     found = find(model)
-    spec = input_spec(model, found)
+    spec = found.adapter.input_spec(found.trunk)
     check_accepted(name, spec, command)
     resized, layout = sized(found, size, name)
     names = vitrail.class_names(model)

@@ -51,9 +51,9 @@ class ArrayAugment:
 
     def apply(self, values: Tensor, numbers: Tensor) -> Tensor:
         """Augment a batch by numbers from 0 to 1: (b, 3) for each axis, one after the other. Nothing here is random."""
-        made = self.plain(values)
+        made = replace(self.spec, axes="").normalize(values)
         if self.strength == "none":
-            return made
+            return self.spec.arranged(made)
         by_axis = [one.unbind(1) for one in numbers.unflatten(1, (-1, DRAWS)).unbind(1)]
         most = [int(length * REACH[self.strength]) for length in made.shape[2:]]
         for axis, ((offset, _, _), reach) in enumerate(zip(by_axis, most, strict=True), start=2):
@@ -62,7 +62,7 @@ class ArrayAugment:
             if self.strength in MASKING:
                 wide = whole_number(width, 0, reach)
                 made = mask_band(made, axis, whole_number(place, 0, made.shape[axis] - wide), wide)
-        return made
+        return self.spec.arranged(made)
 
     def settled(self) -> ArrayAugment:
         """Return the augmentation of the last epochs: none."""

@@ -7,7 +7,7 @@ To add a format, derive a class from :class:`~vitrail.data.sources.base.Source` 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
+from vitrail.data.media import MEDIA, check_modality, modality_of
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Labels, Source, distinct, matching
 from vitrail.data.sources.folder import FolderSource
@@ -30,8 +31,13 @@ __all__ = ["Arrays", "Labels", "Source", "are_paths", "open_source"]
 PathLike = str | os.PathLike[str]
 
 
-def open_source(source: Any, columns: Sequence[str] = ()) -> Source:
-    """Open any source of samples; ``columns`` names the labels of a torch dataset that has several."""
+def open_source(source: Any, columns: Sequence[str] = (), modality: str | None = None) -> Source:
+    """Open any source of samples.
+
+    ``columns`` names the labels of a torch dataset that has several. ``modality`` says what files hold; by default what
+    their endings say, and in a folder images if there are any, else clips, else sounds.
+    """
+    check_modality(modality)
     if isinstance(source, Source):
         return source
     if isinstance(source, Tensor | np.ndarray):
@@ -55,7 +61,7 @@ def open_source(source: Any, columns: Sequence[str] = ()) -> Source:
             return open_torchvision(rest, columns)
         if kind == "wds":
             return ShardSource(find_shards(rest))
-    return _open_files(given)
+    return _open_files(given, modality)
 
 
 def are_paths(source: Any) -> bool:
@@ -65,8 +71,8 @@ def are_paths(source: Any) -> bool:
     return isinstance(source, str | os.PathLike)
 
 
-def _open_files(given: Sequence[PathLike]) -> Source:
-    """Open parquet files, shards or images, by what the paths are."""
+def _open_files(given: Sequence[PathLike], modality: str | None) -> Source:
+    """Open parquet files, shards, or files of one medium, by what the paths are."""
     if all(os.fspath(path).endswith(".tar") or any(Path(path).glob("*.tar")) for path in given):
         return ShardSource(distinct(shard for path in given for shard in find_shards(os.fspath(path))))
     paths: list[Path] = []
@@ -75,25 +81,43 @@ def _open_files(given: Sequence[PathLike]) -> Source:
         paths += (matching(os.fspath(path)) if pattern else []) or [Path(path)]
     tables = _find_tables(paths)
     if tables:
-        return ParquetSource(tables)
+        return ParquetSource(tables, modality)
     root = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
-    images = find_images(paths)
+    modality = modality or _modality(paths)
+    medium = MEDIA[modality]
+    files = find_images(paths, medium.extensions, medium.noun)
     for path in map(Path, given):
         if len(given) > 1:
-            _check_holds_images(path)
-    return FolderSource(images, root)
+            _check_holds_files(path, medium.extensions, medium.noun)
+    return FolderSource(files, root, modality)
 
 
-def _check_holds_images(path: Path) -> None:
-    """Raise for a path among several, some of which hold images, that is a shard or a folder without images."""
-    if path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar")) and not has_images(path)):
+def _modality(paths: Sequence[Path]) -> str:
+    """Return what files hold, by their endings; raise if named files are of several kinds."""
+    named = {modality: path for path in paths if not path.is_dir() and (modality := modality_of(path)) is not None}
+    if len(named) > 1:
+        (one, first), (other, second) = list(named.items())[:2]
         raise InvalidOption(
-            f"{path} holds WebDataset shards, and other paths hold images; open images and shards one after the other"
+            f"{first} holds {one}, and {second} holds {other}; open files of one kind, or choose it with modality="
         )
-    if path.is_dir() and not has_images(path):
+    if named:
+        return next(iter(named))
+    folders = [path for path in paths if path.is_dir()]
+    return next(
+        (one for one, medium in MEDIA.items() if any(has_images(f, medium.extensions) for f in folders)), "image"
+    )
+
+
+def _check_holds_files(path: Path, extensions: Collection[str], noun: str) -> None:
+    """Raise for a path among several, some of which hold images, that is a shard or a folder without images."""
+    if path.suffix == ".tar" or (path.is_dir() and any(path.glob("*.tar")) and not has_images(path, extensions)):
         raise InvalidOption(
-            f"{path} is a folder without images, among other paths with images; expected files that end in "
-            f"{', '.join(sorted(EXTENSIONS))}. Leave it out, or name the folder that holds the images"
+            f"{path} holds WebDataset shards, and other paths hold {noun}s; open {noun}s and shards one after the other"
+        )
+    if path.is_dir() and not has_images(path, extensions):
+        raise InvalidOption(
+            f"{path} is a folder without {noun}s, among other paths with {noun}s; expected files that end in "
+            f"{', '.join(sorted(extensions))}. Leave it out, or name the folder that holds the {noun}s"
         )
 
 

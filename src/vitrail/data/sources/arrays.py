@@ -36,6 +36,8 @@ class Arrays(Source):
         Arrays(6 × (1, 32, 48), float32, label: 2 classes)
     """
 
+    modality = "array"
+
     def __init__(
         self, values: Any, labels: Any = None, classes: Any = None, names: Sequence[str] | None = None
     ) -> None:
@@ -77,18 +79,23 @@ class Arrays(Source):
         """Return how to normalize these rows: bytes as colors, numbers by mean and standard deviation per channel."""
         if self.tensor_spec.dtype == torch.uint8:
             return byte_statistics(self.tensor_spec.channels)
-        mean, std = _moments(self._values, torch.tensor(list(rows)))
-        wrong = (~(mean + std).isfinite()).nonzero()[:, 0].tolist()
-        if wrong:
-            raise InvalidOption(f"values: channel {wrong[0]} has values that are not finite; repair or remove them")
-        constant = std <= 1e-12 * mean.abs()
-        return InputSpec.of_arrays(mean.tolist(), torch.where(constant, 1.0, std).tolist())
+        return number_statistics(self._values, torch.tensor(list(rows)))
 
 
 def byte_statistics(channels: int) -> InputSpec:
     """Return how to normalize bytes: three channels as ImageNet's colors, others to −1 … 1."""
     half = (0.5,) * channels
     return InputSpec.of_arrays(*((MEAN, STD) if channels == len(MEAN) else (half, half)), 255)
+
+
+def number_statistics(values: Tensor, rows: Tensor) -> InputSpec:
+    """Return how to normalize numbers (N, C, ...): by mean and standard deviation of each channel of some rows."""
+    mean, std = _moments(values, rows)
+    wrong = (~(mean + std).isfinite()).nonzero()[:, 0].tolist()
+    if wrong:
+        raise InvalidOption(f"values: channel {wrong[0]} has values that are not finite; repair or remove them")
+    constant = std <= 1e-12 * mean.abs()
+    return InputSpec.of_arrays(mean.tolist(), torch.where(constant, 1.0, std).tolist())
 
 
 def _moments(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ class Source:
         paths: file of each sample, if each has one of its own.
         has_masks, has_boxes: whether samples may have masks, or boxes.
         tensor_spec: shape and dtype of samples that are never resized (arrays); None for images.
+        modality: what samples are: ``image``, ``video`` (`Clip`), ``audio`` (`Sound`), or ``array``.
     """
 
     names: Sequence[str]
@@ -46,6 +47,7 @@ class Source:
     has_masks: bool = False
     has_boxes: bool = False
     tensor_spec: TensorSpec | None = None
+    modality: str = "image"
 
     def __len__(self) -> int:
         return len(self.names)

@@ -1,4 +1,4 @@
-"""Image files, with class folders as labels."""
+"""Files of images, clips or sounds, with class folders as labels."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.data.decode import read_image
+from vitrail.data.media import recording, require
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import LABEL, Labels, Source, clean, number_classes
 from vitrail.errors import InvalidOption
 
 
 class FolderSource(Source):
-    """Image files. If ``root`` holds two or more class folders and nothing else, their names are the labels."""
+    """Files. If ``root`` holds two or more class folders and nothing else, their names are the labels.
 
-    def __init__(self, paths: Sequence[Path], root: Path | None = None) -> None:
+    ``modality`` says what the files hold. Clips and sounds are decoded when their values are read.
+    """
+
+    def __init__(self, paths: Sequence[Path], root: Path | None = None, modality: str = "image") -> None:
         self.paths: Sequence[Path] = paths
+        self.modality = modality
+        if modality != "image":
+            require(modality)
         self._folders = _class_folders(paths, root)
         alike = Counter(path.name for path in paths)
         self.names = [clean(_name(path, root, unique=alike[path.name] == 1)) for path in paths]
@@ -24,13 +31,16 @@ class FolderSource(Source):
     def labels(self, column: str | None) -> Labels:
         if column not in (None, LABEL):
             raise InvalidOption(
-                f"labels={column!r} names a column, and these are image files, labeled by the names of their folders; "
+                f"labels={column!r} names a column, and these are files, labeled by the names of their folders; "
                 "leave it out (parquet files, shards and datasets may have several columns)"
             )
         return number_classes(self._folders or [None] * len(self))
 
     def read(self, row: int) -> Sample:
-        return Sample(read_image(self.paths[row]), self.names[row])
+        path = self.paths[row]
+        if self.modality == "image":
+            return Sample(read_image(path), self.names[row])
+        return Sample(recording(self.modality, path), self.names[row])
 
 
 def _class_folders(paths: Sequence[Path], root: Path | None) -> list[str] | None:

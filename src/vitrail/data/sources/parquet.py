@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.decode import EXTENSIONS, decode_image, decode_values
+from vitrail.data.media import MEDIA, recording, require
 from vitrail.data.sample import UNKNOWN, Box, Sample
 from vitrail.data.sources.base import LABEL, MAX_CLASSES, Labels, Source, clean, likely_label, number_classes
 from vitrail.errors import ImageError, InvalidOption
 
-IMAGES = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")
 MASKS = ("trimap", "mask", "segmentation_mask", "segmentation", "annotation")
 BOXES = ("box", "boxes")
-OTHER_MEDIA = ("audio", "video", "wav", "mp3", "mp4")
 TRIMAP = {1: 1, 2: 0, 3: UNKNOWN}
 
 PIECE_ROWS, PIECE_BYTES = 64, 64_000_000
@@ -32,8 +31,9 @@ PIECE_ROWS, PIECE_BYTES = 64, 64_000_000
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns that hold images, masks and boxes; ``structs`` are those that hold bytes beside a path."""
+    """Columns that hold images (or clips or sounds), masks and boxes; ``structs`` hold bytes beside a path."""
 
+    modality: str
     image: str
     mask: str | None
     box: str | None
@@ -54,12 +54,14 @@ class ParquetSource(Source):
     Paths in a file are never followed: an image's bytes are in the file, or it cannot be read.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], modality: str | None = None) -> None:
         self._paths = paths
         files = [_open(path) for path in paths]
-        self._columns = _find_columns(paths[0], files[0].schema_arrow)
+        self._columns = _find_columns(paths[0], files[0].schema_arrow, modality)
+        self.modality = self._columns.modality
+        require(self.modality)
         for path, file in zip(paths, files, strict=True):
-            if _find_columns(path, file.schema_arrow) != self._columns:
+            if _find_columns(path, file.schema_arrow, modality) != self._columns:
                 raise ImageError(f"{path}: its columns are not those of {paths[0]}; open them one after the other")
         self._ends = list(accumulate(file.metadata.num_rows for file in files))
         self.has_masks = self._columns.mask is not None
@@ -100,8 +102,8 @@ class ParquetSource(Source):
         values = self._rows.read(place, where)
         if _bytes(values[self._columns.image]) is None:
             raise ImageError(
-                f"{where}: the row has no image; expected its bytes in column {self._columns.image!r} (a path alone is "
-                "not followed)"
+                f"{where}: the row has no {MEDIA[self.modality].noun}; expected its bytes in column "
+                f"{self._columns.image!r} (a path alone is not followed)"
             )
         return partial(_decode, values, self._columns, name, where, annotations)
 
@@ -178,12 +180,15 @@ def is_parquet(path: Path) -> bool:
 
 
 def _decode(values: dict[str, Any], columns: Columns, name: str, where: str, annotations: bool) -> Sample:
-    image = decode_image(_bytes(values[columns.image]) or b"", where)
+    data = _bytes(values[columns.image]) or b""
+    if columns.modality != "image":
+        return Sample(recording(columns.modality, data, where), name)
+    image = decode_image(data, where)
     if not annotations:
         return Sample(image, name)
     mask = boxes = None
-    if columns.mask is not None and (data := _bytes(values[columns.mask])) is not None:
-        mask = _read_mask(data, columns.mask, image.size, where)
+    if columns.mask is not None and (found := _bytes(values[columns.mask])) is not None:
+        mask = _read_mask(found, columns.mask, image.size, where)
     if columns.box is not None:
         boxes = _read_boxes(values[columns.box], image.size, where)
     return Sample(image, name, None, mask, boxes)
@@ -226,8 +231,8 @@ def _bytes(value: Any) -> bytes | None:
     return found
 
 
-def _find_columns(path: Path, schema: Any) -> Columns:
-    """Find the columns of images, masks and boxes by their types and names."""
+def _find_columns(path: Path, schema: Any, modality: str | None) -> Columns:
+    """Find the columns of images (or other media), masks and boxes by their types and names."""
     types = _arrow().types
     kinds = {field.name: field.type for field in schema}
     structs = frozenset(
@@ -235,16 +240,21 @@ def _find_columns(path: Path, schema: Any) -> Columns:
     )
     binary = {name for name, kind in kinds.items() if types.is_binary(kind) or types.is_large_binary(kind)}
     media = [name for name in kinds if name in structs | binary]
-    image = next((name for name in IMAGES if name in media), None)
-    image = image or next((name for name in media if name not in (*MASKS, *OTHER_MEDIA)), None)
+    known = {name: kind for kind, medium in MEDIA.items() for name in medium.columns if name in media}
+    free = [name for name in media if name not in known and name not in MASKS]
+    image = next((name for name, kind in known.items() if kind == (modality or kind)), None)
+    if image is None and free and modality in (None, "image"):
+        known, image = {free[0]: "image"}, free[0]
     if image is None:
+        noun = MEDIA[modality or "image"].noun
         raise ImageError(
-            f"{path}: no column holds images (columns: {_listed(kinds)}); expected one like 'image', with the bytes of "
-            "an image file in each row, as Hugging Face datasets write it"
+            f"{path}: no column holds {noun}s (columns: {_listed(kinds)}); expected one like "
+            f"{next(iter(MEDIA[modality or 'image'].columns))!r}, with the bytes of a file in each row, as Hugging "
+            "Face datasets write it"
         )
     mask = next((name for name in MASKS if name in media and name != image), None)
     box = next((name for name in BOXES if name in kinds and "list" in str(kinds[name])), None)
-    return Columns(image, mask, box, structs)
+    return Columns(known[image], image, mask, box, structs)
 
 
 def _label_column(path: Path, schema: Any, column: str | None) -> str | None:

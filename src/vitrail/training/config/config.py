@@ -91,7 +91,7 @@ class Config:
     data: Any = _data(
         Kind("a path or a dataset", "DATA", only(lambda value: not isinstance(value, str) or bool(value))),
         "Training data: a folder with one subfolder per class, parquet files, shards (wds:…), hf:OWNER/NAME, "
-        "torchvision:NAME:ROOT; from Python also a dataset or `Arrays`.",
+        "torchvision:NAME:ROOT; files of images, video clips or sounds; from Python also a dataset or `Arrays`.",
         MISSING,
         resumable=True,
     )
@@ -104,6 +104,12 @@ class Config:
     labels: str | None = _data(text("COLUMN"), "Column with the class labels; none (with recipe=dino) ignores labels.")
     tasks: tuple[str, ...] = _data(
         Kind("column names separated by commas", "COLUMNS", _parse_tasks), "Columns to learn as tasks.", ()
+    )
+    modality: str | None = _data(
+        choice("image", "video", "audio"), "What files hold; by default what their endings say (a GIF is an image)."
+    )
+    sampling: dict[str, Any] = _data(
+        mapping(), "Which frames of clips are seen, such as {frames: segments}; spectrograms, such as {rate: 8000}.", {}
     )
     share: float = _data(number(0, 1, above=True), "Fraction of the training data to use.", 1.0)
     side: int | None = _data(integer(1), "Size in pixels at which decoded images are kept.")
@@ -122,8 +128,10 @@ class Config:
     )
     options: dict[str, Any] = _model(mapping(), "More options of the model's constructor.", {})
     pretrained: bool | None = _model(flag(), "Start from the library's pretrained weights.")
-    image_size: Any = _model(sizes(), "Input size in pixels.")
-    patch_size: int | tuple[int, ...] | None = _model(sizes(), "Patch size in pixels.")
+    image_size: Any = _model(
+        sizes(), "Input size: height and width; frames, height and width of clips; bands and frames of spectrograms."
+    )
+    patch_size: int | tuple[int, ...] | None = _model(sizes(), "Patch size, with as many numbers as the input size.")
     tokens: Any = _model(
         Kind(
             "text such as 'cls,register=4', or token specs",

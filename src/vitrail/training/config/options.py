@@ -127,10 +127,13 @@ def sizes() -> Kind:
     size = integer(1).parse
 
     def parse(value: Any) -> Any:
+        if isinstance(value, str):
+            value = [int(part) for part in value.replace("x", ",").split(",")]
+            value = value[0] if len(value) == 1 else value
         several = isinstance(value, list | tuple) and len(value) in (2, 3)
         return tuple(map(size, value)) if several else size(value)
 
-    return Kind("an integer of at least 1, or two or three of them", "N", parse, int)
+    return Kind("an integer of at least 1, or two or three of them, such as 8,64,64", "N", parse)
 
 
 def flag() -> Kind:

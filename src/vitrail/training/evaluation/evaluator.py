@@ -17,6 +17,7 @@ from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
 from vitrail.data.dataset import open_dataset
 from vitrail.data.loading.loader import Keep, make_loader
+from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
@@ -87,9 +88,16 @@ def evaluate(
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
-        dataset = open_dataset(data, labels=columns, classes=_known_classes(known, columns), labeled=True)
+        takes = (known and known.preprocessing) or declared_spec(net)
+        modality = takes.modality if takes is not None and takes.modality in DEFAULTS else None
+        dataset = open_dataset(
+            data, labels=columns, classes=_known_classes(known, columns), labeled=True, modality=modality
+        )
+        if modality is not None:
+            assert takes is not None
+            dataset = dataset.decoded(takes)
         count = len(dataset)
-        expects = expected_of(dataset, (known and known.preprocessing) or declared_spec(net), type(net).__name__)
+        expects = expected_of(dataset, takes, type(net).__name__)
         expects = _resize(expects, size, net)
 
         def report(stage: str, done: int, total: int) -> None:

@@ -1,0 +1,20 @@
+"""One small model of each family, for tests that run on every family."""
+
+from __future__ import annotations
+
+from tests.parity import (
+    models_open_clip,
+    models_transformers_beit,
+    models_transformers_clip,
+    models_transformers_dinov3,
+)
+from tests.parity.models import Case
+
+FAMILIES: dict[str, Case] = {
+    "CLIP (transformers)": models_transformers_clip.CASES["tower"],
+    "SigLIP (transformers)": models_transformers_clip.CASES["siglip"],
+    "open_clip": models_open_clip.CASES["attention"],
+    "DINOv3 (transformers)": models_transformers_dinov3.CASES["plain"],
+    "BEiT (transformers)": models_transformers_beit.CASES["both"],
+    "data2vec-vision (transformers)": models_transformers_beit.CASES["data2vec"],
+}

@@ -1,0 +1,112 @@
+"""Training on files of clips and sounds: sizes, sampling, evaluation, resuming, and what contradicts the data."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.media_files import tone, write_clip, write_sound
+from tests.training.toys import FIELDS, same, weights
+from vitrail.data import FrameSampling, Spectrogram, open_dataset
+from vitrail.errors import InvalidOption, VitrailError
+from vitrail.training import checkpoint, evaluate, load_trained, train
+
+SMALL: dict[str, Any] = {
+    name: value for name, value in FIELDS.items() if name not in ("image_size", "patch_size", "tokens")
+}
+SOUND = {**SMALL, "patch_size": 8, "epochs": 4, "batch_size": 8, "lr": 4e-3, "augment": "none"}
+CLIP = {**SMALL, "image_size": (4, 16, 16), "patch_size": (2, 8, 8), "epochs": 1, "batch_size": 4}
+
+TUNING = {name: value for name, value in CLIP.items() if name not in ("image_size", "patch_size", "options")}
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of low and high tones."""
+    root = tmp_path_factory.mktemp("sounds")
+    for number in range(32):
+        high = number % 2
+        hertz = (2000 if high else 300) * (1 + number / 100)
+        write_sound(root / ("high" if high else "low") / f"{number}.wav", tone(hertz, 0.3, 8000), 8000)
+    return root
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("clips")
+    for number in range(8):
+        write_clip(root / "ab"[number % 2] / f"{number}.mp4", count=6)
+    return root
+
+
+def test_sounds_are_learned_and_read_alike_afterwards(sounds: Path, tmp_path: Path) -> None:
+    run = train(**SOUND | {"data": str(sounds), "out": str(tmp_path / "run"), "sampling": {"rate": 8000}})
+    model, labels = load_trained(run.last)
+    spec = labels.preprocessing
+    assert spec is not None
+    assert (spec.modality, spec.sampling) == ("audio", Spectrogram(8000))
+    assert spec.size == (64, 32)  # 0.3 seconds are 31 frames: four patches
+    assert model.config.image == (64, 32)
+    found = evaluate(run.last, sounds, seconds=0, look=0)
+    assert found.accuracy["fused"] == 1.0
+    dataset = open_dataset(sounds, labeled=True)
+    (batch,) = dataset.batches(spec, 32)
+    with torch.no_grad():
+        right = (model(batch.images).argmax(1) == dataset.labels[:, 0]).float().mean().item()
+    assert right == found.accuracy["fused"]
+
+
+def test_clips_train_resume_and_are_evaluated(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {**CLIP, "epochs": 2, "save_every": "1 steps", "keep": 9, "validation": "none"}
+    fields |= {"sampling": {"frames": "segments"}}
+    run = train(data=str(clips), out=str(tmp_path / "run"), **fields)
+    stopped = tmp_path / "stopped"
+    save = checkpoint.Checkpoints.save
+
+    def interrupted(self: Any, step: int, *rest: Any, **more: Any) -> Any:
+        made = save(self, step, *rest, **more)
+        if step == 2:
+            raise KeyboardInterrupt
+        return made
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(data=str(clips), out=str(stopped), **fields)
+    monkeypatch.undo()
+    train(out=str(stopped), resume=True)
+    assert same(weights(run.last), weights(stopped / "last"))
+    labels = load_trained(run.last)[1]
+    assert labels.preprocessing is not None
+    assert labels.preprocessing.sampling == FrameSampling("segments")
+    assert labels.preprocessing.shape == (3, 4, 16, 16)
+    assert evaluate(run.last, clips, merge={"r": 1}, seconds=0).count == 8
+    again = train(**TUNING | {"data": str(clips), "out": str(tmp_path / "tuned"), "model": str(run.last)})
+    assert load_trained(again.last)[1].preprocessing == labels.preprocessing
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"modality": "audio"}, "no sounds found"),
+        ({"sampling": {"fps": 2}}, "expected frames, rate"),
+        ({"sampling": {"frames": "rate"}}, "rate=None"),
+        ({"image_size": (5, 16, 16)}, "not a whole number of patches"),
+        ({"patch_size": (8, 8), "image_size": None}, r"patch_size=\(8, 8\)"),
+        ({"teacher": "timm:resnet18", "tokens": "cls,distillation"}, "is for images"),
+        ({"recipe": "dino", "labels": "none", "augment": "light"}, "is for images"),
+    ],
+)
+def test_runs_that_contradict_their_data(clips: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(VitrailError, match=message):
+        train(**({"data": str(clips), "out": str(tmp_path / "run")} | CLIP | fields))
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_and_data_of_other_modalities(clips: Path, sounds: Path, tmp_path: Path) -> None:
+    run = train(data=str(clips), out=str(tmp_path / "run"), **CLIP)
+    with pytest.raises(InvalidOption, match="takes video, and the data is audio"):
+        train(**TUNING | {"data": str(sounds), "model": str(run.last), "out": str(tmp_path / "other")})
+    with pytest.raises(InvalidOption, match="sampling"):
+        train(data=[(np.zeros((16, 16, 3), np.uint8), n % 2) for n in range(8)], sampling={"rate": 3}, **FIELDS)

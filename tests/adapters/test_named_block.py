@@ -25,7 +25,14 @@ DENSE = [
     *("timm-class-odd", "timm-registers", "timm-layer-scale", "hf-vit", "hf-deit-head", "hf-registers"),
     *("clip-tower-even", "clip-siglip"),
 ]
-OTHERS = ["timm-gated", "timm-post-norm", "eva-eva02", "eva-dinov3", "eva-post-norm", "eva-grouped-heads"]
+PARTLY = {
+    "timm-gated": ("mlp",),
+    "eva-eva02": ("proj",),
+    "eva-dinov3": ("proj", "mlp"),
+    "eva-grouped-heads": ("proj",),
+}
+"""Blocks of which some parts alone are dense."""
+OTHERS = ["timm-post-norm", "eva-post-norm"]
 
 
 def first_block(name: str) -> tuple[NamedBlock, nn.Module]:
@@ -37,12 +44,15 @@ def first_block(name: str) -> tuple[NamedBlock, nn.Module]:
 
 def run_dense(dense: DenseBlock, x: Tensor) -> Tensor:
     """A dense block in plain PyTorch."""
-    h = dense.norm1(x)
+    h, mlp = dense.norm1(x), dense.mlp
+    assert dense.qkv is not None
+    assert dense.proj is not None
+    assert mlp is not None
     packed = torch.cat([project(h) for project in dense.qkv], -1)
     q, k, v = (part.unflatten(-1, (dense.heads, -1)).transpose(1, 2) for part in packed.chunk(3, -1))
     y = dense.proj(F.scaled_dot_product_attention(q, k, v, scale=dense.scale).transpose(1, 2).flatten(2))
     x = x + (y if dense.gammas[0] is None else y * dense.gammas[0])
-    y = dense.fc2(F.gelu(dense.fc1(dense.norm2(x)), approximate=dense.gelu))
+    y = mlp.fc2(F.gelu(mlp.fc1(dense.norm2(x)), approximate=mlp.gelu))
     return x + (y if dense.gammas[1] is None else y * dense.gammas[1])
 
 
@@ -63,9 +73,12 @@ def require_dense(name: str) -> None:
         require("transformers", "5.18")
 
 
-@pytest.mark.parametrize("name", [*DENSE, *OTHERS, "torchvision-vit"])
+@pytest.mark.parametrize("name", [*DENSE, *PARTLY, *OTHERS, "torchvision-vit"])
 def test_every_path_leads_somewhere(name: str) -> None:
     parts, block = first_block(name)
+    mlp = parts.names.dense
+    if mlp is not None and type(block.mlp).__name__ not in mlp.classes:
+        parts = NamedBlock(replace(parts.names, dense=None))
     for path in values(parts.names):
         find_part(block, path)  # an AttributeError where it does not
 
@@ -76,7 +89,7 @@ def test_the_dense_form_equals_the_block(name: str) -> None:
     parts, block = first_block(name)
     dense = parts.dense(block)
     assert dense is not None
-    x = torch.randn(2, 9, dense.proj.out_features, dtype=torch.float64)
+    x = torch.randn(2, 9, dense.norm1.weight.shape[0], dtype=torch.float64)
     mask = {"attention_mask": None} if name.startswith("clip-") else {}
     assert torch.allclose(run_dense(dense, x), block(x, **mask), rtol=0, atol=1e-12)
 
@@ -86,11 +99,19 @@ def test_the_dense_form_of_our_models(kind: dict[str, Any]) -> None:
     model = create_model("vit_tiny_patch16", image_size=32, width=32, depth=1, heads=2, **kind).double().eval()
     found = find(model)
     dense, x = found.block_adapters[0].dense(found.blocks[0]), torch.randn(2, 9, 32, dtype=torch.float64)
-    if kind.keys() & {"qk_norm", "mlp"}:
-        assert dense is None
-    else:
-        assert dense is not None
+    assert dense is not None
+    assert (dense.qkv is None) == ("qk_norm" in kind)
+    assert (dense.mlp is None) == ("mlp" in kind)
+    if not kind.keys() & {"qk_norm", "mlp"}:
         assert torch.allclose(run_dense(dense, x), found.blocks[0](x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PARTLY)
+def test_parts_that_are_more_than_a_matrix_are_left_out(name: str) -> None:
+    parts, block = first_block(name)
+    dense = parts.dense(block)
+    assert dense is not None
+    assert tuple(part for part in ("qkv", "proj", "mlp") if getattr(dense, part) is not None) == PARTLY[name]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -116,25 +137,36 @@ def test_a_part_replaced_later_is_seen(name: str) -> None:
     path = parts.names.mlp
     before = parts.feed(block, torch.ones(1, 3, 32, dtype=torch.float64))
     setattr(block, path, Doubled(find_part(block, path)))
-    assert parts.dense(block) is None
+    dense = parts.dense(block)
+    assert dense is not None
+    assert dense.mlp is None
     assert torch.equal(parts.feed(block, torch.ones(1, 3, 32, dtype=torch.float64)), 2 * before)
 
 
 @pytest.mark.parametrize("name", ["timm-layer-scale", "hf-registers", "torchvision-vit"])
-def test_a_hooked_block_is_not_dense(name: str) -> None:
+def test_a_hooked_part_runs_itself(name: str) -> None:
     require_dense(name)
     parts, block = first_block(name)
-    for path in (parts.names.norm1, parts.names.proj, parts.names.mlp):
+    assert parts.names.dense is not None
+    handle = find_part(block, parts.names.norm1).register_forward_hook(lambda *_: None)
+    assert parts.dense(block) is None
+    handle.remove()
+    for path in (parts.names.mlp, parts.names.dense.fc1, parts.names.dense.fc2):
         handle = find_part(block, path).register_forward_hook(lambda *_: None)
-        assert parts.dense(block) is None, path
+        dense = parts.dense(block)
+        assert dense is not None
+        assert dense.mlp is None, path
         handle.remove()
-    assert parts.dense(block) is not None
+    dense = parts.dense(block)
+    assert dense is not None
+    assert dense.mlp is not None
 
 
 def test_packed_parameters_are_read_at_each_call() -> None:
     parts, block = first_block("torchvision-vit")
     dense, h = parts.dense(block), torch.randn(1, 5, 32, dtype=torch.float64)
     assert dense is not None
+    assert dense.qkv is not None
     attention = block.self_attention
     attention.in_proj_weight = nn.Parameter(torch.zeros_like(attention.in_proj_weight))
     assert torch.equal(dense.qkv[0](h), attention.in_proj_bias.expand(1, 5, -1))
@@ -167,7 +199,9 @@ def test_the_nested_layout_of_transformers() -> None:
     assert torch.equal(old.attend_output(block, h, h), output)
     assert old.head_shape(block) == new.head_shape(find(ALL["hf-registers"].model()).blocks[0])
     assert old.attention_dropout(block.train()) == 0.25
-    assert old.dense(block) is None
+    dense = old.dense(block.eval())
+    assert dense is not None
+    assert dense.mlp is None
 
 
 def test_a_wrapper_is_refused() -> None:

@@ -220,6 +220,26 @@ class Received(Attention):
 
 
 @dataclass(frozen=True)
+class Rotary(Case):
+    """Queries turned by a table, and their gradient.
+
+    Attributes:
+        front: tokens in front that do not turn.
+        shared: axes of the table that all share: ``images``, ``heads``, both or none.
+    """
+
+    topic: ClassVar[str] = "rotary"
+
+    length: int = 17
+    width: int = 32
+    heads: int = 2
+    layout: str = "packed"
+    front: int = 1
+    shared: tuple[str, ...] = ("images", "heads")
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Backward(Case):
     """The gradients of merging, and of the sum before and the LayerNorm after it.
 
@@ -399,7 +419,15 @@ SUM = (
     *(Sum(gamma=gamma, branch=HALF) for gamma in (False, True)),
 )
 
+ROTARY = (
+    *(Rotary(width=width, interleaved=turn, dtype=HALF) for width in (16, 64, 72, 80) for turn in (False, True)),
+    *(Rotary(heads=3, shared=shared, interleaved=True) for shared in ((), ("images",), ("heads",))),
+    *(Rotary(layout=layout, heads=3, width=24) for layout in ("separate", "heads", "channels")),
+    *(Rotary(front=front, length=9) for front in (0, 5, 9)),
+)
+
 SAMPLE: tuple[Case, ...] = (
     *ATTENTION, *ATTENTION_BACKWARD, *RECEIVED, *MATCHING, *EDGES, *PAIRS, *GROUPS, *MERGING, *NORM, *SUM, *BACKWARD,
+    *ROTARY,
 )  # fmt: skip
 """What the interpreter runs in a few seconds."""

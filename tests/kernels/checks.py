@@ -30,11 +30,20 @@ from tests.kernels.cases import (
     Outcome,
     Pairs,
     Received,
+    Rotary,
     Sum,
 )
 from tests.kernels.guards import guarded, surrounded
 from tests.kernels.structure import check_lists, check_places, shortfall
-from vitrail.kernels import triton_attention, triton_groups, triton_matching, triton_merging, triton_received
+from vitrail.adapters.position import rotate
+from vitrail.kernels import (
+    triton_attention,
+    triton_groups,
+    triton_matching,
+    triton_merging,
+    triton_received,
+    triton_rotary,
+)
 from vitrail.kernels import triton_attention_backward as triton_attention_back
 from vitrail.merging import Assignment, match, proportional_attention
 from vitrail.merging.bipartite import Pairs as ReferencePairs
@@ -350,6 +359,23 @@ def _check_backward(case: Backward, device: torch.device) -> tuple[float, float]
     return _worst(*pairs)  # type: ignore[arg-type]
 
 
+def _check_rotary(case: Rotary, device: torch.device) -> tuple[float, float]:
+    draw = Draw(case, device)
+    (x,) = draw.heads(1, case.heads, case.length, case.width, case.layout)
+    shape = [1 if axis in case.shared else size for axis, size in (("images", case.batch), ("heads", case.heads))]
+    pairs = draw.normal(*shape, case.length - case.front, case.width // 2).float()
+    angle = pairs.repeat_interleave(2, -1) if case.interleaved else torch.cat([pairs, pairs], -1)
+    table = torch.cat([angle.sin(), angle.cos()], -1)
+    exact = x.double().requires_grad_()
+    turned = rotate(exact, table.double(), interleaved=case.interleaved)
+    (found,) = twice(lambda: (triton_rotary.launch(x, table, case.interleaved, False).transpose(1, 2),), device)
+    grad = draw.laid_out(draw.normal(1, *x.shape), case.layout)[0]
+    (back,) = twice(lambda: (triton_rotary.launch(grad, table, case.interleaved, True).transpose(1, 2),), device)
+    turned.backward(grad.double())
+    assert exact.grad is not None
+    return largest_error((found.transpose(1, 2), turned.detach()), (back.transpose(1, 2), exact.grad)), LIMITS[x.dtype]
+
+
 CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
     Attention: _check_attention,
     AttentionBackward: _check_attention_backward,
@@ -362,6 +388,7 @@ CHECKS: dict[type[Case], Callable[[Any, torch.device], tuple[float, float]]] = {
     Norm: _check_norm,
     Sum: _check_sum,
     Backward: _check_backward,
+    Rotary: _check_rotary,
 }
 
 

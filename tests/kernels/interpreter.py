@@ -26,8 +26,6 @@ from vitrail.kernels import ops
 
 FORMS = (("fp32", False), ("fp32", True), ("fp16", False), ("fp16", True))
 """Dtypes of models, and whether gradients are compared."""
-AUTOCAST = tuple(subject for subject in SMALL if subject.name != "DINOv3")
-"""Models whose blocks are dense."""
 
 
 def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
@@ -71,6 +69,8 @@ def operators() -> dict[str, tuple[ops.Operator, tuple[Any, ...]]]:
         "attend_back": (ops.attend_back, (attended, k, k, k, size.log2(), attended, sums, 0.25)),
         "attend_packed": (ops.attend_packed, (learns(qkv), size.log2(), 2, 0.25)),
         "attend_packed_back": (ops.attend_packed_back, (attended, qkv, size.log2(), attended, sums, 2, 0.25)),
+        "rotate": (ops.rotate, (learns(k), torch.randn(2, 1, 15, 32), True, False)),
+        "rotate back": (ops.rotate, (k, torch.randn(15, 32), False, True)),
         "attention_received": (ops.attention_received, (k, k, size.log2(), torch.rand(2, 17), 0.25)),
         "match": (ops.match, (k, 3, 1)),
         "merge": (ops.merge, (learns(x), size, *lists)),
@@ -130,7 +130,7 @@ def check_models() -> list[Outcome]:
 
 def check_autocast() -> list[Outcome]:
     """Run small merged float32 models through the kernels under autocast, with gradients."""
-    return [o for subject in AUTOCAST for o in autocast_outcomes(subject, torch.float16, "cpu", True)]
+    return [o for subject in SMALL for o in autocast_outcomes(subject, torch.float16, "cpu", True)]
 
 
 def check_kernels() -> list[Outcome]:

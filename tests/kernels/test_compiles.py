@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from tests.extras import always
 from vitrail.kernels import launch as launching
-from vitrail.kernels import triton_attention, triton_groups, triton_matching, triton_merging
+from vitrail.kernels import triton_attention, triton_groups, triton_matching, triton_merging, triton_rotary
 from vitrail.kernels import triton_attention_backward as triton_attention_back
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -200,6 +200,12 @@ def merging_forms() -> Iterator[Form]:
             yield from chosen(call)
 
 
+def rotary_forms() -> Iterator[Form]:
+    for width, interleaved, back in ((64, True, False), (72, False, True)):
+        q, _, _ = packed(197, width, SHORT)
+        yield from chosen(partial(triton_rotary.launch, q, tensor(8, 1, 196, 2 * width), interleaved, back))
+
+
 def group_forms() -> Iterator[Form]:
     matching, groups = triton_matching, triton_groups
     mask, present = tensor(1, 197, dtype=torch.bool), tensor(8, 197, dtype=torch.bool)
@@ -229,7 +235,7 @@ def group_forms() -> Iterator[Form]:
     yield from chosen(partial(groups.launch_rank, tensor(8, 197)))
 
 
-FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_forms(), *group_forms()]))
+FORMS = list(dict.fromkeys([*attention_forms(), *matching_forms(), *merging_forms(), *rotary_forms(), *group_forms()]))
 
 
 def outermost(forms: list[Form]) -> set[Form]:
@@ -251,7 +257,7 @@ def test_form_compiles_for_hopper(form: Form) -> None:
 
 
 def test_every_kernel_is_compiled() -> None:
-    modules = (triton_attention, triton_attention_back, triton_groups, triton_matching, triton_merging)
+    modules = (triton_attention, triton_attention_back, triton_groups, triton_matching, triton_merging, triton_rotary)
     launched = {
         name for module in modules for name in re.findall(r"launching\.launch\(\s*(\w+)", inspect.getsource(module))
     }

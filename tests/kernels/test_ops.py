@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.conftest import Interpreted
 from vitrail import kernels
-from vitrail.adapters.base import DenseBlock
+from vitrail.adapters.base import DenseBlock, DenseMlp
 from vitrail.adapters.timm import BLOCK
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import Assignment, Context, MergeState, Random, ToMe, match, proportional_attention
@@ -45,7 +45,7 @@ OPERATORS = [
     *("merge without sizes", "merge of half", "merge of strided", "merge_back", "merge_back without sizes"),
     *("merge_norm", "merge_norm, bare", "merge_norm of half", "merge_norm, learning", "norm", "norm_back"),
     *("norm_back, bare", "add_norm", "add_norm, bare", "add_norm, learning", "add_scaled"),
-    *("norm_back of half", "add_norm of half, learning", "add_scaled, bare"),
+    *("norm_back of half", "add_norm of half, learning", "add_scaled, bare", "rotate", "rotate back"),
     *("merge_norm of tokens alone, learning", "best", "best under masks", "best_given", "settle", "settle numbers"),
     *(
         "place",
@@ -136,15 +136,15 @@ def test_dense_block_without_values(
 
     gamma = torch.empty(32, device=gpu, dtype=dtype) if scaled else None
     qkv = (linear(32, 96),) if joint else (linear(32, 32), linear(32, 32), linear(32, 32))
-    block = DenseBlock(
-        2, norm(), qkv, linear(32, 32), norm(), linear(32, 64), linear(64, 32), (gamma, gamma), None, "none"
-    )
+    mlp = DenseMlp(linear(32, 64), linear(64, 32), "none")
+    form = DenseBlock(2, norm(), norm(), (gamma, gamma), qkv=qkv, proj=linear(32, 32), mlp=mlp)
+    parts: Any = SimpleNamespace(head_shape=lambda block: (2, 16))
     x = torch.empty(3, 17, 32, device=gpu, dtype=dtype)
     state = MergeState((r, r, r), protected=1)
     with casting(gpu) if dtype == torch.float32 else nullcontext(), torch.set_grad_enabled(learns):
         for layer in range(3):
             assert serves(x, PLAN, state)
-            x, state = dense_forward(block, x, state, state.r, state.size, PLAN.method)
+            x, state = dense_forward(parts, nn.Identity(), form, x, state, state.r, state.size, PLAN.method)
             assert shapes(x) == [((3, 17 - (layer + 1) * r, 32), dtype)]
     assert state.layer == 3
     if r:

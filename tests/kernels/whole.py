@@ -70,6 +70,7 @@ SMALL = (
     Subject("ViT", partial(timm_model, "vit_tiny_patch16_224", **_TINY), 4),
     Subject("DINOv2", partial(timm_model, "vit_small_patch14_reg4_dinov2", **{**_TINY, "img_size": 70}), 5),
     Subject("DINOv3", partial(timm_model, "vit_small_patch16_dinov3", **_TINY), 4),
+    Subject("EVA-02", partial(timm_model, "eva02_small_patch14_224", **{**_TINY, "img_size": 70}), 5),
     Subject("registers", partial(registers, image_size=32, patch_size=8, **_TINY_HF), 4),
 )
 """Models that the interpreter gets through in a second."""

@@ -41,22 +41,36 @@ def test_cached_block_is_not_searched_again(block: Block) -> None:
         assert find(block) is first
 
 
-CHANGES: dict[str, Callable[[Block], object]] = {
+MLP: dict[str, Callable[[Block], object]] = {
     "hook": lambda block: block.mlp.fc1.register_forward_hook(lambda *_: None),
-    "hook before": lambda block: block.attn.qkv.register_forward_pre_hook(lambda *_: None),
     "module": lambda block: setattr(block.mlp, "act", nn.ReLU()),
     "subclass": lambda block: setattr(block.mlp, "fc2", type("Adapted", (nn.Linear,), {})(128, 32)),
     "kind of weight": lambda block: block.mlp.fc1._parameters.update(
         weight=type("Quantised", (nn.Parameter,), {})(block.mlp.fc1.weight.detach())
     ),
+}
+NORMS_AND_SUMS: dict[str, Callable[[Block], object]] = {
+    "hook of a norm": lambda block: block.norm2.register_forward_pre_hook(lambda *_: None),
+    "another norm": lambda block: setattr(block, "norm1", nn.RMSNorm(32)),
     "dropout of attention": lambda block: (setattr(block.attn.attn_drop, "p", 0.1), block.train()),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", MLP)
+def test_changed_mlp_runs_itself(block: Block, change: str) -> None:
+    found = find(block)
+    assert found is not None
+    assert found.mlp is not None
+    MLP[change](block)
+    found = find(block)
+    assert found is not None
+    assert found.mlp is None
+
+
+@pytest.mark.parametrize("change", NORMS_AND_SUMS)
 def test_changed_block_is_dense_no_more(block: Block, change: str) -> None:
     assert find(block) is not None
-    CHANGES[change](block)
+    NORMS_AND_SUMS[change](block)
     assert find(block) is None
 
 
@@ -65,6 +79,14 @@ def test_removed_hook_is_forgotten(block: Block) -> None:
     assert find(block) is None
     handle.remove()
     assert find(block) is not None
+
+
+def test_replaced_layer_scale_is_used(block: Block) -> None:
+    assert find(block) is not None
+    block.ls1.gamma = nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
+    found = find(block)
+    assert found is not None
+    assert found.gammas[0] is block.ls1.gamma
 
 
 def test_replaced_layer_is_used(block: Block) -> None:
@@ -78,16 +100,17 @@ def test_replaced_layer_is_used(block: Block) -> None:
 def test_dropouts_work_in_training_alone(block: Block) -> None:
     found = find(block)
     assert found is not None
-    assert found.drops == ((), (), ())
+    assert found.mlp is not None
+    assert found.drops == found.mlp.drops == ((), ())
     found = find(block.train())
     assert found is not None
-    assert [[type(drop) for drop in drops] for drops in found.drops] == [
-        [nn.Dropout, DropPath],
-        [nn.Dropout],
-        [nn.Dropout, DropPath],
-    ]
+    assert found.mlp is not None
+    assert [[type(drop) for drop in drops] for drops in found.drops] == [[nn.Dropout, DropPath], [DropPath]]
+    assert [[type(drop) for drop in drops] for drops in found.mlp.drops] == [[nn.Dropout], [nn.Dropout]]
     for drop in (block.attn.proj_drop, block.mlp.drop1, block.mlp.drop2):
         drop.p = 0.0
     found = find(block)
     assert found is not None
-    assert found.drops == ((block.drop_path1,), (), (block.drop_path2,))
+    assert found.mlp is not None
+    assert found.drops == ((block.drop_path1,), (block.drop_path2,))
+    assert found.mlp.drops == ((), ())

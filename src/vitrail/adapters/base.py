@@ -56,28 +56,42 @@ class BlockCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DenseBlock:
-    """A block that is nothing but its matrices: LayerNorm, attention, LayerNorm, linear, GELU, linear.
+class DenseMlp:
+    """An MLP of two linear layers with a GELU between them.
 
     Attributes:
-        qkv: one projection to queries, keys and values together, or three.
+        gelu: ``"none"`` or ``"tanh"``, as in ``torch.nn.functional.gelu``.
+        drops: active dropouts between the two linear layers, and after both.
+    """
+
+    fc1: nn.Linear
+    fc2: nn.Linear
+    gelu: str
+    drops: tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]] = ((), ())
+
+
+@dataclass(frozen=True)
+class DenseBlock:
+    """A block with plain LayerNorms and sums, which fused kernels compute; parts that are None run by the adapter.
+
+    Attributes:
         gammas: layer scale of attention and MLP, or None for either.
         scale: factor of the attention scores; None for 1/√d.
-        gelu: ``"none"`` or ``"tanh"``, as in ``torch.nn.functional.gelu``.
-        drops: active dropouts and drop paths: after attention, between the two linear layers, after both.
+        drops: active dropouts and drop paths at the end of attention and of the MLP.
+        qkv: one projection to queries, keys and values together, or three; None where more than that computes them.
+        proj: the projection behind attention; None where more than that follows.
+        mlp: the MLP in detail; None for any other.
     """
 
     heads: int
     norm1: nn.LayerNorm
-    qkv: tuple[Callable[[Tensor], Tensor], ...]
-    proj: nn.Linear
     norm2: nn.LayerNorm
-    fc1: nn.Linear
-    fc2: nn.Linear
     gammas: tuple[Tensor | None, Tensor | None]
-    scale: float | None
-    gelu: str
-    drops: tuple[tuple[nn.Module, ...], tuple[nn.Module, ...], tuple[nn.Module, ...]] = ((), (), ())
+    scale: float | None = None
+    drops: tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]] = ((), ())
+    qkv: tuple[Callable[[Tensor], Tensor], ...] | None = None
+    proj: nn.Module | None = None
+    mlp: DenseMlp | None = None
 
 
 def active_drops(*modules: nn.Module) -> tuple[nn.Module, ...]:
@@ -182,7 +196,7 @@ class BlockAdapter(ABC):
         """Apply what comes between the MLP's output and the sum."""
 
     def dense(self, block: nn.Module) -> DenseBlock | None:
-        """Return the block as its matrices; None where it is anything more, or has hooks inside."""
+        """Return the block in the form that fused kernels compute; None where its norms or sums are not plain."""
         return None
 
     @abstractmethod

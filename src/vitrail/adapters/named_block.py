@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, active_drops, is_ordinary, is_plain
+from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, DenseMlp, active_drops, is_plain
 from vitrail.adapters.position import rotate
 
 
@@ -70,7 +70,7 @@ class BlockNames:
         arguments: names of its other arguments in order, each with its meaning: mask, causal, rope, or cos_sin for a
             rotation table in two tensors.
         among_special: whether masks hide special tokens alone and treat all patches alike.
-        dense: the MLP in detail, for the fused path; None where the block is never dense.
+        dense: the MLP in detail, for the fused path; None where it is never two linear layers with a GELU between.
     """
 
     norm1: str
@@ -218,50 +218,56 @@ class NamedBlock(BlockAdapter):
             setattr(part, name, getattr(part, name) + by)
 
     def dense(self, block: nn.Module) -> DenseBlock | None:
-        names, mlp = self.names, self.names.dense
-        if mlp is None or names.post_norm or not self._is_dense(block, mlp):
-            return None
+        names, find = self.names, partial(find_part, block)
+        norm1, norm2 = find(names.norm1), find(names.norm2)
+        plain = all(isinstance(norm, nn.LayerNorm) and _is_plain_norm(block, norm) for norm in (norm1, norm2))
         gammas = _gamma(block, names.after_attend), _gamma(block, names.after_feed)
-        if any(gamma is _UNKNOWN for gamma in gammas):
+        if names.post_norm or not self.fused or not plain or any(gamma is _UNKNOWN for gamma in gammas):
             return None
-        after_attend = _drops(block, names.proj_drop, *names.after_attend)
-        after_feed = _drops(block, mlp.drops[1], *names.after_feed)
-        find = partial(find_part, block)
+        if self.attention_dropout(block) or any(self._changes(half) for half in _HALVES):
+            return None
+        projects = not self._changes("project") and not self._changes("qkv") and self._lacks(block, "q_norm", "k_norm")
+        ends = not self._changes("attend_output") and self._lacks(block, "inner_norm", "gate")
         return DenseBlock(
             heads=self.head_shape(block)[0],
-            norm1=find(names.norm1),
-            qkv=tuple(linear_at(block, path) for path in names.qkv_paths),
-            proj=find(names.proj),
-            norm2=find(names.norm2),
-            fc1=find(mlp.fc1),
-            fc2=find(mlp.fc2),
+            norm1=norm1,
+            norm2=norm2,
             gammas=gammas,
             scale=self.attention_scale(block),
-            gelu="none" if mlp.act is None else _gelu_form(find(mlp.act)) or "none",
-            drops=(after_attend, _drops(block, mlp.drops[0]), after_feed),
+            drops=(
+                _drops(block, *((names.proj_drop,) if ends else ()), *names.after_attend),
+                _drops(block, *names.after_feed),
+            ),
+            qkv=tuple(linear_at(block, path) for path in names.qkv_paths) if projects else None,
+            proj=find(names.proj) if ends else None,
+            mlp=None if self._changes("feed") else self._dense_mlp(block),
         )
 
-    def _is_dense(self, block: nn.Module, mlp: MlpNames) -> bool:
-        """Return whether a block is nothing but the matrices of a `DenseBlock`, with no hook on any of its parts."""
-        names, find = self.names, partial(find_part, block)
-        (feed,) = self.feed_parts(block)
-        if type(feed).__name__ not in mlp.classes or not _is_own(block, feed) or not is_plain(feed, type(feed)):
-            return False
-        activation = None if mlp.act is None else find(mlp.act)
-        norms = [find(path) for path in (names.norm1, names.norm2)]
-        absent = [find(path) for path in (names.q_norm, names.k_norm, names.inner_norm, mlp.norm) if path is not None]
-        linears = [find(path) for path in (*names.qkv_paths, names.proj, mlp.fc1, mlp.fc2)]
-        return (
-            all(isinstance(norm, nn.LayerNorm) and is_plain(norm, type(norm)) for norm in norms)
-            and all(_is_own(block, norm) and norm.bias is not None for norm in norms)
-            # a parameter is checked with the attention module that holds it
-            and all(isinstance(one, Tensor) or (is_plain(one, *_LINEAR) and one.bias is not None) for one in linears)
-            and all(is_plain(part, nn.Identity) for part in absent if part is not None)
-            and all(is_ordinary(part) for part in self.attend_parts(block))
-            and (names.gate is None or find(names.gate) is None)
-            and (activation is None or _gelu_form(activation) is not None)
-            and self.attention_dropout(block) == 0
-        )
+    def _dense_mlp(self, block: nn.Module) -> DenseMlp | None:
+        """Return an MLP that is nothing but its matrices and a GELU, with no hook on any of its parts."""
+        mlp, find = self.names.dense, partial(find_part, block)
+        if mlp is None or not isinstance(self.names.mlp, str):
+            return None
+        feed = find(self.names.mlp)
+        if type(feed).__name__ not in mlp.classes or not _is_own(block, feed):
+            return None
+        form = "none" if mlp.act is None else _gelu_form(find(mlp.act))
+        linears = find(mlp.fc1), find(mlp.fc2)
+        dense = all(is_plain(linear, *_LINEAR) and linear.bias is not None for linear in linears)
+        norm = None if mlp.norm is None else find(mlp.norm)
+        if not dense or form is None or not is_plain(feed, type(feed)) or not (norm is None or _is_idle(norm)):
+            return None
+        return DenseMlp(*linears, form, (_drops(block, mlp.drops[0]), _drops(block, mlp.drops[1])))
+
+    def _changes(self, method: str) -> bool:
+        """Return whether a subclass has a method of its own."""
+        return getattr(type(self), method) is not getattr(NamedBlock, method)
+
+    def _lacks(self, block: nn.Module, *names: str) -> bool:
+        """Return whether a block has none of these parts."""
+        paths = [getattr(self.names, name) for name in names]
+        parts = [find_part(block, path) for path in paths if path is not None]
+        return all(part is None or _is_idle(part) for part in parts)
 
     def _attention(self, block: nn.Module) -> nn.Module:
         return block if self.names.attention is None else find_part(block, self.names.attention)
@@ -298,6 +304,18 @@ def _apply(block: nn.Module, path: str | None, y: Tensor) -> Tensor:
     if part is None:
         return y
     return part(y) if callable(part) else part * y
+
+
+_HALVES = ("attend_norm", "attend_branch", "feed_norm", "feed_branch")
+"""Methods that a dense block replaces by kernels."""
+
+
+def _is_plain_norm(block: nn.Module, norm: nn.LayerNorm) -> bool:
+    return is_plain(norm, type(norm)) and _is_own(block, norm) and norm.bias is not None
+
+
+def _is_idle(part: nn.Module) -> bool:
+    return is_plain(part, nn.Identity)
 
 
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vitrail import kernels
 from vitrail.errors import BrokenPass
+from vitrail.kernels import ops
 from vitrail.tokens import TokenLayout
 
 
@@ -139,6 +141,9 @@ def axial_frequencies(bands: Tensor) -> Tensor:
 
 def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate the last tokens of queries or keys (B, H, N, d), as many as the table (…, P, 2·d) has."""
+    if kernels.turns(x, table):
+        rotated: Tensor = ops.rotate(x, table, interleaved, False)
+        return rotated
     sine, cosine = table.chunk(2, -1)
     front = x.shape[-2] - table.shape[-2]
     patches = x[..., front:, :]
@@ -147,5 +152,5 @@ def rotate(x: Tensor, table: Tensor, *, interleaved: bool) -> Tensor:
     else:
         left, right = patches.chunk(2, -1)
         turned = torch.cat([-right, left], -1)
-    rotated = patches * cosine + turned * sine
-    return torch.cat([x[..., :front, :], rotated.to(x.dtype)], -2)
+    turned = patches * cosine + turned * sine
+    return torch.cat([x[..., :front, :], turned.to(x.dtype)], -2)

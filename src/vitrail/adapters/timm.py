@@ -45,7 +45,6 @@ _EVA = replace(
     rotate_half="attn.rotate_half",
     prefix="attn.num_prefix_tokens",
     arguments=(("rope", "rope"), ("attn_mask", "mask"), ("is_causal", "causal")),
-    dense=None,
 )
 
 

@@ -5,6 +5,7 @@
     reduce                        a method, or its fused twin       merging.Method.reduce
     FusedMatcher                  the steps of a matching           merging.bipartite.Matcher
     KernelAssignment.merge_all    means of groups                   merging.Assignment.merge_all
+    rotate                        rotary position                   adapters.position.rotate
 
 The kernels run on CUDA devices where Triton is installed; every other device and dtype uses the reference functions,
 and so does everything inside ``with reference():``.
@@ -349,6 +350,11 @@ def attention(
         return ops.attend(q, k, v, log2_size, scale)
     out = proportional_attention(q, k, v, size, mask=mask, causal=causal, scale=scale, dropout=dropout)
     return out.transpose(1, 2).flatten(2)
+
+
+def turns(x: Tensor, table: Tensor) -> bool:
+    """Return whether ``ops.rotate`` turns queries or keys by a table; compilers fuse the reference by themselves."""
+    return usable(x) and not table.requires_grad and not torch.compiler.is_compiling()
 
 
 QUERIES_AT_ONCE = 256

@@ -96,7 +96,7 @@ def merged_forward(
     if not torch.compiler.is_compiling():
         carried.plan.report_hooks(parts.attend_parts(block))
     state = _with_positions(state, carried, x, call.rope)
-    if not parts.biased and call.rope is None and call.mask is None and not call.causal and gate is None:
+    if not parts.biased and call.mask is None and not call.causal and gate is None:
         dense = dense_block(parts, block, x, carried.plan, state)
         if dense is not None:
             carried = carried if state is carried.state else replace(carried, state=state)
@@ -189,25 +189,31 @@ def _of_nothing(x: Tensor, r: int) -> Reduction:
 def _dense_forward(
     parts: BlockAdapter, block: nn.Module, dense: DenseBlock, x: Tensor, call: BlockCall, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
-    """Run one block that consists of its matrices alone."""
+    """Run one block with plain norms and sums."""
     state, side, plan, method = carried.state, carried.side, carried.plan, carried.plan.method
-    r, reduce = carried.r, None
+    r, rotate, reduce = carried.r, None, None
     if method.twin not in kernels.TWINS:
         if r and method.place == "between":
             reduce = partial(_decide_between, parts, block, call, carried)
         elif r:
             x, state = _reduce_before(parts, block, x, call, carried, state)
         r = 0
+    if call.rope is not None:
+        entered = state
+
+        def rotate(qkv: Projections) -> tuple[Tensor, Tensor]:
+            return rotated(parts, block, qkv, call.rope, carried.position, entered)
+
     size = attention_size(plan, state)
     if side is None:
-        x, state = dense_forward(dense, x, state, r, size, method, None, reduce)
+        x, state = dense_forward(parts, block, dense, x, state, r, size, method, rotate, None, reduce)
         return x, None, state
     reading, outputs = prepare(parts, block, side), []
 
     def read_side(k: Tensor, v: Tensor) -> None:
         outputs.append(advance(parts, block, side, reading, k, v, key_bias(size, None, reading.q), None))
 
-    x, state = dense_forward(dense, x, state, r, size, method, read_side, reduce)
+    x, state = dense_forward(parts, block, dense, x, state, r, size, method, rotate, read_side, reduce)
     return x, outputs[0], state
 
 
@@ -222,6 +228,7 @@ def _decide_between(
 
     context = _context(carried, state, x, lambda: qkv)
     context.norm, context.attend = (lambda: h), attend
+    context.rotate = lambda qkv: rotated(parts, block, qkv, call.rope, carried.position, state)
     return _decide(carried, state, context)
 
 

@@ -1,4 +1,4 @@
-"""The dense path: blocks that consist of their matrices alone, and patch embeddings, in half precision on a GPU.
+"""The dense path: blocks of plain LayerNorms and sums, and patch embeddings, in half precision on a GPU.
 
 A block equals ``merged_forward`` in fewer passes over memory: the residual sum after attention, the merge and the
 LayerNorm before the MLP are one kernel, and so are their gradients. Methods without a fused twin decide after the
@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,13 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail import kernels
-from vitrail.adapters.base import BlockAdapter, DenseBlock
+from vitrail.adapters.base import BlockAdapter, DenseBlock, DenseMlp, repeat_heads
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import Context, MergeState, Method, Reduction
 from vitrail.merging.method import Projections
 from vitrail.runtime.plan import Plan
 
 Read = Callable[[Tensor, Tensor], None]
+Rotate = Callable[[Projections], tuple[Tensor, Tensor]]
+Norm = tuple[Tensor, Tensor, float, torch.dtype]
+"""Weight, bias and epsilon of a LayerNorm, and the dtype of its result."""
 
 Reduce = Callable[[Tensor, Tensor, Projections], Reduction | None]
 """Reduces tokens after attention, given also their LayerNorm before it and their queries, keys and values."""
@@ -71,7 +77,7 @@ def _serves_unfused(method: Method, state: MergeState) -> bool:
 
 
 def dense_block(parts: BlockAdapter, block: nn.Module, x: Tensor, plan: Plan, state: MergeState) -> DenseBlock | None:
-    """Return a block as its matrices; None where it is more than that, or the kernels do not run here."""
+    """Return the form of a block that kernels compute; None where there is none, or they do not run here."""
     if not serves(x, plan, state):
         return None
     dense = _find(parts, block) if torch.compiler.is_compiling() else _found(parts, block)
@@ -86,7 +92,7 @@ def _widens(gamma: Tensor, x: Tensor) -> bool:
 
 
 def _found(parts: BlockAdapter, block: nn.Module) -> DenseBlock | None:
-    """Return a block's matrices, cached where they last."""
+    """Return the form of a block, cached where its weights last."""
     known = _known.get(block)
     if known is not None and known.holds():
         return known.dense
@@ -107,117 +113,161 @@ def _find(parts: BlockAdapter, block: nn.Module) -> DenseBlock | None:
 
 @dataclass(frozen=True)
 class Known:
-    """A block's matrices, cached; revalidated on each call.
+    """The form of a block, cached; revalidated on each call, by comparisons that run in C.
 
     Attributes:
-        modules: all modules inside the block; ``kinds`` are their classes and modes.
-        children: the submodules of each.
-        hooks: the hook dicts of all modules; empty, or the block would not be dense.
-        weights: the parameter dicts of all modules; ``weight_kinds`` are the classes of the parameters.
-        rates: dropout rates.
+        modules: all modules inside the block; ``modes`` are their classes and whether they train.
+        children: the dicts of submodules, and ``inside`` all that they hold.
+        hooks: the hook dicts of all modules; empty, or the block is not cached.
+        weights: the parameter dicts of all modules, and ``kinds`` the classes of what they hold.
+        scales: where the layer scales are kept: dict, name, parameter.
+        rates: dropout rates of modules that train.
     """
 
     dense: DenseBlock
     modules: tuple[nn.Module, ...]
-    kinds: list[tuple[type, bool]]
-    children: list[tuple[dict[str, Any], tuple[Any, ...]]]
+    modes: list[Any]
+    children: tuple[dict[str, Any], ...]
+    inside: list[Any]
     hooks: tuple[dict[int, Any], ...]
     weights: tuple[dict[str, Any], ...]
-    weight_kinds: list[type]
-    rates: list[tuple[nn.Module, str, float]]
+    kinds: list[type]
+    scales: tuple[tuple[dict[str, Any], str, Tensor], ...]
+    rates: tuple[tuple[nn.Module, str, float], ...]
 
     @classmethod
     def of(cls, block: nn.Module, dense: DenseBlock) -> Known:
         """Return the cache entry of a block."""
         modules = tuple(part for part in block.modules() if part is not block)
-        weights = tuple(part._parameters for part in modules if part._parameters)
+        children = tuple(part._modules for part in (block, *modules) if part._modules)
+        weights = tuple(part._parameters for part in (block, *modules) if part._parameters)
         return cls(
             dense,
             modules,
-            [(type(part), part.training) for part in modules],
-            [(part._modules, tuple(part._modules.values())) for part in (block, *modules) if part._modules],
+            list(map(_mode, modules)),
+            children,
+            _all_values(children),
             tuple(hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)),
             weights,
-            [type(weight) for part in weights for weight in part.values()],
-            [
+            list(map(type, _all_values(weights))),
+            tuple(
+                (there, name, weight)
+                for there in weights
+                for name, weight in there.items()
+                if weight is not None and any(weight is gamma for gamma in dense.gammas)
+            ),
+            tuple(
                 (part, name, getattr(part, name))
                 for part in modules
                 for name in ("p", "drop_prob")
-                if hasattr(part, name)
-            ],
+                if part.training and hasattr(part, name)
+            ),
         )
 
     def holds(self) -> bool:
         """Return whether nothing has changed."""
         return (
             not any(self.hooks)
-            and [(type(part), part.training) for part in self.modules] == self.kinds
-            and [type(weight) for part in self.weights for weight in part.values()] == self.weight_kinds
-            and all(tuple(there.values()) == before for there, before in self.children)
+            and list(map(_mode, self.modules)) == self.modes
+            and _all_values(self.children) == self.inside
+            and list(map(type, _all_values(self.weights))) == self.kinds
+            and all(there.get(name) is scale for there, name, scale in self.scales)
             and all(getattr(part, name) == rate for part, name, rate in self.rates)
         )
+
+
+_mode = attrgetter("__class__", "training")
+
+
+def _all_values(dicts: tuple[dict[str, Any], ...]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
 
 
 _known: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
+class Dense(NamedTuple):
+    """A block that fused kernels compute: its adapter, its form, and the dtype of its matrix products."""
+
+    parts: BlockAdapter
+    block: nn.Module
+    form: DenseBlock
+    dtype: torch.dtype
+
+    def norm(self, norm: nn.LayerNorm) -> Norm:
+        """Return a LayerNorm as the kernels take it."""
+        return norm.weight, norm.bias, norm.eps, self.dtype
+
+
 def dense_forward(
-    dense: DenseBlock,
+    parts: BlockAdapter,
+    block: nn.Module,
+    form: DenseBlock,
     x: Tensor,
     state: MergeState,
     r: int,
     size: Tensor | None,
     method: Method,
+    rotate: Rotate | None = None,
     read: Read | None = None,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, MergeState]:
     """Attend, reduce and feed.
 
     Args:
+        form: the block in the form that kernels compute; what it leaves out runs by the adapter.
         r: number of tokens that the method's fused twin merges.
         size: sizes (B, N) by which attention counts keys.
+        rotate: turns queries and keys by their position.
         read: called with keys and values, which it must not keep.
         reduce: reduces the tokens of methods without a fused twin.
     """
-    _, drop_hidden, drop_mlp = dense.drops
+    dense = Dense(parts, block, form, work_dtype(x))
+    mlp, gamma, drops = form.mlp, form.gammas[1], form.drops[1]
     learns = torch.is_grad_enabled()
-    gamma, dtype = dense.gammas[1], work_dtype(x)
-    # the product adds to the tokens in place where both have one dtype
-    in_place = gamma is None and not drop_mlp and not learns and x.dtype == dtype == dense.fc2.weight.dtype
-    pending_bias = dense.fc2.bias if in_place else None
-    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, size, method, pending_bias, read, reduce)
-    width = x.shape[2]
-    if learns:
-        hidden = F.gelu(dense.fc1(h), approximate=dense.gelu)
+    # the last product adds to the tokens in place, where both have one dtype
+    in_place = (
+        mlp is not None
+        and gamma is None
+        and not (learns or drops or mlp.drops[1])
+        and x.dtype == dense.dtype == mlp.fc2.weight.dtype
+    )
+    pending_bias = mlp.fc2.bias if in_place and mlp is not None else None
+    x, h, state = _attend_and_merge(dense, x.contiguous(), state, r, size, method, pending_bias, rotate, read, reduce)
+    if mlp is None:
+        y = parts.feed(block, h)
     else:
-        hidden = _linear_gelu(dense.fc1, h.view(-1, width), dense.gelu)
-    hidden = _apply(drop_hidden, hidden)
-    if pending_bias is not None:
-        return x.view(-1, width).addmm_(hidden, dense.fc2.weight.t()).view_as(x), state
-    y = _apply(drop_mlp, dense.fc2(hidden).view_as(x))
+        hidden = _apply(mlp.drops[0], _hidden(mlp, h, learns))
+        if in_place:
+            x.view(-1, x.shape[2]).addmm_(hidden, mlp.fc2.weight.t())
+            return x, state
+        y = _apply(mlp.drops[1], mlp.fc2(hidden).view_as(x))
+    y = _apply(drops, y)
     if not learns:
-        return ops.add_scaled(x, y, gamma), state
+        return ops.add_scaled(x, y.contiguous(), gamma), state
     return (x + y if gamma is None else torch.addcmul(x, y, gamma)), state
 
 
 def _attend_and_merge(
-    dense: DenseBlock,
+    dense: Dense,
     x: Tensor,
     state: MergeState,
     r: int,
     size: Tensor | None,
     method: Method,
     pending_bias: Tensor | None,
+    rotate: Rotate | None,
     read: Read | None,
     reduce: Reduce | None,
 ) -> tuple[Tensor, Tensor, MergeState]:
     """Return the tokens after attention and the merge, plus ``pending_bias``, and their LayerNorm for the MLP."""
-    attended = _attend(dense, x, state, r, size, method, read)
+    form = dense.form
+    attended = _attend(dense, x, state, r, size, method, rotate, read)
     x, step = attended.x, attended.step
-    y = _apply(dense.drops[0], dense.proj(attended.y))
+    ends = partial(dense.parts.attend_output, dense.block, h=attended.h) if form.proj is None else form.proj
+    y = _apply(form.drops[0], ends(attended.y)).contiguous()
     attended.join()
-    gamma, norm2 = dense.gammas[0], dense.norm2
-    norm = norm2.weight, norm2.bias, norm2.eps, work_dtype(x)
+    gamma, norm = form.gammas[0], dense.norm(form.norm2)
     if reduce is not None:
         x = x + y if gamma is None else torch.addcmul(x, y, gamma)
         return _merge_reduction(norm, x, state, reduce(x, attended.h, attended.projected), method, pending_bias)
@@ -229,7 +279,7 @@ def _attend_and_merge(
 
 
 def _merge_reduction(
-    norm: tuple[Tensor, Tensor, float, torch.dtype],
+    norm: Norm,
     x: Tensor,
     state: MergeState,
     reduction: Reduction | None,
@@ -273,41 +323,57 @@ class Attended(NamedTuple):
 
 
 def _attend(
-    dense: DenseBlock, x: Tensor, state: MergeState, r: int, size: Tensor | None, method: Method, read: Read | None
+    dense: Dense,
+    x: Tensor,
+    state: MergeState,
+    r: int,
+    size: Tensor | None,
+    method: Method,
+    rotate: Rotate | None,
+    read: Read | None,
 ) -> Attended:
     """Attend, and match concurrently, since the fused matching needs no attention."""
     x, h, packed, q, k, v = _project(dense, x)
     with kernels.side_stream(k) as join:
         assert isinstance(state.protected, int)
-        step = kernels.match(_matched(method, state, x, h, (q, k, v)), r, state.protected) if r else None
+        step = kernels.match(_matched(method, state, x, h, (q, k, v), rotate), r, state.protected) if r else None
+    projected = q, k, v
+    if rotate is not None:
+        q, k = rotate(projected)
+    k, v = repeat_heads(q, k, v)
     if read is not None:
         read(k, v)
     log2_size = state.log2_size if size is state.size else None
-    if packed is not None and packed.requires_grad:
-        y = kernels.packed_attention(packed, dense.heads, size, log2_size, dense.scale)
+    if packed is not None and packed.requires_grad and rotate is None:
+        y = kernels.packed_attention(packed, dense.form.heads, size, log2_size, dense.form.scale)
     else:
-        y = kernels.attention(q, k, v, size, log2_size, scale=dense.scale)
-    return Attended(x, h, (q, k, v), y, step, join)
+        y = kernels.attention(q, k, v, size, log2_size, scale=dense.form.scale)
+    return Attended(x, h, projected, y, step, join)
 
 
-def _matched(method: Method, state: MergeState, x: Tensor, h: Tensor, projected: Projections) -> Tensor:
+def _matched(
+    method: Method, state: MergeState, x: Tensor, h: Tensor, projected: Projections, rotate: Rotate | None
+) -> Tensor:
     """Return the features (B, H, N, d) that the matching compares: keys, or the method's own."""
     if method.twin == "tome":
         return projected[1].detach()
     assert isinstance(state.protected, int)
     context = Context(state.layer, (1, 1, x.shape[1]), x, state.size, state.protected)
-    context.norm, context.project = (lambda: h), (lambda: projected)
+    context.norm, context.project, context.rotate = (lambda: h), (lambda: projected), rotate
     return method.matched(context).detach()
 
 
-def _project(dense: DenseBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+def _project(dense: Dense, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
     """Return tokens, normed tokens, and queries, keys and values: packed where one layer computes them, and apart."""
-    norm, heads = dense.norm1, dense.heads
-    x, h = ops.norm_residual(x, norm.weight, norm.bias, norm.eps, work_dtype(x))
-    if len(dense.qkv) == 1:
-        packed = dense.qkv[0](h)
-        return x, h, packed, *ops.unpack(packed, heads)
-    q, k, v = (linear(h).unflatten(-1, (heads, -1)).transpose(1, 2) for linear in dense.qkv)
+    form = dense.form
+    x, h = ops.norm_residual(x, *dense.norm(form.norm1))
+    if form.qkv is None:
+        return x, h, None, *dense.parts.qkv(dense.block, h)
+    if len(form.qkv) == 1:
+        packed = form.qkv[0](h)
+        return x, h, packed, *ops.unpack(packed, form.heads)
+    width = dense.parts.head_shape(dense.block)[1]
+    q, k, v = (linear(h).unflatten(-1, (-1, width)).transpose(1, 2) for linear in form.qkv)
     return x, h, None, q, k, v
 
 
@@ -317,16 +383,17 @@ def _apply(drops: tuple[nn.Module, ...], y: Tensor) -> Tensor:
     return y
 
 
-def _linear_gelu(linear: nn.Linear, h: Tensor, approximate: str) -> Tensor:
-    """Compute a linear layer and GELU as one matrix product with an epilogue, which autocast does not know.
+def _hidden(mlp: DenseMlp, h: Tensor, learns: bool) -> Tensor:
+    """Return the first half of an MLP: for inference one matrix product with an epilogue, which autocast does not know.
 
     The epilogue is the tanh form of GELU, within 5·10⁻⁴ of the exact one: below the resolution of bfloat16 around one.
     float16 resolves more, and gets the exact form.
     """
-    if approximate == "tanh" or h.dtype == torch.bfloat16:
-        bias, weight = linear.bias.to(h.dtype), linear.weight.to(h.dtype)
-        return torch._addmm_activation(bias, h, weight.t(), use_gelu=True)
-    return F.gelu(linear(h), approximate=approximate)
+    fc1 = mlp.fc1
+    if learns or not (mlp.gelu == "tanh" or h.dtype == torch.bfloat16):
+        return F.gelu(fc1(h), approximate=mlp.gelu).flatten(0, 1)
+    bias, weight = fc1.bias.to(h.dtype), fc1.weight.to(h.dtype)
+    return torch._addmm_activation(bias, h.flatten(0, 1), weight.t(), use_gelu=True)
 
 
 class PatchProduct:

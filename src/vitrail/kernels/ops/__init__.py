@@ -36,10 +36,11 @@ from vitrail.kernels.ops.merging import (
     norm_back,
     norm_residual,
 )
+from vitrail.kernels.ops.rotary import rotate
 
 __all__ = [
     "Operator", "add_norm", "add_scaled", "attend", "attend_back", "attend_keep", "attend_packed",
     "attend_packed_back", "attention_received", "best", "best_given", "best_members", "first_members", "list_members",
     "match", "merge", "merge_back", "merge_norm", "norm", "norm_back", "norm_residual", "pairs", "place", "ranks",
-    "settle", "strongest_between", "unpack",
+    "rotate", "settle", "strongest_between", "unpack",
 ]  # fmt: skip

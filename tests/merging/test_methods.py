@@ -13,6 +13,7 @@ import vitrail
 from tests.models.mixes import SMALL, built, random_images
 from vitrail.errors import InvalidOption
 from vitrail.merging import Context, MergeState, Prune, Random, ToMe, as_method, match
+from vitrail.merging.methods.random import uniform
 from vitrail.models import ViT, ViTConfig
 
 
@@ -133,6 +134,39 @@ def test_a_pruned_model_loses_tokens() -> None:
             merged = model.forward_features(x)[:, 0]
     torch.testing.assert_close(found, expected)
     assert (found - merged).abs().max() > 1e-3
+
+
+def test_a_seed_of_random_merging_repeats_its_pairs() -> None:
+    config = ViTConfig(**SMALL)
+    model, x = built(config), random_images(config)
+    outputs = []
+    with torch.no_grad():
+        for seed in (1, 1, 2):
+            with vitrail.merge(model, r=3, method={"name": "random", "seed": seed}) as merging:
+                assert merging.config["method"] == {"name": "random", "seed": seed}
+                outputs += [model(x), torch.cat([model(image[None]) for image in x])]
+    first, alone, again, _, other, _ = outputs
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first, alone)
+    assert not torch.allclose(first, other)
+    with pytest.raises(InvalidOption, match="seed is a whole number"):
+        Random(seed=-1)
+
+
+def test_numbers_of_a_seed_are_uniform_and_those_of_splitmix() -> None:
+    def splitmix(state: int) -> int:
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) % 2**64
+        return state ^ (state >> 31)
+
+    found = uniform(5, 3, 20000, torch.device("cpu"))
+    start = ((5 << 16) + 4) * 0xD1342543DE82EF95
+    for index in (1, 2, 19999):
+        state = splitmix((0x9E3779B97F4A7C15 * index + start) % 2**64)
+        assert float(found[index - 1]) == (state >> 40) / 2**24 - 0.5
+    counts = torch.histc(found, 20, -0.5, 0.5)
+    assert abs(counts - 1000).max() < 150
+    assert abs(float(torch.corrcoef(torch.stack([found[:-1], found[1:]]))[0, 1])) < 0.03
 
 
 def test_random_merging_depends_on_the_seed_alone() -> None:

@@ -66,8 +66,8 @@ def test_keep_is_met_exactly_or_refused_when_impossible(keep, schedule, special,
     room = Room(special + patches, special)
     goal = max(1, round(keep * patches))
     most = patches - sum(room.cap([10**6] * depth))
-    if goal < most:
-        with pytest.raises(InvalidOption, match="cannot merge below"):
+    if keep * patches < 0.1 or goal < most:
+        with pytest.raises(InvalidOption, match="less than one" if keep * patches < 0.1 else "cannot merge below"):
             solve(depth, room, keep=keep, schedule=schedule)
     else:
         solution = solve(depth, room, keep=keep, schedule=schedule)

@@ -185,7 +185,7 @@ def test_nothing_of_the_model_changes(toy: ToyViT) -> None:
 
 
 def test_hooks_are_removed_after_an_error(toy: ToyViT) -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(UnsupportedInput):
         vitrail.record(toy, torch.randn(1, 5, 16, 16, dtype=torch.float64), "attention")
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in toy.modules())
 

@@ -133,7 +133,7 @@ def test_evaluation_merges_by_the_method_of_the_run(run: Run, photos: str) -> No
     assert tome.merge["method"] == "tome"
     assert tome.loss != found.loss
     model, _ = run.load()
-    with pytest.raises(UntrainedMethod, match="directory of its run"):
+    with pytest.raises(UntrainedMethod, match="directory of a run"):
         evaluate(model, photos, merge="r=3,method=dtem", look=0, seconds=0)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -33,11 +35,13 @@ def tune(
         typer.Option(metavar="Q", help="Tolerance: agreement, kl, cosine, dense_error or accuracy_loss, and a bound."),
     ] = None,
     gflops: Annotated[
-        float | None, typer.Option(metavar="G", help="Instead: a budget for one image, in 10⁹ multiply-adds.")
+        float | None, typer.Option(metavar="G", help="Budget for one image, in 10⁹ multiply-adds; replaces --within.")
     ] = None,
     latency_ms: Annotated[
         float | None,
-        typer.Option("--latency", metavar="MS", help="Instead: a budget for one batch, measured on this machine."),
+        typer.Option(
+            "--latency", metavar="MS", help="Budget for one batch, measured on this machine; replaces --within."
+        ),
     ] = None,
     quality: Annotated[str, typer.Option(metavar="Q", help="What to maximize within a budget.")] = "agreement",
     method: Annotated[
@@ -94,7 +98,8 @@ def _print(found: Tuning, out: Path) -> None:
         table.add_row(one.family, " ".join(map(str, one.r)), f"{one.flops / 1e9:.3g}", f"{one.value:.4f}")
     console.out.print(table)
     ends = "" if found.interval is None else f" (95 % interval {found.interval[0]:.4f} to {found.interval[1]:.4f})"
-    console.say(f"Chosen: {found.config['method']}, {' '.join(map(str, found.config['r']))} ({found.family})", "bold")
+    method, r = _method_text(found.config["method"]), found.config["r"]
+    console.say(f"Chosen: {method}, merging {' '.join(map(str, r))} tokens per layer ({found.family} schedule)", "bold")
     if found.value is not None:
         console.say(f"{found.quality} {found.value:.4f} on {found.held_out} held-out images{ends}")
     console.say(f"{found.flops / 1e9:.3g} of {found.flops_unmerged / 1e9:.3g} GFLOPs")
@@ -104,7 +109,15 @@ def _print(found: Tuning, out: Path) -> None:
         console.say(f"{found.speedup:.2f}× the throughput of the unmerged model{ends}, batch {found.batch}")
     for text in _notes(found):
         console.note(text)
-    console.say(f"Apply it: vitrail.tuning.Tuning.load({str(out)!r}).apply(model)")
+    options = ["-r", ",".join(map(str, r)), "--method", shlex.quote(method)]
+    options += [] if found.config["proportional"] else ["--no-proportional"]
+    console.say(f"Apply it: {' '.join(['vitrail merge MODEL IMAGES', *options])}")
+    console.say(f"In Python: vitrail.tuning.Tuning.load({str(out)!r}).apply(model)")
+
+
+def _method_text(method: Any) -> str:
+    """Return a method as ``--method`` takes it."""
+    return method if isinstance(method, str) else json.dumps(method)
 
 
 def _notes(found: Tuning) -> list[str]:

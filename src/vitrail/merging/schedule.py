@@ -22,6 +22,9 @@ Capacity = Callable[[int, int], int]
 INFLECTIONS = {"constant": 0.0, "decreasing": -1.0, "increasing": 1.0}
 """Inflections (as ToMe defines them) of the named schedules."""
 
+LEAST = 0.1
+"""Patches that a share must ask for at least; one is left for a share of less than one, down to this."""
+
 Cost = Callable[[Sequence[int]], float]
 """Cost of a model as a function of the tokens that each layer merges."""
 
@@ -191,6 +194,11 @@ class Schedule:
     def _solve_keep(self, depth: int, room: Room) -> Solution:
         assert self.keep is not None
         patches, fixed = room.patches, room.patches - (room.tokens - room.protected)
+        if patches and self.keep * patches < LEAST:
+            raise InvalidOption(
+                f"keep={self.keep:g} of {patches} patches is less than one; use at least "
+                f"keep={math.ceil(1e4 / patches) / 1e4:g}, which leaves one"
+            )
         total = patches - max(1, round(self.keep * patches)) if patches else 0
         if room.restored:
             return Solution((total,) * depth, room.cap([total] * depth))

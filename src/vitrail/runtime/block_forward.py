@@ -15,7 +15,7 @@ from vitrail import kernels
 from vitrail.adapters.base import BlockAdapter, BlockCall, DenseBlock, Position, repeat_heads
 from vitrail.adapters.forward_pass import Exposed
 from vitrail.errors import BrokenPass, UnsupportedInput
-from vitrail.merging import Context, MergeState, Reduction
+from vitrail.merging import Assignment, Context, MergeState, Reduction
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
@@ -170,6 +170,8 @@ def _decide(carried: Carried, state: MergeState, context: Context) -> Reduction 
             planned = min(planned, method.capacity(context.x.shape[1], state.protected))
     if not planned:
         return None
+    if not context.x.shape[0]:
+        return _of_nothing(context.x, planned if method.static and not (method.relaxes and method.training) else 0)
     unlimited = not method.static and carried.r >= carried.layout.num_tokens
     context.planned = None if unlimited else planned
     r = method.amount(context, planned)
@@ -177,6 +179,11 @@ def _decide(carried: Carried, state: MergeState, context: Context) -> Reduction 
     if isinstance(r, int) and r == 0 and not state.padded:
         return None
     return kernels.reduce(method, context, r, plan.order)
+
+
+def _of_nothing(x: Tensor, r: int) -> Reduction:
+    """Return the reduction of a batch without images by ``r`` tokens."""
+    return Reduction(Assignment(torch.zeros(x.shape[:2], dtype=torch.long, device=x.device), x.shape[1] - r))
 
 
 def _dense_forward(

@@ -229,6 +229,12 @@ def parse_map(name: str, values: Any, grid: tuple[int, int, int], resizes: bool)
         found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidOption(f"{name} is a map over the patches; got {type(values).__name__}") from error
+    if found.is_complex() or (found.is_floating_point() and not bool(found.isfinite().all())):
+        values = "complex" if found.is_complex() else "NaN or infinite"
+        raise InvalidOption(
+            f"{name} is a map of real, finite numbers over the patches; got {values} values. Pass its absolute value, "
+            "or torch.nan_to_num of it"
+        )
     if found.dim() in (2, 3) and tuple(found.shape[-2:]) == grid[1:]:
         found = found.reshape(-1, patches)
     if found.dim() not in (1, 2) or found.numel() == 0 or not (resizes or found.shape[-1] == patches):

@@ -20,7 +20,7 @@ from vitrail.merging import Schedule
 from vitrail.merging.methods.dynamic import Calibrated
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.trace import tracking
-from vitrail.surgery.recording import evaluating, read_batches, takes_videos, to_model
+from vitrail.surgery.recording import check_finite, evaluating, read_batches, takes_videos, taking, to_model
 
 MOST_PASSES = 16
 """Most passes over the images after the one that measures."""
@@ -74,6 +74,12 @@ def calibrate(
         raise InvalidOption("calibrate needs a budget: pass keep= or gflops=, for example keep=0.5")
     if not is_number(tolerance) or not 0 < tolerance < 1:
         raise InvalidOption(f"tolerance is a relative deviation between 0 and 1; got {tolerance!r}")
+    unmerged = plan.counter(plan.layout.num_special, plan.layout.num_patches)([0] * plan.depth)
+    if target.gflops is not None and target.gflops * 1e9 >= unmerged:
+        raise InvalidOption(
+            f"gflops={target.gflops:g} is no budget: this model costs {unmerged / 1e9:.4g} GFLOPs without merging; "
+            "pass less than that"
+        )
     data = images
     if not isinstance(images, Batches):
         data = open_batches(images, limit=limit, with_labels=False, frames=takes_videos(found)).repeatable()
@@ -108,7 +114,7 @@ def _count(model: nn.Module, found: Found, plan: Plan, data: Batches, batch_size
     """Run the model on all images and count what is left."""
     counts = _Counts([], [], [], [])
     for batch in read_batches(found, data, batch_size):
-        with tracking(plan) as trace:
+        with tracking(plan) as trace, taking(found, batch), found.blocks[-1].register_forward_hook(_check_tokens):
             found.trunk(to_model(model, batch))
         kept = (trace.tokens_per_layer[:, -1] - trace.layout.num_special).tolist()
         patches = trace.layout.num_patches
@@ -119,6 +125,10 @@ def _count(model: nn.Module, found: Found, plan: Plan, data: Batches, batch_size
     if not counts.kept:
         raise UnsupportedInput("there are no images to calibrate on")
     return counts
+
+
+def _check_tokens(_: nn.Module, __: Any, output: Any) -> None:
+    check_finite(output[0] if isinstance(output, tuple) else output, "tokens after the last block")
 
 
 def _deviation(target: Schedule, planned: _Counts, counts: _Counts) -> float:
@@ -155,8 +165,8 @@ def _refine(
     deviation, counts, method.settings = best
     if abs(deviation) > tolerance:
         warnings.warn(
-            f"calibration missed the budget by {deviation:+.1%} on {counted(len(counts.kept), 'image')}; use more "
-            "images, a larger budget, or a larger tolerance",
+            f"calibration missed the budget by {deviation:+.1%} on {counted(len(counts.kept), 'image')}; use "
+            f"{'more images, a larger budget' if deviation > 0 else 'more images'} or a larger tolerance",
             VitrailWarning,
             stacklevel=4,
         )

@@ -32,7 +32,15 @@ from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.layout import first_class_token, layout_of
 from vitrail.runtime.trace import eagerly
 from vitrail.surgery.hooks import check_layers, watch
-from vitrail.surgery.recording import Images, evaluating, read_batches, takes_videos, to_model
+from vitrail.surgery.recording import (
+    Images,
+    check_finite,
+    evaluating,
+    read_batches,
+    takes_videos,
+    taking,
+    to_model,
+)
 
 By = Literal["class_attention", "received_attention"]
 First = Literal["full", "coarse", "merged"]
@@ -132,12 +140,13 @@ class FirstPass:
     def maps(self, x: Tensor) -> Tensor:
         """Return the maps (B, P) of a batch of the model's inputs."""
         adapter, trunk = self.found.adapter, self.found.trunk
-        grid = adapter.layout(trunk, tuple(adapter.channels_first(trunk, x).shape[2:])).grid
+        with taking(self.found, x):
+            grid = adapter.layout(trunk, tuple(adapter.channels_first(trunk, x).shape[2:])).grid
         small = x if self.scale is None else _shrink(x, grid, self.scale)
         layout = layout_of(self.found, tuple(adapter.channels_first(trunk, small).shape[2:]))
         queries: Any = range(layout.num_tokens) if self.by == "received_attention" else first_class_token(layout)
         recorder = watch(self.model, "attention", self.layers, queries)
-        with self.lock, recorder.hooked(), evaluating(self.model), torch.no_grad():
+        with self.lock, recorder.hooked(), evaluating(self.model), torch.no_grad(), taking(self.found, small):
             self.found.trunk(small)
         (recorded,) = recorder.take()
         total: Tensor | float = 0.0
@@ -295,6 +304,8 @@ def _pairs(
             x = to_model(found.trunk, batch)
             maps = first_pass.maps(x)
             tokens = inputs.pop()[:, -maps.shape[1] :]
+            check_finite(tokens, "tokens")
+            check_finite(maps, "attention maps")
             pairs.append((tokens.detach().float(), maps))
     finally:
         handle.remove()

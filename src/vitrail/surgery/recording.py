@@ -79,7 +79,7 @@ def stream(
         raise InvalidOption(f"dtype must be a floating point dtype such as torch.float16; got {dtype!r}")
     recorder = watch(model, what, layers, queries, keep)
     for batch in read_batches(recorder.found, images, batch_size):
-        with recorder.hooked(), evaluating(model), torch.no_grad():
+        with recorder.hooked(), evaluating(model), torch.no_grad(), taking(recorder.found, batch):
             model(to_model(model, batch), **(call or {}))
         yield from recorder.take()
 
@@ -120,6 +120,45 @@ def to_model(model: nn.Module, batch: Tensor) -> Tensor:
         raise UnsupportedInput(f"images must be floating point, preprocessed as in training; got {batch.dtype}")
     weight = next((value for value in model.parameters() if value.is_floating_point()), None)
     return batch if weight is None else batch.to(weight.device, weight.dtype)
+
+
+@contextmanager
+def taking(found: Found, batch: Tensor) -> Iterator[None]:
+    """Raise ``UnsupportedInput`` for what a library raises inside a ``with`` block, if the inputs have another shape.
+
+    Libraries refuse inputs of a wrong size by errors of their own, or of torch.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError, TypeError, IndexError) as error:
+        own = _own_shape(found)
+        if isinstance(error, torch.OutOfMemoryError) or tuple(batch.shape[1:]) == own:
+            raise
+        why = " ".join(str(error).split())
+        raise UnsupportedInput(
+            f"this model does not take inputs of shape {tuple(batch.shape[1:])} ({why:.200}); it takes {own}. Resize "
+            "the images, or pass files, which are resized"
+        ) from error
+
+
+def _own_shape(found: Found) -> tuple[int, ...]:
+    """Return the shape of one input of a model: channels and size."""
+    spec = found.adapter.input_spec(found.trunk)
+    convolutions = (
+        part for part in found.adapter.patch_embedding(found.trunk).modules() if isinstance(part, nn.Conv2d | nn.Conv3d)
+    )
+    first = next(convolutions, None)
+    return (len(spec.mean) if first is None else first.in_channels, *spec.size)
+
+
+def check_finite(values: Tensor, what: str) -> None:
+    """Raise ``UnsupportedInput`` if some values (images, ...) are NaN or infinite."""
+    broken = (~values.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    if broken:
+        raise UnsupportedInput(
+            f"{what} of {counted(len(broken), 'image')} of {len(values)} in a batch are NaN or infinite, the first of "
+            f"image {broken[0]} (counted from 0); leave these images out, or check the model's weights and dtype"
+        )
 
 
 def takes_videos(found: Found) -> bool:

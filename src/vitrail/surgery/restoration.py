@@ -21,7 +21,7 @@ from vitrail.merging.restoring import Copy, Exit, FitOptions, Restorer
 from vitrail.merging.restoring.base import WholeResiduals
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.trace import eagerly
-from vitrail.surgery.recording import evaluating, read_batches, takes_videos, to_model
+from vitrail.surgery.recording import check_finite, evaluating, read_batches, takes_videos, taking, to_model
 
 WithoutMerging = Callable[[], AbstractContextManager[None]]
 """A context manager inside which the model runs without merging (``Merging.suspended``)."""
@@ -166,7 +166,7 @@ def _run(found: Found, images: Tensor) -> list[_Output]:
 
     handles = [block.register_forward_hook(take, with_kwargs=True) for block in found.blocks]
     try:
-        with eagerly():
+        with eagerly(), taking(found, images):
             found.trunk(images)
     finally:
         for handle in handles:
@@ -201,6 +201,7 @@ def _observe(
         with evaluating(model):
             with suspended():
                 targets = _run(found, x)
+            check_finite(targets[-1].tokens, "tokens after the last block")
             with _restoring(plan, observer):
                 outputs = dict(enumerate(_run(found, x)))
         if plan.method.scope == "block":

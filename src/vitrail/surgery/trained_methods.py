@@ -89,9 +89,13 @@ def method_file(path: str | Path) -> Path | None:
 
 def read_method(method: str | Path | Mapping[str, Any] | Method) -> Method:
     """Return a method by name, by name and options, by the path of a trained one, or unchanged."""
-    if isinstance(method, Path) or (isinstance(method, str) and method not in METHODS and named(method).exists()):
+    if isinstance(method, Path) or (isinstance(method, str) and _is_path(method)):
         return load_method(method)
     return as_method(method)
+
+
+def _is_path(text: str) -> bool:
+    return text not in METHODS and bool(text.strip()) and named(text).exists()
 
 
 def is_method(text: str) -> bool:

@@ -20,7 +20,7 @@ from vitrail.bench.timing import Clock, measure_rounds
 from vitrail.errors import SaturatedWarning, UnsupportedInput
 from vitrail.surgery import Merging, merge
 from vitrail.surgery.guidance import sharing_weights
-from vitrail.surgery.recording import evaluating, to_model
+from vitrail.surgery.recording import check_finite, evaluating, taking, to_model
 from vitrail.tuning.quality import Compare, Quality, divergence
 
 Counts = tuple[int, ...]
@@ -79,6 +79,7 @@ class Trials:
             if sum(map(len, seen.values())) >= fewest and time.monotonic() >= until:
                 break
             seen[place] = self._run(self.images[place])
+            check_finite(seen[place], "outputs of the unmerged model")
             on_batch(len(seen))
         places = sorted(seen)
         self.reference = [seen[place] for place in places]
@@ -164,7 +165,8 @@ class Trials:
                 lambda _, __, output: kept.append(output[0] if isinstance(output, tuple) else output)
             )
         try:
-            output = output_tensor(self.model(to_model(self.model, batch)))
+            with taking(self.found, batch):
+                output = output_tensor(self.model(to_model(self.model, batch)))
         finally:
             if hook is not None:
                 hook.remove()

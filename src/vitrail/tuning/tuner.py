@@ -18,6 +18,7 @@ from vitrail.analysis.statistics import Interval, bootstrap, ratio_of_medians, s
 from vitrail.data.batches import open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.merging import Method, as_method
+from vitrail.merging.methods.dynamic import Calibrated
 from vitrail.runtime.checks import refuse_merged
 from vitrail.surgery import merge
 from vitrail.tuning.quality import Quality, Tolerance, as_quality, is_positive
@@ -570,9 +571,17 @@ def _methods(method: Any) -> list[Any]:
         raise InvalidOption("method is a merging method or several; got an empty list")
     for one in made:
         if not one.static:
+            other = (
+                f". In Python, merging.calibrate sets {one.label} to a budget" if isinstance(one, Calibrated) else ""
+            )
             raise InvalidOption(
-                f"tune searches the number of merges in each layer, and with {one.label} that depends on the image; "
-                "use its thresholds (merging.calibrate), or a static method"
+                f"tune searches the number of merges in each layer, and with method={one.label!r} that depends on the "
+                f"image; choose one that merges the same number in every image, such as 'tome'{other}"
+            )
+        if one.decides:
+            raise InvalidOption(
+                f"tune searches the number of merges in each layer, which method={one.label!r} has learned already; "
+                "choose another one, such as 'tome'"
             )
     return made
 

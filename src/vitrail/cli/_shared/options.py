@@ -66,9 +66,9 @@ METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its na
 Method = Annotated[Any, typer.Option(metavar="NAME", parser=parse_method, help=METHODS)]
 COUNTS = "Tokens to merge per layer, or comma-separated, one for each layer."
 R = Annotated[Any, typer.Option("-r", "--r", metavar="N", parser=parse_r, help=COUNTS)]
-Keep = Annotated[float | None, typer.Option(metavar="F", help="Instead of -r: the share of patches left at the end.")]
+Keep = Annotated[float | None, typer.Option(metavar="F", help="Share of patches left at the end; replaces -r.")]
 Gflops = Annotated[
-    float | None, typer.Option(metavar="G", help="Instead of -r: a budget per image, in 10⁹ multiply-adds.")
+    float | None, typer.Option(metavar="G", help="Budget per image, in 10⁹ multiply-adds; replaces -r and --keep.")
 ]
 SCHEDULES = "constant, decreasing, increasing, or an inflection from -1 to 1; by default the method's own."
 Schedule = Annotated[Any, typer.Option(metavar="S", parser=parse_schedule, help=SCHEDULES, show_default=False)]

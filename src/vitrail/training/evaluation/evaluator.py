@@ -273,5 +273,7 @@ def _notes(known: Labels | None, merge: Mapping[str, Any] | None) -> list[str]:
         notes[0] += "; it has no class names, so its outputs are matched to the data's classes in order"
     trained: Mapping[str, Any] = known.trained.get("merge") or {}
     if trained and merge is None:
-        notes.append(f"trained with merging (r={trained.get('r')}), evaluated without; give merge= (--merge) to merge")
+        names = ("r", "keep", "gflops", "schedule", "method")
+        settings = ", ".join(f"{name}={trained[name]}" for name in names if trained.get(name) is not None)
+        notes.append(f"trained with merging ({settings}), evaluated without; give merge= (--merge) to merge")
     return notes

@@ -97,10 +97,11 @@ class LearnedMethod(Trained, Method):
 
     def untrained(self) -> str:
         return (
-            f"method {self.label} is learned, and these weights have not been trained; call model.train() before "
-            f"vitrail.merge and train it, or pass a trained one: method='PATH', the directory of its run or a file of "
-            f"merging.save_method, or method={type(self).__name__}.from_state(states) with the state_dict of a trained "
-            "model. A name and options, such as merging.config, do not have the weights"
+            f"method {self.label} is learned, and these weights have not been trained; pass a trained one: "
+            "method='PATH', the directory of a run of vitrail train or a file of merging.save_method. A name and "
+            "options, such as those of merging.config, do not have the weights. In Python, call model.train() before "
+            f"vitrail.merge to train it, and {type(self).__name__}.from_state(states) to take the weights of a trained "
+            "model"
         )
 
     def check(self, shape: ModelShape) -> None:

@@ -17,7 +17,7 @@ from vitrail.adapters import NamedBlock, find
 from vitrail.adapters.base import DenseBlock
 from vitrail.adapters.named_block import find_part
 from vitrail.adapters.position import rotate
-from vitrail.adapters.transformers import _DINOV2, _DINOV2_NESTED
+from vitrail.adapters.transformers.vit import _DINOV2, _DINOV2_NESTED
 from vitrail.errors import UnsupportedModel
 from vitrail.models import create_model
 

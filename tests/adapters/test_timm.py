@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parity.models import bands_of
 from vitrail.adapters import ModelRequest
 from vitrail.adapters.registry import library
-from vitrail.adapters.timm import ROTARY
+from vitrail.adapters.timm.eva import ROTARY
 from vitrail.errors import ModelLoadError
 
 KINDS = {

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.conftest import Interpreted
 from vitrail import kernels
 from vitrail.adapters.base import DenseBlock, DenseMlp
-from vitrail.adapters.timm import BLOCK
+from vitrail.adapters.timm.vit import BLOCK
 from vitrail.kernels import KernelAssignment, ops
 from vitrail.merging import Assignment, Context, MergeState, Random, ToMe, match, proportional_attention
 from vitrail.runtime.dense_forward import dense_block, dense_forward, serves

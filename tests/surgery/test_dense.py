@@ -14,7 +14,7 @@ from torch import nn
 
 from vitrail import kernels
 from vitrail.adapters import NamedBlock
-from vitrail.adapters.timm import BLOCK
+from vitrail.adapters.timm.vit import BLOCK
 from vitrail.merging import MergeState, ToMe
 from vitrail.runtime import dense_forward as dense
 from vitrail.runtime.dense_forward import dense_block

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from vitrail.adapters.named_block import TIMM_NAMES
 from vitrail.adapters.position import Position, RelativeBias
-from vitrail.adapters.timm import EvaNamedBlock, TimmVisionTransformer
+from vitrail.adapters.timm.eva import EvaNamedBlock
+from vitrail.adapters.timm.vit import TimmVisionTransformer
 
 _BEIT = replace(
     TIMM_NAMES,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
-from vitrail.adapters.transformers import MODELS, TransformersTrunk
+from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk
 from vitrail.tokens import Role, TokenLayout
 
 LAYER_NAMES = BlockNames(

@@ -17,7 +17,7 @@ from vitrail.adapters.base import BlockAdapter, TrunkAdapter
 from vitrail.adapters.forward_pass import EntryPoint, Segments, open_pass
 from vitrail.adapters.named_block import BlockNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary, axial_frequencies
-from vitrail.adapters.transformers import MODELS, TransformersTrunk, refuse_attentions
+from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk, refuse_attentions
 from vitrail.errors import UnsupportedInput
 from vitrail.tokens import Role, TokenLayout
 

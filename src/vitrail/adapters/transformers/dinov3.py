@@ -11,7 +11,7 @@ from torch import nn
 from vitrail.adapters.base import BlockAdapter, TrunkAdapter
 from vitrail.adapters.named_block import BlockNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary, axial_frequencies
-from vitrail.adapters.transformers import MODELS, TransformersTrunk
+from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk
 from vitrail.data.spec import MEAN, STD
 from vitrail.tokens import Role, TokenLayout
 

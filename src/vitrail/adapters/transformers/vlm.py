@@ -1,6 +1,6 @@
 """transformers: vision towers that exist only inside vision-language models: Idefics3, SmolVLM, InternVL.
 
-LLaVA and PaliGemma have the towers of `_transformers_clip`.
+LLaVA and PaliGemma have the towers of ``clip``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters._transformers_clip import LAYER_NAMES, SiglipTrunk
 from vitrail.adapters.base import BlockAdapter, DenseBlock, TrunkAdapter, is_plain
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock, find_part
-from vitrail.adapters.transformers import MODELS, TransformersEntryPoint, TransformersTrunk
+from vitrail.adapters.transformers.clip import LAYER_NAMES, SiglipTrunk
+from vitrail.adapters.transformers.trunk import MODELS, TransformersEntryPoint, TransformersTrunk
 from vitrail.data.spec import MEAN, STD
 
 

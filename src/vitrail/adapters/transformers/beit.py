@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitrail.adapters.base import BlockAdapter, BlockCall, TrunkAdapter
 from vitrail.adapters.named_block import BlockNames, NamedBlock
 from vitrail.adapters.position import Position, RelativeBias
-from vitrail.adapters.transformers import MODELS, TransformersEntryPoint, TransformersTrunk
+from vitrail.adapters.transformers.trunk import MODELS, TransformersEntryPoint, TransformersTrunk
 from vitrail.errors import UnsupportedInput
 from vitrail.tokens import Role, TokenLayout
 

@@ -1,0 +1,95 @@
+"""timm as a library: models by name, built, loaded and trained."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
+from vitrail.adapters.timm.beit import TimmBeit
+from vitrail.adapters.timm.eva import TimmEva
+from vitrail.adapters.timm.vit import TimmVisionTransformer, declared
+from vitrail.data.spec import InputSpec
+from vitrail.errors import ModelLoadError
+
+_REMOTE = ("hf-hub:", "hf_hub:")
+_LOCAL = "local-dir:"
+
+
+class Timm(Library):
+    """Models of timm, by the names that ``timm.create_model`` takes."""
+
+    prefix = package = extra = "timm"
+    directory = "timm:local-dir:DIRECTORY"
+    heads = {"head": "class", "head_dist": "distillation"}  # noqa: RUF012
+
+    def trunks(self) -> Mapping[str, TrunkAdapter]:
+        return {
+            "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
+            "timm.models.eva.Eva": TimmEva(),
+            "timm.models.beit.Beit": TimmBeit(),
+        }
+
+    def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+        timm = self.imported(name)
+        if not timm.is_model(name.split(".")[0]) and not name.startswith((*_REMOTE, _LOCAL)):
+            raise ModelLoadError(f"timm has no model named {name!r}; `timm.list_models('*vit*')` lists those it has")
+        try:
+            return timm.create_model(name, pretrained=pretrained, **options).eval()
+        except Exception as error:
+            hint = (
+                "Check the network, name a directory with its weights (timm:local-dir:DIRECTORY), or use random "
+                "weights (pretrained=False) where they do not matter."
+            )
+            raise self.failed(name, error, hint if pretrained else "") from error
+
+    def declared_spec(self, model: nn.Module) -> InputSpec | None:
+        config: Any = getattr(model, "pretrained_cfg", None) or {}
+        known = config.get("mean") and config.get("std") and len(config["mean"]) == 3
+        return declared(config) if known else None
+
+    def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
+        return {"img_size": size}
+
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
+        return not name.startswith(_LOCAL) if pretrained else name.startswith(_REMOTE)
+
+    def looks_like(self, name: str) -> bool:
+        return re.fullmatch(r"[\w.-]+", name) is not None
+
+    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
+        """Build a model to train; input size and drop path are given only to models that take them."""
+        given = {"drop_path_rate": request.drop_path or None, "img_size": request.image_size}
+        options = {"num_classes": len(request.outputs), **request.options}
+        options |= {option: value for option, value in given.items() if value is not None}
+        optional = given.keys() & options.keys()
+        for option in optional - self._accepted(name, optional) if optional else ():
+            del options[option]
+        model = self.load(name, bool(request.pretrained), **options)
+        config = {"architecture": f"timm:{name}", "options": options}
+        return model, config if request.image_size is None else {**config, "image_size": request.image_size}
+
+    def reset_heads(self, model: Any) -> None:
+        model.reset_classifier(model.num_classes)
+
+    def _accepted(self, name: str, options: set[str]) -> set[str]:
+        """Return those options that the constructor of a model's class takes; the model is built without memory."""
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kinds = type(self.load(name, pretrained=False)).__mro__
+        accepted: set[str] = set()
+        for kind in kinds:
+            parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+            accepted |= options & parameters.keys()
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+                break
+        return accepted
+
+
+LIBRARY = Timm()

@@ -1,0 +1,124 @@
+"""transformers as a library: models by directory or by repository of the Hub."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
+from vitrail.adapters.transformers.trunk import preprocessor_config
+
+FAMILIES = ("beit", "clip", "dinov3", "qwen_vl", "vit", "vlm")
+"""Modules of this package with the adapters of a family, as their ``TRUNKS``."""
+
+
+class Transformers(Library):
+    """Models of transformers, by a directory that ``save_pretrained`` wrote or a repository of the Hub."""
+
+    prefix, package, extra = "hf", "transformers", "transformers"
+    directory = "hf:DIRECTORY, written by save_pretrained"
+    heads = {"cls_classifier": "class", "distillation_classifier": "distillation"}  # noqa: RUF012
+
+    def trunks(self) -> Mapping[str, TrunkAdapter]:
+        families = [import_module(f"vitrail.adapters.transformers.{name}").TRUNKS for name in FAMILIES]
+        return {kind: adapter for trunks in families for kind, adapter in trunks.items()}
+
+    def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
+        """Load a model from a directory or the Hub, with its classification head where it has one."""
+        library = self.imported(name)
+        try:
+            config = library.AutoConfig.from_pretrained(name)
+            classifies = any("ForImageClassification" in kind for kind in config.architectures or ())
+            auto = library.AutoModelForImageClassification if classifies else library.AutoModel
+            model = auto.from_pretrained(name, **options) if pretrained else auto.from_config(config, **options)
+        except Exception as error:
+            hint = "Name a directory written by save_pretrained, or a repository of the Hub that can be reached."
+            raise self.failed(name, error, hint) from error
+        if pretrained:
+            preprocessor_config(name, download=True)
+        return model.eval()
+
+    def uses_hub(self, name: str, pretrained: bool) -> bool:
+        return not Path(name).is_dir()
+
+    def is_missing_directory(self, name: str) -> bool:
+        # a repository of the Hub has at most an owner and a name
+        return (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1) and not Path(name).is_dir()
+
+    def looks_like(self, name: str) -> bool:
+        return Path(name).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Silence progress bars where stderr is no terminal: in a file each step would be a line."""
+        try:
+            log: Any = import_module("transformers.utils.logging")
+        except ImportError:
+            log = None
+        if log is None or sys.stderr.isatty() or not log.is_progress_bar_enabled():
+            yield
+            return
+        log.disable_progress_bar()
+        try:
+            yield
+        finally:
+            log.enable_progress_bar()
+
+    def build(self, name: str, request: ModelRequest) -> tuple[nn.Module, dict[str, Any]]:
+        """Build a classifier to train, with trained weights unless ``request.pretrained`` is False."""
+        library = self.imported(name)
+        labels = dict(enumerate(request.outputs))
+        options = {"id2label": labels, "label2id": {label: one for one, label in labels.items()}, **request.options}
+        if request.image_size is not None:
+            options["image_size"] = request.image_size
+        if "in_chans" in options:
+            options["num_channels"] = options.pop("in_chans")
+        try:
+            config = library.AutoConfig.from_pretrained(name, **options)
+            auto = library.AutoModelForImageClassification
+            if request.pretrained is False:
+                model = auto.from_config(config)
+            else:
+                model = auto.from_pretrained(name, config=config, ignore_mismatched_sizes=True)
+        except Exception as error:
+            raise self.failed(name, error) from error
+        return model, {"architecture": "hf"}
+
+    def rebuild(
+        self, model: nn.Module, folder: Path, config: Mapping[str, Any], request: ModelRequest, *, keep_heads: bool
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        return self.build(str(folder), request)
+
+    def describe(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"architecture": "hf"}
+
+    def save(
+        self,
+        folder: Path,
+        model: Any,
+        states: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+    ) -> None:
+        from vitrail.models.saving import write_labels
+
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {name: value.detach().cpu().contiguous().clone() for name, value in states.items()}
+        model.save_pretrained(folder, state_dict=kept)
+        write_labels(folder, labels)
+
+    def restores(self, config: Mapping[str, Any]) -> bool:
+        return "model_type" in config or config.get("architecture") == self.prefix
+
+    def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+        return self.load(str(folder))
+
+
+LIBRARY = Transformers()

@@ -1,0 +1,173 @@
+"""What the families of transformers share: the trunk, its entry point, and the preprocessing that it was saved with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitrail.adapters.base import BlockAdapter, TrunkAdapter, known_block, parameters_by_role
+from vitrail.adapters.forward_pass import EntryPoint
+from vitrail.data.spec import InputSpec
+from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.tokens import Role, TokenLayout
+
+MODELS = "transformers.models"
+_TEXT = ("text_model", "text_projection", "language_model", "lm_head")
+"""Attributes of models around a trunk that hold parts which do not run on images."""
+_PROJECTORS = ("multi_modal_projector", "connector")
+"""Attributes of models around a trunk that hold what turns its patches into tokens of a language model."""
+
+
+def refuse_attentions(config: Any, call: Mapping[str, Any]) -> None:
+    """Raise if a model is called for its attention maps."""
+    if call.get("output_attentions", getattr(config, "output_attentions", False)):
+        raise UnsupportedInput(
+            "output_attentions: attention maps of a merged model are not square and are not returned; use "
+            "vitrail.record, remove the merging or the added tokens, or call the model without output_attentions"
+        )
+
+
+class TransformersEntryPoint(EntryPoint):
+    """Entry point of a transformers trunk; opens a pass with the layout of its input."""
+
+    def forward(self: Any, pixel_values: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        refuse_attentions(config, kwargs)
+        if pixel_values is None:
+            return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
+        hidden = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        adapter = self._vitrail_adapter
+        expose = adapter.exposes or bool(hidden)
+        gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
+        # while exporting, transformers makes a mask that allows everything
+        masks = [*(kwargs.get(name) for name in adapter.masks), *args[2:]]
+        unmasked = not any(isinstance(value, Tensor) for value in masks)
+        with self._vitrail_pass(pixel_values, expose=expose, gridded=gridded, unmasked=unmasked):
+            return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
+
+
+class TransformersTrunk(TrunkAdapter):
+    """A model without its head.
+
+    Attributes:
+        block_classes: adapters by block class.
+        nested_classes: the same for versions of transformers in which attention holds a module of the same name.
+        exposes: whether the model always reads the tokens between blocks.
+        interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
+        masks: names of the arguments that may mask tokens.
+        mean, std: statistics of each channel, for models without a ``preprocessor_config.json``.
+    """
+
+    argument = "pixel_values"
+    block_classes: Mapping[type | str, BlockAdapter]
+    nested_classes: Mapping[type | str, BlockAdapter] = MappingProxyType({})
+    exposes = False
+    interpolates = False
+    masks: tuple[str, ...] = ("attention_mask",)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def blocks(self, trunk: Any) -> Sequence[nn.Module]:
+        # before 5.10, and in DINOv2 still, the layers belong to an encoder
+        return list(trunk.encoder.layer if hasattr(trunk, "encoder") else trunk.layers)
+
+    def block_adapter(self, block: Any) -> BlockAdapter:
+        nested = hasattr(getattr(block, "attention", None), "attention")
+        return known_block(block, self.nested_classes if nested else self.block_classes)
+
+    def layout(self, trunk: Any, size: tuple[int, ...] | None = None) -> TokenLayout:
+        patch = trunk.embeddings.patch_embeddings.patch_size
+        height, width = self.input_spec(trunk).size if size is None else size
+        distillation = (Role.DISTILLATION, int(hasattr(trunk.embeddings, "distillation_token")))
+        registers = (Role.REGISTER, getattr(trunk.config, "num_register_tokens", 0))
+        grid = (1, height // patch[0], width // patch[1])
+        return TokenLayout.of(Role.CLASS, distillation, registers, grid=grid)
+
+    def resizes(self, trunk: Any) -> bool:
+        return True
+
+    def own_size(self, trunk: Any) -> tuple[int, ...]:
+        """Return the size of the images that the model was made for."""
+        own = trunk.config.image_size
+        return (own, own) if isinstance(own, int) else tuple(own)
+
+    def input_spec(self, trunk: Any) -> InputSpec:
+        """Return the size and normalization that the model was saved with, in its ``preprocessor_config.json``."""
+        plain = InputSpec(self.own_size(trunk), self.mean, self.std, argument=self.argument)
+        stored = preprocessor_config(str(getattr(trunk, "name_or_path", None) or ""))
+        mean, std = stored.get("image_mean") or self.mean, stored.get("image_std") or self.std
+        if not stored.get("do_normalize", True):
+            mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        try:
+            return replace(plain, size=(self.interpolates and _stored_size(stored)) or plain.size, mean=mean, std=std)
+        except (InvalidOption, TypeError, ValueError):  # not a file of images
+            return plain
+
+    def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
+        names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
+        return parameters_by_role(trunk.embeddings, names)
+
+    def num_classes(self, model: Any, trunk: Any) -> int:
+        return next((one.config.num_labels for one in model.modules() if "Classification" in type(one).__name__), 0)
+
+    def elsewhere(self, model: nn.Module, trunk: Any) -> Sequence[nn.Module]:
+        return [part for name, part in model.named_modules() if name.rpartition(".")[2] in _TEXT]
+
+    def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
+        """Return the projector to a language model, with the number of patches that become one token."""
+        places = [name.rpartition(".") for name, _ in model.named_modules()]
+        owners = [(model.get_submodule(owner), name) for owner, _, name in places if name in _PROJECTORS]
+        return [(getattr(owner, name), _patches_per_token(owner.config, self.layout(trunk))) for owner, name in owners]
+
+    def entry_points(self) -> type:
+        return TransformersEntryPoint
+
+    def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
+        return (trunk.embeddings.patch_embeddings,)
+
+
+def _patches_per_token(config: Any, layout: TokenLayout) -> int:
+    """Return how many patches a projector turns into one token: by pixel shuffle, or by pooling to a fixed number."""
+    pooled = getattr(config, "mm_tokens_per_image", None)
+    if pooled is not None:
+        return layout.num_patches // int(pooled)
+    ratio = getattr(config, "downsample_ratio", None)
+    side = getattr(config, "scale_factor", getattr(config, "downsample_factor", 1)) if ratio is None else 1 / ratio
+    return round(side) ** 2
+
+
+def preprocessor_config(name: str, *, download: bool = False) -> dict[str, Any]:
+    """Read the ``preprocessor_config.json`` of a directory or of a Hub repository in the cache; empty without one."""
+    if not name:
+        return {}
+    try:
+        path = Path(name) / _PREPROCESSOR
+        if not Path(name).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, _PREPROCESSOR, local_files_only=not download))
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except Exception:  # optional: `input_spec` then takes the family's usual normalization
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def _stored_size(stored: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the size of what an image processor makes: the crop where it crops, what it resizes to otherwise."""
+    size = stored.get("crop_size" if stored.get("do_center_crop") else "size")
+    if isinstance(size, int):
+        return size, size
+    if not isinstance(size, dict):
+        return None
+    edge = size.get("shortest_edge")
+    height, width = size.get("height", edge), size.get("width", edge)
+    return None if height is None or width is None else (int(height), int(width))
+
+
+_PREPROCESSOR = "preprocessor_config.json"

@@ -1,0 +1,103 @@
+"""transformers: ViT, DeiT, DINOv2 and DINOv2 with registers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from vitrail.adapters.base import BlockAdapter, TrunkAdapter
+from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk
+from vitrail.data.spec import MEAN, STD
+
+_VIT = BlockNames(
+    norm1="layernorm_before",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    proj="attention.o_proj",
+    norm2="layernorm_after",
+    mlp="mlp",
+    heads="attention.num_attention_heads",
+    head_dim="attention.head_dim",
+    attention="attention",
+    after_attend=("dropout",),
+    after_feed=("dropout",),
+    scale="attention.scaling",
+    attention_dropout="attention.attention_dropout",
+    tokens="hidden_states",
+    arguments=(("attention_mask", "mask"),),
+    dense=MlpNames(("ViTMLP", "DeiTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP"), act="mlp.activation_fn"),
+)
+_DINOV2 = replace(
+    _VIT,
+    norm1="norm1",
+    norm2="norm2",
+    after_attend=("layer_scale1", "drop_path"),
+    after_feed=("layer_scale2", "drop_path"),
+)
+# transformers before 5.18: attention and MLP are two modules deep, and the MLP adds its residual itself
+_VIT_NESTED = replace(
+    _VIT,
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
+    proj="attention.output.dense",
+    mlp=("intermediate", "output.dense"),
+    heads="attention.attention.num_attention_heads",
+    head_dim=None,
+    proj_drop="attention.output.dropout",
+    after_attend=(),
+    after_feed=("output.dropout",),
+    scale="attention.attention.scaling",
+    attention_dropout="attention.attention.dropout_prob",
+    dense=None,
+)
+_DINOV2_NESTED = replace(
+    _VIT_NESTED,
+    norm1="norm1",
+    norm2="norm2",
+    mlp="mlp",
+    after_attend=_DINOV2.after_attend,
+    after_feed=_DINOV2.after_feed,
+)
+_DINOV2_LAYER = f"{MODELS}.dinov2.modeling_dinov2.Dinov2Layer"
+_REGISTERS_LAYER = f"{MODELS}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer"
+_BLOCKS: dict[type | str, BlockAdapter] = {
+    f"{MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(_VIT),
+    f"{MODELS}.deit.modeling_deit.DeiTLayer": NamedBlock(_VIT),
+    _DINOV2_LAYER: NamedBlock(_DINOV2),
+    _REGISTERS_LAYER: NamedBlock(_DINOV2),
+}
+_NESTED_BLOCKS: dict[type | str, BlockAdapter] = {
+    **dict.fromkeys(_BLOCKS, NamedBlock(_VIT_NESTED)),
+    **dict.fromkeys((_DINOV2_LAYER, _REGISTERS_LAYER), NamedBlock(_DINOV2_NESTED)),
+}
+
+
+class VitTrunk(TransformersTrunk):
+    """ViT and DeiT."""
+
+    block_classes: Mapping[type | str, BlockAdapter] = _BLOCKS
+    nested_classes: Mapping[type | str, BlockAdapter] = _NESTED_BLOCKS
+
+
+class Dinov2Trunk(VitTrunk):
+    """DINOv2: any size without asking, and ImageNet's statistics."""
+
+    interpolates = True
+    mean, std = MEAN, STD
+
+
+class Dinov2BackboneTrunk(Dinov2Trunk):
+    """DINOv2 as a backbone: its feature maps are the tokens between blocks."""
+
+    exposes = True
+
+
+_DINOV2_MODULE = f"{MODELS}.dinov2.modeling_dinov2"
+_REGISTERS_MODULE = f"{MODELS}.dinov2_with_registers.modeling_dinov2_with_registers"
+TRUNKS: dict[str, TrunkAdapter] = {
+    f"{MODELS}.vit.modeling_vit.ViTModel": VitTrunk(),
+    f"{MODELS}.deit.modeling_deit.DeiTModel": VitTrunk(),
+    f"{_DINOV2_MODULE}.Dinov2Model": Dinov2Trunk(),
+    f"{_REGISTERS_MODULE}.Dinov2WithRegistersModel": Dinov2Trunk(),
+    f"{_DINOV2_MODULE}.Dinov2Backbone": Dinov2BackboneTrunk(),
+    f"{_REGISTERS_MODULE}.Dinov2WithRegistersBackbone": Dinov2BackboneTrunk(),
+}

@@ -18,9 +18,9 @@ from experiments.methods.measure import GROUP, UNMERGED, Row, Rows, reason, row_
 from experiments.methods.subjects import Size, Subject, read_inputs, shuffled
 from experiments.methods.variants import FITTED, Budget, Variant, flops_of, ordered, quiet
 from vitrail.adapters import find
-from vitrail.analysis.boundary import boundary_scores
-from vitrail.analysis.decoder import fit_decoder
 from vitrail.analysis.discovery import iou, lost_batch, suggest_biases, sweep_lost
+from vitrail.analysis.downstream.boundary import boundary_scores
+from vitrail.analysis.downstream.decoder import fit_decoder
 from vitrail.analysis.probes.linear import LinearClassifier, fit_classifier
 from vitrail.data import Arrays, open_dataset
 from vitrail.heads import DecoderHead

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vitrail import errors
 from vitrail.adapters import load_model, register_adapter
 from vitrail.merging import Assignment, Context, Method, Reduction, ToMe, list_methods, register_method
-from vitrail.runtime.capture import CapturedModel, capture
+from vitrail.runtime.cuda_graphs.capture import CapturedModel, capture
 from vitrail.surgery import (
     Ablation,
     AddedTokens,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.bench.models import quick, tiny
 from tests.extras import always
-from tests.runtime.graphs import Pool, pools
+from tests.runtime.cuda_graphs.graphs import Pool, pools
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench import VARIANTS
 from vitrail.bench._modes import CapturedGraph, prepare

@@ -7,9 +7,7 @@
 ``features``    patch features from keys and values; PCA
 ``probes``      position, pixel and class probes of single tokens; linear probes
 ``discovery``   object discovery: LOST, TokenCut, CorLoc
-``boundary``    boundary F-score of predicted masks
-``decoder``     segmentation of frozen features by a small convolutional decoder
-``downstream``  linear evaluation: classification, segmentation, depth
+``downstream``  frozen features: classification, segmentation, depth, a small decoder, boundary F-score
 ``roles``       are special tokens copies of each other, or do they specialize?
 ``survey``      norms over checkpoints or models
 ``statistics``  splits and confidence intervals over images
@@ -21,8 +19,6 @@ way each time; small formulas (AUC, Wilson interval) are not worth a dependency.
 
 __all__ = [
     "attention",
-    "boundary",
-    "decoder",
     "discovery",
     "downstream",
     "features",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from vitrail.adapters import find
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench.config import CAPTURE, uses_graph
-from vitrail.runtime.capture import CapturedModel, capture
-from vitrail.runtime.cuda_graph import CudaGraph, warm_up
+from vitrail.runtime.cuda_graphs.capture import CapturedModel, capture
+from vitrail.runtime.cuda_graphs.graph import CudaGraph, warm_up
 
 Call = Callable[[Tensor], Any]
 

@@ -22,7 +22,7 @@ from vitrail.errors import VitrailError
 from vitrail.merging.attention import overflows_in_cudnn
 from vitrail.merging.methods.learned import LearnedMethod
 from vitrail.models import ViT
-from vitrail.runtime.cuda_graph import WARMUP_STEPS, CudaGraph
+from vitrail.runtime.cuda_graphs.graph import WARMUP_STEPS, CudaGraph
 from vitrail.training.config import Config
 from vitrail.training.model import Built, Models
 from vitrail.training.objective.objective import Terms

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vitrail.analysis.decoder import fit_decoder
+from vitrail.analysis.downstream.decoder import fit_decoder
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import TokenLayout
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
-from tests.runtime.graphs import Pool, pools
+from tests.runtime.cuda_graphs.graphs import Pool, pools
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.models import create_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.boundary import boundary, boundary_scores
+from vitrail.analysis.downstream.boundary import boundary, boundary_scores
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 

@@ -22,9 +22,9 @@ from vitrail.adapters.outputs import map_tensors
 from vitrail.adapters.registry import declared_spec
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.runtime.checks import merged_trunk
-from vitrail.runtime.cuda_graph import GraphPool, is_capturing
+from vitrail.runtime.cuda_graphs.graph import GraphPool, is_capturing
+from vitrail.runtime.cuda_graphs.module_state import ModuleState
 from vitrail.runtime.guide import is_guiding
-from vitrail.runtime.module_state import ModuleState
 from vitrail.runtime.trace import is_tracking
 
 BATCH_SIZES = (1, 8, 32)

@@ -38,7 +38,7 @@ class Graph:
 
 
 class Pool:
-    """`vitrail.runtime.cuda_graph.GraphPool` on a CPU."""
+    """`vitrail.runtime.cuda_graphs.graph.GraphPool` on a CPU."""
 
     made: list[Pool]
 
@@ -63,6 +63,6 @@ class Pool:
 def pools(monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
     """Let captured models record on a CPU; the class lists the pools that were made."""
     Pool.made = []
-    monkeypatch.setattr("vitrail.runtime.capture.GraphPool", Pool)
-    monkeypatch.setattr("vitrail.runtime.capture._records", lambda device: True)
+    monkeypatch.setattr("vitrail.runtime.cuda_graphs.capture.GraphPool", Pool)
+    monkeypatch.setattr("vitrail.runtime.cuda_graphs.capture._records", lambda device: True)
     return Pool

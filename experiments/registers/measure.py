@@ -69,7 +69,7 @@ def report_fields(report: Report) -> dict[str, Any]:
 
 def norm_fields(norms: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a norm analysis, as a dict, that a row keeps: the verdict and each layer."""
-    kept = ("verdict", "confidence", "reason", "threshold", "outlier_share", "typical", "onset", "num_pictures")
+    kept = ("verdict", "confidence", "reason", "threshold", "outlier_share", "typical", "onset", "num_images")
     layers = [
         {name: one[name] for name in ("verdict", "confidence", "reason")}
         | {name: one["quantiles"][name] for name in ("50", "99", "max")}

@@ -216,7 +216,7 @@ def test_corloc_counts_images_with_truth():
     near, far = torch.tensor([[9, 9, 10, 10], [0, 0, 2, 4]]), torch.tensor([[0, 0, 1, 1]])
     box = (0.0, 0.0, 2.0, 2.0)
     found = corloc([box, box, box, None, box], [near, far, None, near, torch.zeros(0, 4)])
-    assert (found.hits, found.pictures, found.without_truth, found.share) == (1, 3, 2, 1 / 3)
+    assert (found.hits, found.images, found.without_truth, found.share) == (1, 3, 2, 1 / 3)
     low, high = stats.binomtest(1, 3).proportion_ci(method="wilson")
     assert (found.low, found.high) == pytest.approx((low, high))
     assert corloc([box], [near], threshold=0.6).hits == 0

@@ -109,7 +109,7 @@ def test_planted_outliers_are_redundant_near_the_border_and_in_the_background():
     x, outliers, masks, grid = scene()
     similarity = neighbor_similarity(x, grid)
     found = redundancy(similarity, outliers, grid, masks=masks)
-    assert (found.pictures, found.patches, found.outliers) == (40, 3200, int(outliers.sum()))
+    assert (found.images, found.patches, found.outliers) == (40, 3200, int(outliers.sum()))
     for contrast, values in (
         (found.similarity, similarity),
         (found.border_distance, border_distance(grid).expand(40, -1).double()),
@@ -120,14 +120,14 @@ def test_planted_outliers_are_redundant_near_the_border_and_in_the_background():
         assert contrast.auc == pytest.approx(roc_auc_score(outliers.flatten(), values.flatten()))
         assert contrast.auc_low <= contrast.auc <= contrast.auc_high
         assert contrast.normal.low <= contrast.normal.mean <= contrast.normal.high
-        assert (contrast.outlier.pictures, contrast.normal.pictures) == (38, 40)
+        assert (contrast.outlier.images, contrast.normal.images) == (38, 40)
     assert found.similarity.outlier.low > found.similarity.normal.high
     assert found.similarity.auc_low > 0.6
     assert found.border_distance.outlier.mean == 0
     assert found.border_distance.auc_high < 0.4
     assert found.foreground.outlier.mean == 0
     assert found.foreground.normal.mean == pytest.approx(20 * 40 / (3200 - found.outliers))
-    assert json.loads(json.dumps(found.to_dict()))["similarity"]["outlier"]["pictures"] == 38
+    assert json.loads(json.dumps(found.to_dict()))["similarity"]["outlier"]["images"] == 38
 
 
 def test_coverage_of_the_intervals():
@@ -174,7 +174,7 @@ def test_unknown_masks_are_left_out():
     masks = masks.clone()
     masks[:10] = torch.nan
     found = redundancy(neighbor_similarity(x, grid), outliers, grid, masks=masks).foreground
-    assert (found.normal.pictures, found.outlier.pictures) == (30, 28)
+    assert (found.normal.images, found.outlier.images) == (30, 28)
     nowhere = redundancy(neighbor_similarity(x, grid), outliers, grid, masks=torch.full_like(masks, torch.nan))
     assert nowhere.foreground.normal is None
 

@@ -180,7 +180,7 @@ def test_a_distilled_model():
     model = distilled()
     images = torch.randn(6, 3, 16, 16)
     found = measure_roles(model, images, batch_size=4, attention_layers=(0, -1))
-    assert found.pictures == 6
+    assert found.images == 6
     assert found.cosines.tokens == ("class", "distillation")
     assert found.cosines.layers == (0, 1, 2)
     recorded = vitrail.record(model, images)
@@ -397,7 +397,7 @@ def test_talking_heads_have_no_maps():
 def test_attention_may_be_left_out():
     for none in ((), []):
         found = measure_roles(distilled(), torch.randn(2, 3, 16, 16), attention_layers=none)
-        assert (found.attention, found.notes, found.pictures) == ({}, (), 2)
+        assert (found.attention, found.notes, found.images) == ({}, (), 2)
 
 
 def test_heads_of_added_tokens_are_compared():

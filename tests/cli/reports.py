@@ -18,10 +18,10 @@ class Report:
 
     def __init__(self, name: str, images: int, skipped: list[tuple[str, str]], share: float = 0.02) -> None:
         self.model = {"name": name}
-        self.data = {"pictures": images}
+        self.data = {"images": images}
         self.norms = {"threshold": 12.5, "outlier_share": share, "onset": 1, "confidence": 1.0, "per_layer": [{}, {}]}
         listed = [{"name": name, "reason": reason} for name, reason in skipped]
-        self.problems = {"skipped": listed, "num_skipped": len(skipped), "num_not_finite_pictures": 0}
+        self.problems = {"skipped": listed, "num_skipped": len(skipped), "num_not_finite_images": 0}
         self.cure = {"effect": "gone", "after": {"outlier_share": 0.001}, "control": {"outlier_share": share}}
         self.verdict = f"{name} has artifact tokens."
 
@@ -38,7 +38,7 @@ class Report:
         if not file.is_file():
             raise VitrailError(f"{file} could not be read")
         values = json.loads(file.read_text(encoding="utf-8"))
-        return cls(values["model"]["name"], values["data"]["pictures"], [], values["norms"]["outlier_share"])
+        return cls(values["model"]["name"], values["data"]["images"], [], values["norms"]["outlier_share"])
 
 
 class Comparison:

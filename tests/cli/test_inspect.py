@@ -226,7 +226,7 @@ def test_two_processes_give_the_report_of_one(images: Path, tmp_path: Path) -> N
     assert result.stderr.count("Skipped") == 1
 
     values = [json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (one, two)]
-    assert values[0]["data"]["pictures"] == 5
+    assert values[0]["data"]["images"] == 5
     for value in values:
         del value["versions"]
     assert values[0] == values[1]

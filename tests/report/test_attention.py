@@ -24,9 +24,9 @@ def test_maps_are_those_of_the_recorded_attention() -> None:
     model = small("vit_medium_patch16_reg4_gap_256", class_token=True, depth=9)
     images = random_images(5)
     report = inspect_quickly(model, images)
-    assert report.attention["closer"] == {"pictures": [0, 2, 4], "layers": [0, 2, 3, 5, 6, 8], "rollout": True}
+    assert report.attention["closer"] == {"images": [0, 2, 4], "layers": [0, 2, 3, 5, 6, 8], "rollout": True}
     recording = vitrail.record(model, images, "attention", queries=range(69))
-    for shown in report.pictures:
+    for shown in report.images:
         assert ("closer" in shown.maps) == (shown.index in (0, 2, 4))
         if "closer" not in shown.maps:
             continue
@@ -55,7 +55,7 @@ def test_every_role_has_its_maps() -> None:
     report = inspect_quickly(model, random_images(3))
     page = report.to_html()
     assert len(report.attention["tokens"]) == 5
-    image = next(one.name for one in report.pictures if "closer" in one.maps)
+    image = next(one.name for one in report.images if "closer" in one.maps)
     for name in report.attention["tokens"]:
         assert f"{name} token, {image}" in page
         assert f"Attention of {name}, rollout, {image}" in page
@@ -78,7 +78,7 @@ def test_merged_models_have_layers_but_no_rollout() -> None:
     with vitrail.merge(model, r=8):
         report = inspect_quickly(model, random_images(3))
     assert "merged" in report.attention["closer"]["note"]
-    assert any("closer" in one.maps for one in report.pictures)
+    assert any("closer" in one.maps for one in report.images)
 
 
 def test_model_without_special_tokens_has_none() -> None:
@@ -110,5 +110,5 @@ class Shuffled:
 def test_images_that_change_between_passes_are_noticed() -> None:
     report = inspect_quickly(small(), Shuffled())
     assert "changed between" in report.attention["closer"]["note"]
-    assert not any("closer" in one.maps for one in report.pictures)
+    assert not any("closer" in one.maps for one in report.images)
     assert report.to_html()

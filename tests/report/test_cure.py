@@ -59,7 +59,7 @@ def test_values_equal_those_of_a_recording(found: tuple[nn.Module, Tensor, Repor
         cured = vitrail.record(model, images, ("norms", "tokens", "attention"), layers=-1, queries="class")
     before, after = plain.norms[3][:, 1:], cured.norms[3][:, 2:]
     places = before > cure["threshold"]
-    assert cure["pictures"] == 48
+    assert cure["images"] == 48
     for when, norms in (("before", before), ("after", after)):
         assert cure[when]["outlier_share"] == pytest.approx(float((norms > cure["threshold"]).double().mean()))
         assert cure[when]["largest"] == pytest.approx(float(norms.max()), rel=1e-4)
@@ -69,7 +69,7 @@ def test_values_equal_those_of_a_recording(found: tuple[nn.Module, Tensor, Repor
         assert cure[when]["on_places"]["class"] == pytest.approx(float(mass), rel=2e-3)
     cosine = torch.nn.functional.cosine_similarity(plain.tokens[3][:, 0], cured.tokens[3][:, 0], dim=-1).mean()
     assert cure["after"]["similarity"]["class"] == pytest.approx(float(cosine), abs=1e-4)
-    for one in report.pictures:
+    for one in report.images:
         assert one.cured == pytest.approx(after[one.index].tolist(), rel=1e-4)
         rows = cured.attention[3][one.index, :, 0, 2:]
         expected = (rows / rows.sum(-1, keepdim=True)).mean(0).reshape(4, 4)
@@ -101,7 +101,7 @@ def test_artifacts_from_elsewhere_stay_and_more_neurons_are_tried() -> None:
 def test_no_registers_are_tried_without_artifacts() -> None:
     clean = inspect_quickly(small(), random_images())
     assert "no artifacts" in clean.cure["note"]
-    assert all(one.cured is None for one in clean.pictures)
+    assert all(one.cured is None for one in clean.images)
     turned_off = inspect_quickly(planted(), random_images(), cure=False)
     assert "turned off" in turned_off.cure["note"]
     assert turned_off.settings["cure"] is False

@@ -30,8 +30,8 @@ def test_planted_artifacts_are_found_where_and_since_when_they_were_planted(foun
     assert found.norms["onset"] == SINCE
     assert found.norms["outlier_share"] == pytest.approx(len(PLANTED) / 64)
     assert [layer["verdict"] for layer in found.norms["per_layer"]] == ["none", "none", "artifacts", "artifacts"]
-    assert found.pictures
-    assert all(one.outliers == list(PLANTED) for one in found.pictures)
+    assert found.images
+    assert all(one.outliers == list(PLANTED) for one in found.images)
     assert found.verdict.startswith("This model has artifact tokens: 3.1")
     assert "from layer 2 on" in found.verdict
 
@@ -73,7 +73,7 @@ def test_clean_model_has_none() -> None:
     assert report.norms["threshold"] is None
     assert report.probes == report.discovery == {"note": TURNED_OFF}
     assert report.verdict.startswith("No artifact tokens were found")
-    assert all(one.outliers == [] for one in report.pictures)
+    assert all(one.outliers == [] for one in report.images)
 
 
 def test_model_is_left_as_it_was() -> None:
@@ -91,11 +91,11 @@ def test_numbers_that_are_not_finite_are_counted_and_named() -> None:
     images[3, 0, 0, 0] = torch.nan
     report = inspect(planted(), images, batch_size=5)
     problems = report.problems
-    assert problems["num_not_finite_pictures"] == 1
+    assert problems["num_not_finite_images"] == 1
     assert problems["num_not_finite_tokens"] > 0
     assert all(place["name"].endswith(" 3") for place in problems["not_finite"])
     assert report.norms["verdict"] == "artifacts"
-    assert report.data["pictures"] == 24
+    assert report.data["images"] == 24
     assert report.data["kept"]["features"] == 23
     assert "not finite" in report.to_html()
 
@@ -109,7 +109,7 @@ def test_no_finite_values_still_make_a_report() -> None:
 
 def test_one_image_alone() -> None:
     report = inspect(small(), random_images(1))
-    assert report.data["pictures"] == 1
+    assert report.data["images"] == 1
     assert "images are needed" in report.probes["position"]["kinds"]["normal"]["note"]
     assert "no labels" in report.probes["classes"]["note"]
     assert "Only 1 image" in report.to_html()
@@ -122,7 +122,7 @@ def test_registers_without_a_class_token() -> None:
     assert all(one["norm"] > 0 and one["effective_patches"] >= 1 for one in report.registers["tokens"])
     assert all(one["class_probe"]["accuracy"] for one in report.registers["tokens"])
     assert report.attention["mass"]["queries"] == ["register", "patch"]
-    assert list(report.pictures[0].maps["attention"]) == report.attention["tokens"]
+    assert list(report.images[0].maps["attention"]) == report.attention["tokens"]
 
 
 def test_model_without_special_tokens() -> None:
@@ -157,7 +157,7 @@ def test_transformers_model_with_registers() -> None:
     report = inspect(model, random_images(24, 112), probes=False)
     assert report.layout["grid"] == [1, 8, 8]
     assert report.norms["onset"] == 1
-    assert report.pictures[0].outliers == list(PLANTED)
+    assert report.images[0].outliers == list(PLANTED)
     assert report.attention["tokens"] == ["class", "register 1", "register 2"]
 
 
@@ -181,7 +181,7 @@ def test_nothing_readable_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [[], iter(())])
 def test_no_images_is_an_error(data: Any) -> None:
-    with pytest.raises((UnsupportedInput, ImageError), match=r"no (image|picture)"):
+    with pytest.raises((UnsupportedInput, ImageError), match=r"no image"):
         vitrail.inspect(small(), data)
 
 
@@ -214,14 +214,14 @@ def test_batches_give_the_same_as_a_tensor() -> None:
     labels = torch.arange(24) % 2
     whole = inspect(model, images, labels=labels, batch_size=6, probes=False).to_dict()
     parts = inspect(model, [(images[i : i + 6], labels[i : i + 6]) for i in range(0, 24, 6)], probes=False).to_dict()
-    for name in ("norms", "redundancy", "attention", "pca", "problems", "pictures"):
+    for name in ("norms", "redundancy", "attention", "pca", "problems", "images"):
         assert whole[name] == parts[name]
     assert parts["data"]["labelled"] == 24
 
 
 def test_limit_and_batches_that_run_once() -> None:
     report = inspect(small(), (images for images in random_images(12).split(5)), limit=7, probes=False)
-    assert report.data["pictures"] == 7
+    assert report.data["images"] == 7
     assert "runs once" in report.attention["closer"]["note"]
     assert "Layer by layer" in report.to_html()
 
@@ -229,7 +229,7 @@ def test_limit_and_batches_that_run_once() -> None:
 def test_images_of_several_sizes() -> None:
     model = small(dynamic_img_size=True)
     report = inspect(model, [random_images(4), random_images(4, 96)], probes=False)
-    assert report.data["pictures"] == 8
+    assert report.data["images"] == 8
     assert report.data["kept"]["features"] == 4
     assert "another patch grid" in report.problems["notes"][0]
 
@@ -259,5 +259,5 @@ def test_memory_does_not_grow_with_the_data(monkeypatch: pytest.MonkeyPatch) -> 
     assert report.data["kept"]["features"] == 6
     assert report.data["kept"]["objects"] == 3
     assert report.data["kept"]["places"] <= 16
-    assert report.norms["num_pictures"] == 24
-    assert len(report.pictures) == 3
+    assert report.norms["num_images"] == 24
+    assert len(report.images) == 3

@@ -49,7 +49,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def report() -> Report:
     found = inspect(planted(), random_images(), name=HOSTILE)
-    for one in found.pictures:
+    for one in found.images:
         one.name = HOSTILE
     found.problems["skipped"] = [{"name": HOSTILE, "reason": HOSTILE}]
     found.problems["num_skipped"] = 1
@@ -90,7 +90,7 @@ def test_every_drawing_has_a_label(page: str) -> None:
 
 
 def test_page_has_every_section_and_the_verdict_first(page: str, report: Report) -> None:
-    assert len(report.pictures) == 8
+    assert len(report.images) == 8
     assert set(report.sections) == set(section_keys())
     places = [page.index(f'id="{section.anchor}"') for section in SECTIONS]
     assert page.index("This model has artifact tokens") < places[0]

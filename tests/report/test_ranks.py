@@ -71,7 +71,7 @@ def test_two_processes_equal_one(inspected: Path) -> None:
 
 def test_part_without_a_readable_image(inspected: Path) -> None:
     two = json.loads((inspected / "single.json").read_text(encoding="utf-8"))
-    assert (two["data"]["pictures"], two["problems"]["num_skipped"]) == (1, 1)
+    assert (two["data"]["images"], two["problems"]["num_skipped"]) == (1, 1)
 
 
 def test_all_processes_fail_together(inspected: Path) -> None:

@@ -181,7 +181,7 @@ class CorLoc(Result):
     low: float | None
     high: float | None
     hits: int
-    pictures: int
+    images: int
     without_truth: int
     threshold: float = 0.5
 

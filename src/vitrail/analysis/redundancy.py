@@ -101,7 +101,7 @@ class Mean(Result):
     low: float | None
     high: float | None
     patches: int
-    pictures: int
+    images: int
 
 
 class Contrast(Result):
@@ -126,7 +126,7 @@ class Redundancy(Result):
     to 94 % with 30, in 87 to 90 % with 10.
     """
 
-    pictures: int
+    images: int
     patches: int
     outliers: int
     similarity: Contrast
@@ -181,7 +181,7 @@ def _contrast(values: Tensor, outliers: Tensor, draws: int, seed: int) -> Contra
         return Contrast(outlier, normal, None, None, None)
     exact = auc(values[kinds[0]], values[kinds[1]])
     ends: tuple[float | None, float | None] = None, None
-    if outlier.pictures > 1 and normal.pictures > 1:
+    if outlier.images > 1 and normal.images > 1:
         ordered = values[known].sort().values
         places = torch.linspace(0, len(ordered) - 1, BINS + 1, dtype=torch.float64)[1:-1].long()
         edges = torch.tensor(sorted(set(ordered[places].tolist())), dtype=torch.float64)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
-from typing import Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 import numpy as np
 from torch import Tensor
+
+from vitrail._deprecation import renamed_property
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -24,6 +26,15 @@ class Result:
     def __init_subclass__(cls, *, frozen: bool = True, **options: Any) -> None:
         super().__init_subclass__()
         dataclass(frozen=frozen, **options)(cls)
+
+    if not TYPE_CHECKING:  # type checkers are to see the fields alone
+
+        def __getattr__(self, name: str) -> Any:
+            """Resolve the deprecated names of fields, which say "picture" for "image"."""
+            new = name.replace("picture", "image")
+            if new == name or new not in self.__dataclass_fields__:
+                raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+            return renamed_property(name, new).fget(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values; see :func:`plain`."""

@@ -164,14 +164,14 @@ def show(name: str, report: Report) -> None:
         if "outlier_share" in cure["control"]:
             cured += f"; {percent(cure['control']['outlier_share'])} with random neurons"
     rows = {
-        "images": f"{report.data['pictures']}",
+        "images": f"{report.data['images']}",
         "threshold of the norm": number(norms["threshold"]),
         "outliers": f"{percent(norms['outlier_share'])} of patch tokens",
         "since layer": "–" if onset is None else f"{onset} of {len(norms['per_layer'])}, counted from 0",
         "confidence": percent(min(norms["confidence"] or 0, 0.999) or None),
         "with test-time registers": cured,
         "skipped images": f"{problems['num_skipped']}",
-        "images with non-finite values": f"{problems['num_not_finite_pictures']}",
+        "images with non-finite values": f"{problems['num_not_finite_images']}",
     }
     console.say(report.verdict, style="bold")
     known = report.model["name"]

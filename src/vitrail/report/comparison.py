@@ -22,7 +22,7 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "norms.typical": ("typical norm", False),
     "norms.ratio": ("norm of outliers over typical norm", False),
     "norms.onset": ("first layer with artifacts", False),
-    "norms.pictures_with_outliers": ("images with outliers", False),
+    "norms.images_with_outliers": ("images with outliers", False),
     "redundancy.similarity.auc": ("probability that outliers are more like their neighbors", True),
     "redundancy.foreground.auc": ("probability that outliers have more foreground", True),
     "probes.position.kinds.normal.accuracy.mean": ("position found, normal patches", True),
@@ -39,7 +39,7 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
     "discovery.values.lost.corloc.share": ("objects found, LOST on values", True),
     "discovery.values.lost_sweep.best_of_sweep.share": ("objects found, LOST on values with its best bias", True),
     "discovery.values.tokencut.corloc.share": ("objects found, TokenCut on values", True),
-    "discovery.whole_picture.share": ("objects found by a box around the whole image", True),
+    "discovery.whole_image.share": ("objects found by a box around the whole image", True),
 }
 """Compared quantities: path in the JSON, name, and whether it is a share."""
 
@@ -127,7 +127,7 @@ class Comparison(Saved, eq=False):
         return render(
             "comparison.html",
             title=f"{self.a.model['name']} and {self.b.model['name']}: artifact tokens",
-            photos=photos(self.a.pictures),
+            photos=photos(self.a.images),
             verdict=self.verdict,
             reports=(self.a, self.b),
             badges=verdict.BADGES,
@@ -179,8 +179,8 @@ def _norm_charts(a: Mapping[str, Any], b: Mapping[str, Any]) -> Block:
 
 def _norm_maps(a: Report, b: Report) -> list[Block]:
     """Draw norm maps of the images that both reports show."""
-    others = {(one.index, one.name): one for one in b.pictures}
-    pairs = [(one, others[one.index, one.name]) for one in a.pictures if (one.index, one.name) in others]
+    others = {(one.index, one.name): one for one in b.images}
+    pairs = [(one, others[one.index, one.name]) for one in a.images if (one.index, one.name) in others]
     if not pairs:
         return [Note("The reports have no shown image in common.")]
     scales = [NormColors([pair[place] for pair in pairs]) for place in range(2)]

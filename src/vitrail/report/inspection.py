@@ -140,7 +140,7 @@ def _build_report(
         model=model,
         data={
             "kind": source.kind,
-            "pictures": collected.seen,
+            "images": collected.seen,
             "labelled": collected.labelled,
             "fingerprint": f"{collected.fingerprint:016x}",
             "classes": list(source.class_names) if source.class_names else None,
@@ -156,15 +156,13 @@ def _build_report(
         problems=_problems(collected, norms, 0 if context is None else context.other_sizes),
         settings=plain(settings),
         versions=plain(describe_machine(torch.device(model["device"] or "cpu"))),
-        pictures=[] if context is None else context.shown,
+        images=[] if context is None else context.shown,
     )
 
 
 def _problems(collected: Collected, norms: Values, other_sizes: int) -> Values:
     names = {index: image.name for index, image in collected.images.items()} | collected.not_finite
-    places = [
-        {**place, "name": names.get(place["picture"], f"image {place['picture']}")} for place in norms["not_finite"]
-    ]
+    places = [{**place, "name": names.get(place["image"], f"image {place['image']}")} for place in norms["not_finite"]]
     notes = sorted(collected.notes)
     if other_sizes:
         notes.append(f"{other_sizes} images have another patch grid than the first one; only norms include them")
@@ -173,7 +171,7 @@ def _problems(collected: Collected, norms: Values, other_sizes: int) -> Values:
         "num_skipped": len(collected.skipped),
         "not_finite": places,
         "num_not_finite_tokens": norms["num_not_finite"],
-        "num_not_finite_pictures": collected.num_not_finite,
+        "num_not_finite_images": collected.num_not_finite,
         "notes": notes,
     }
 

@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from vitrail._atomic_files import temporary_files
+from vitrail._deprecation import renamed_property
 from vitrail.analysis.result import Result
 from vitrail.errors import ReportError
 from vitrail.report import verdict
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON format; increased when a key changes its meaning."""
 
 PAGES = (".html", ".htm")
@@ -95,6 +96,19 @@ class ShownImage(Result, frozen=False, eq=False):
         return cls(**{**known, "boxes": boxes, "grid": tuple(known["grid"]), "size": tuple(known["size"])})
 
 
+def _upgraded(values: Any) -> Any:
+    """Return the values of a report of format 1, whose keys said "picture", in the present format; others unchanged."""
+    if not isinstance(values, Mapping) or values.get("format") != 1:
+        return values
+    return {**_with_images(values), "format": FORMAT}
+
+
+def _with_images(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key.replace("picture", "image"): _with_images(item) for key, item in value.items()}
+    return [_with_images(item) for item in value] if isinstance(value, list) else value
+
+
 class Report(Saved, eq=False):
     """The result of :func:`vitrail.inspect`. ``docs/report.md`` explains every value.
 
@@ -113,7 +127,9 @@ class Report(Saved, eq=False):
     problems: dict[str, Any]  # unreadable images, non-finite values, notes
     settings: dict[str, Any]  # options and seed
     versions: dict[str, Any]  # machine and versions of libraries
-    pictures: list[ShownImage] = field(default_factory=list, repr=False)  # the images that are shown
+    images: list[ShownImage] = field(default_factory=list, repr=False)  # the images that are shown
+
+    pictures = renamed_property("pictures", "images")
 
     def __getattr__(self, name: str) -> dict[str, Any]:
         sections = self.__dict__.get("sections", {})
@@ -139,7 +155,7 @@ class Report(Saved, eq=False):
         from vitrail.report.sections import page_sections
         from vitrail.report.sections.summary import header
 
-        return render("report.html", photos=photos(self.pictures), sections=page_sections(self), **header(self))
+        return render("report.html", photos=photos(self.images), sections=page_sections(self), **header(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -160,14 +176,15 @@ class Report(Saved, eq=False):
         """Create a report from the values of :meth:`to_dict`."""
         from vitrail.report.sections import section_keys
 
-        names = [name for name in cls.__dataclass_fields__ if name not in ("sections", "pictures")]
+        values = _upgraded(values)
+        names = [name for name in cls.__dataclass_fields__ if name not in ("sections", "images")]
         missing = [name for name in names if not isinstance(values, Mapping) or not isinstance(values.get(name), dict)]
         if missing or values.get("format") != FORMAT:
             problem = f"{', '.join(missing)} missing" if missing else f"its format is {values.get('format')!r}"
             raise ReportError(f"{where} is not a report of format {FORMAT}: {problem}. Inspect the model again")
         try:
-            shown = [ShownImage.from_dict(one) for one in values.get("pictures", [])]
+            shown = [ShownImage.from_dict(one) for one in values.get("images", [])]
         except (KeyError, TypeError, AttributeError) as error:
             raise ReportError(f"{where} has damaged images ({error}). Inspect the model again") from error
         sections = {key: values.get(key, {"note": "not part of this report"}) for key in section_keys()}
-        return cls(**{name: values[name] for name in names}, sections=sections, pictures=shown)
+        return cls(**{name: values[name] for name in names}, sections=sections, images=shown)

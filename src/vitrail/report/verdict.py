@@ -90,9 +90,9 @@ def recommendations(norms: Values, registers: Values, cure: Values) -> list[str]
         if num_registers:
             advice.append("The model has registers. Use `vitrail.ablate` to see whether they keep its patches clean.")
         return advice
-    if norms["num_pictures"] < CLEAR_ANSWER:
+    if norms["num_images"] < CLEAR_ANSWER:
         advice.append(
-            f"Inspect more images: there were {count(norms['num_pictures'], 'image')}, and {CLEAR_ANSWER} or more give "
+            f"Inspect more images: there were {count(norms['num_images'], 'image')}, and {CLEAR_ANSWER} or more give "
             "a clear answer in most cases."
         )
     else:

@@ -33,7 +33,7 @@ class TestClassification:
         assert result.interval == pytest.approx((0.8865, 1.0), abs=1e-4)
         assert result.majority == pytest.approx(0.2)
         assert (result.classes, result.untested, result.unknown) == (5, [], 0)
-        assert (result.train_pictures, result.test_pictures) == (70, 30)
+        assert (result.train_images, result.test_images) == (70, 30)
         assert json.loads(json.dumps(result.to_dict()))["accuracy"] == 1.0
 
     def test_noise_is_chance(self) -> None:
@@ -118,7 +118,7 @@ class TestSegmentation:
                         inter[c] += true == c and guess == c
                         union[c] += true == c or guess == c
         assert result.train_patches == len(rows)
-        assert result.test_pictures == 19
+        assert result.test_images == 19
         assert torch.equal(result.confusion, confusion)
         assert result.iou == pytest.approx([i / u for i, u in zip(inter, union, strict=True)])
         assert result.miou == pytest.approx(sum(i / u for i, u in zip(inter, union, strict=True)) / 3)
@@ -240,9 +240,9 @@ class TestDepth:
             if squares:
                 roots.append(math.sqrt(sum(squares) / len(squares)))
         assert result.rmse == pytest.approx(math.sqrt(total / count), rel=1e-5)
-        assert result.rmse_by_picture == pytest.approx(sum(roots) / len(roots), rel=1e-5)
+        assert result.rmse_by_image == pytest.approx(sum(roots) / len(roots), rel=1e-5)
         assert result.constant_rmse == pytest.approx(math.sqrt(constant / count), rel=1e-5)
-        assert result.test_pictures == len(roots) == 19
+        assert result.test_images == len(roots) == 19
         assert result.train_patches == len(rows)
         assert result.interval is not None
         assert result.interval[0] < result.rmse < result.interval[1]

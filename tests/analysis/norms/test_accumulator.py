@@ -35,8 +35,10 @@ def test_onset_share_places_and_maps_of_planted_artifacts():
     assert [layer.verdict for layer in result.per_layer] == ["none"] * 3 + ["artifacts"] * 3
     assert result.outlier_share == 2 / 120
     assert result.outliers.nonzero()[:, 1].unique().tolist() == [7, 50]
-    assert result.outliers_per_picture == [2] * 20
-    assert result.pictures_with_outliers == 20
+    assert result.outliers_per_image == [2] * 20
+    assert result.images_with_outliers == 20
+    with pytest.warns(DeprecationWarning, match="images_with_outliers"):
+        assert result.pictures_with_outliers == 20
     assert torch.equal(result.maps, norms[-1].reshape(20, 1, 12, 10))
     assert result.threshold == find_threshold(norms[-1]).threshold
     assert result.ratio == pytest.approx(6, rel=0.1)
@@ -100,13 +102,13 @@ def test_non_finite_norms_are_counted_and_listed():
     norms[5, 17, 0] = math.inf
     norms[:, 9] = math.nan
     result = analyze_norms(norms, LAYOUT, images=range(100, 120))
-    named = [(place.picture, place.layer, place.tokens) for place in result.not_finite]
+    named = [(place.image, place.layer, place.tokens) for place in result.not_finite]
     assert named == [(103, 1, 5), *((109, layer, 120) for layer in range(6)), (117, 5, 1)]
     assert result.num_not_finite == 5 + 6 * 120 + 1
     assert [layer.num_not_finite for layer in result.per_layer] == [120, 125, 120, 120, 120, 121]
     assert (result.verdict, result.onset) == ("artifacts", 3)
     assert result.per_layer[0].mean == pytest.approx(clean.per_layer[0].mean, rel=0.01)
-    assert result.outliers_per_picture[9] == 0
+    assert result.outliers_per_image[9] == 0
     assert not result.outliers[17, 0]
 
 
@@ -146,7 +148,7 @@ def test_any_split_over_ranks_equals_one_pass_exactly(cuts, order, seed, onset):
             part.add(norms[:, image : image + 1], images=[image])
         merged.merge(pickle.loads(pickle.dumps(part)))
     assert merged.result().to_dict() == whole
-    assert {**analyze_norms(norms, LAYOUT).to_dict(), "outliers_per_picture": None} == whole
+    assert {**analyze_norms(norms, LAYOUT).to_dict(), "outliers_per_image": None} == whole
 
 
 def test_merging_leaves_the_other_one_alone():

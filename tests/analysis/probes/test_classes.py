@@ -45,7 +45,7 @@ def test_planted() -> None:
             assert found.low < 0.3
     assert (probe.classes, probe.seeds) == (4, 3)
     score = probe.kinds["class"]
-    assert (score.pictures, score.left_out, score.test_pictures) == (120, 0, 36)
+    assert (score.images, score.left_out, score.test_images) == (120, 0, 36)
     assert score.majority == pytest.approx(0.25)
 
 
@@ -56,7 +56,7 @@ def test_images_without_an_outlier_are_counted() -> None:
     given = one_token_each(tokens, LAYOUT, outliers)
     probe = probe_classes(given, labels)
     assert probe.kinds["outlier"].left_out == missing
-    assert probe.kinds["outlier"].pictures == 120 - missing
+    assert probe.kinds["outlier"].images == 120 - missing
     assert probe.kinds["normal"].left_out == 0
     same = probe_classes(given, labels, common=True)
     assert {score.left_out for score in same.kinds.values()} == {missing}
@@ -92,7 +92,7 @@ def test_no_or_few_outliers_give_a_note() -> None:
     assert "outlier: only 20" in str(score.note)
     none = probe_classes(one_token_each(tokens, LAYOUT, torch.zeros_like(outliers)), labels).kinds["outlier"]
     assert none.note is not None
-    assert (none.pictures, none.left_out) == (0, 120)
+    assert (none.images, none.left_out) == (0, 120)
 
 
 def test_a_kind_of_one_class_gives_a_note() -> None:

@@ -50,17 +50,17 @@ class Classification(Result):
     classes: int  # number of classes in the training part
     untested: list[int]  # classes of the training part that are not in the test part
     unknown: int  # test images of a class that is not in the training part; they count as wrong
-    train_pictures: int
-    test_pictures: int
+    train_images: int
+    test_images: int
     penalty: float
 
 
 class Dense(Result, kw_only=True):
-    """What segmentation and depth have in common; ``test_pictures`` are the test images with valid pixels."""
+    """What segmentation and depth have in common; ``test_images`` are the test images with valid pixels."""
 
     interval: Interval | None
     train_patches: int
-    test_pictures: int
+    test_images: int
     penalty: float
 
 
@@ -83,7 +83,7 @@ class Depth(Dense, kw_only=True):
     """Linear depth estimation, with a bootstrap interval of the RMSE."""
 
     rmse: float  # root mean squared error over all valid test pixels, in the unit of the depth
-    rmse_by_picture: float  # mean over images of each image's own RMSE, as many depth benchmarks report it
+    rmse_by_image: float  # mean over images of each image's own RMSE, as many depth benchmarks report it
     constant_rmse: float  # RMSE of always predicting the mean depth of the training patches
 
 
@@ -107,8 +107,8 @@ def evaluate_classification(
         classes=len(model.classes),
         untested=sorted(set(known.tolist()) - set(true.tolist())),
         unknown=int((~torch.isin(true, known)).sum()),
-        train_pictures=len(known),
-        test_pictures=len(true),
+        train_images=len(known),
+        test_images=len(true),
         penalty=model.penalty,
     )
 
@@ -168,7 +168,7 @@ def evaluate_segmentation(
         pixel_accuracy=float(confusion.diagonal().sum() / confusion.sum()),
         confusion=confusion,
         train_patches=len(image),
-        test_pictures=len(sums),
+        test_images=len(sums),
         penalty=model.penalty,
     )
 
@@ -216,10 +216,10 @@ def evaluate_depth(
     return Depth(
         rmse=float((total[0] / total[2]).sqrt()),
         interval=bootstrap(by_image, lambda drawn: ratio(0, 2)(drawn).sqrt(), seed=seed),
-        rmse_by_picture=float((by_image[:, 0] / by_image[:, 2]).sqrt().mean()),
+        rmse_by_image=float((by_image[:, 0] / by_image[:, 2]).sqrt().mean()),
         constant_rmse=float((total[1] / total[2]).sqrt()),
         train_patches=len(image),
-        test_pictures=len(by_image),
+        test_images=len(by_image),
         penalty=model.penalty,
     )
 

@@ -50,13 +50,13 @@ class LayerNorms(Threshold):
     mean: float
     std: float
     share_above_last: float | None  # share of this layer's tokens above the *last* layer's threshold; None without one
-    pictures_with_outliers: int  # images with at least one token above this layer's own threshold
+    images_with_outliers: int  # images with at least one token above this layer's own threshold
 
 
 class NotFinite(Result):
     """Number of tokens with a non-finite norm in one image after one layer."""
 
-    picture: int
+    image: int
     layer: int
     tokens: int
 
@@ -70,13 +70,13 @@ class Norms(Threshold):
         outliers: (B, P) bool, finite norms above the threshold; None from an accumulator.
     """
 
-    num_pictures: int  # number of images
+    num_images: int  # number of images
     not_finite: list[NotFinite]  # where they are; the first hundred places by image and layer
     onset: int | None  # first layer from which on every layer has artifacts; None if the last one has none
-    pictures_with_outliers: int  # images with at least one outlier
+    images_with_outliers: int  # images with at least one outlier
     per_layer: list[LayerNorms]  # the same for each layer
     histogram: Histogram  # distribution after the last layer
-    outliers_per_picture: list[int] | None = None  # number of outliers in each image; None from an accumulator
+    outliers_per_image: list[int] | None = None  # number of outliers in each image; None from an accumulator
     maps: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
     outliers: Tensor | None = field(default=None, compare=False, repr=False, metadata={"json": False})
 
@@ -107,7 +107,7 @@ def analyze_norms(
     if result.threshold is not None:
         outliers = (last > result.threshold) & last.isfinite()
     maps = last.reshape(len(last), *layout.grid)
-    return replace(result, outliers_per_picture=outliers.sum(1).tolist(), maps=maps, outliers=outliers)
+    return replace(result, outliers_per_image=outliers.sum(1).tolist(), maps=maps, outliers=outliers)
 
 
 class NormAccumulator:
@@ -117,7 +117,7 @@ class NormAccumulator:
 
     >>> first, second = NormAccumulator(12), NormAccumulator(12)
     >>> _ = first.add(torch.rand(12, 8, 196)), second.add(torch.rand(12, 4, 196), images=range(8, 12))
-    >>> first.merge(second).result().num_pictures
+    >>> first.merge(second).result().num_images
     12
     """
 
@@ -174,10 +174,10 @@ class NormAccumulator:
         ]
         return Norms(
             **vars(replace(last, num_not_finite=sum(state.not_finite for state in self._counts))),
-            num_pictures=self.num_images,
+            num_images=self.num_images,
             not_finite=[NotFinite(*key, tokens) for key, tokens in sorted(self._not_finite.items())],
             onset=lasting[0] if lasting else None,
-            pictures_with_outliers=count_above(final.maxima, last.threshold),
+            images_with_outliers=count_above(final.maxima, last.threshold),
             per_layer=per_layer,
             histogram=Histogram.of(final.tokens),
         )
@@ -245,7 +245,7 @@ class _LayerCounts:
             mean=float(self.total / number) if number else math.nan,
             std=math.sqrt(variance),
             share_above_last=None if last_threshold is None or not number else above / number,
-            pictures_with_outliers=count_above(self.maxima, found.threshold),
+            images_with_outliers=count_above(self.maxima, found.threshold),
         )
 
 

@@ -39,12 +39,12 @@ class ClassScore(Result):
     """Score of the class probe for one kind of token.
 
     Attributes:
-        pictures, left_out: images that have a token of this kind, and images that have none.
+        images, left_out: images that have a token of this kind, and images that have none.
     """
 
-    pictures: int
+    images: int
     left_out: int
-    test_pictures: int = 0  # images in the smallest test part
+    test_images: int = 0  # images in the smallest test part
     accuracy: Estimate | None = None  # share of test images classified correctly; Wilson's interval for one test part
     balanced_accuracy: Estimate | None = None  # mean over classes of the accuracy within each class; has no interval
     majority: float | None = None  # accuracy of always predicting the most common class of the training part

@@ -51,7 +51,7 @@ class Score(Result):
     """Tokens of one kind in the smallest test part, the images that they come from, and why there is no score."""
 
     tokens: int
-    pictures: int
+    images: int
     note: str | None
 
 

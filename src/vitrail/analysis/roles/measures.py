@@ -101,7 +101,7 @@ class Collapse(Result):
 class Roles(Result):
     """All measures of one model on some images; None or empty for what it does not have, explained by ``notes``."""
 
-    pictures: int
+    images: int
     cosines: Cosines
     parameters: ParameterCosines | None
     heads: Disagreement | None

@@ -44,7 +44,7 @@ def compute(context: Context) -> Values:
     rows, layout = context.attention, context.layout
     special = len([token for token in context.queries if token < layout.num_special])
     values: Values = {
-        "pictures": len(rows),
+        "images": len(rows),
         "tokens": list(context.special_names),
         "patch_rows": len(context.queries) - special,
         "mass": role_mass(rows, layout, queries=context.queries).to_dict(),
@@ -76,7 +76,7 @@ def _on_outliers(context: Context, special: int) -> Values | None:
     if mass.shape[1] > special:
         shares["patch"] = float(mass[:, special:].mean())
     fair = float(outliers[has_some].double().sum(1).mean()) / context.layout.num_tokens
-    return {"pictures": int(has_some.sum()), "mass": shares, "fair": fair}
+    return {"images": int(has_some.sum()), "mass": shares, "fair": fair}
 
 
 class CloserMaps(NamedTuple):
@@ -119,7 +119,7 @@ def _closer(context: Context) -> Values:
     for one in context.shown:
         if one.index in found:
             one.maps["closer"] = found[one.index]
-    return {"pictures": sorted(found), **values}
+    return {"images": sorted(found), **values}
 
 
 @torch.no_grad()
@@ -152,8 +152,8 @@ def render(report: Report) -> list[Block]:
     """Show maps, then numbers."""
     values = report.attention
     return [
-        *_map_blocks([one for one in report.pictures if one.maps.get("attention")]),
-        *_closer_blocks(report.pictures, values),
+        *_map_blocks([one for one in report.images if one.maps.get("attention")]),
+        *_closer_blocks(report.images, values),
         *(_number_blocks(values) if "mass" in values else ()),
     ]
 
@@ -217,7 +217,7 @@ def _number_blocks(values: Values) -> list[Block]:
     mass = values["mass"]
     rows = [[f"from {who}", *map(percent, row)] for who, row in zip(mass["queries"], mass["mass"], strict=True)]
     rows.append(["uniform attention", *map(percent, mass["fair"])])
-    caption = f"Attention by role, {count(values['pictures'], 'image')} ({values['patch_rows']} patches of each image)"
+    caption = f"Attention by role, {count(values['images'], 'image')} ({values['patch_rows']} patches of each image)"
     head = ["", *(f"to {name}" for name in mass["keys"])]
     blocks: list[Block] = [Heading("Between roles"), Table(head, rows, caption)]
     if values.get("on_outliers"):
@@ -243,7 +243,7 @@ def _outlier_bars(values: Values) -> Figure:
     label = "Share of attention on outliers: " + ", ".join(f"{row.name} {row.text}" for row in rows)
     chart = bars(rows, label, (values["fair"], f"fair share {percent(values['fair'])}"))
     caption = (
-        f"Share of each token's attention on outlier patches, in the {count(values['pictures'], 'image')} that have "
+        f"Share of each token's attention on outlier patches, in the {count(values['images'], 'image')} that have "
         "some. The dashed line is the share of outliers among all tokens."
     )
     return Figure([chart], caption)

@@ -26,7 +26,7 @@ def compute(context: Context) -> Values:
         maps = F.pad(maps, (0, 3 - components), value=0.5).flatten(1, 2)
         for one, colors in zip(context.shown, maps, strict=True):
             one.maps["pca"] = colors
-    return {"pictures": len(tokens), **pca.to_dict()}
+    return {"images": len(tokens), **pca.to_dict()}
 
 
 def render(report: Report) -> list[Block]:
@@ -35,14 +35,14 @@ def render(report: Report) -> list[Block]:
     if "explained" not in values:
         return []
     figures = []
-    for one in report.pictures:
+    for one in report.images:
         if "pca" in one.maps:
             label = f"Components of the patch tokens of {one.name}"
             panels = [photo_panel(one, one.title), map_panel(one, rgb_uri(np.asarray(one.maps["pca"])), label)]
             figures.append(Figure(panels, one.name))
     shares = ", ".join(percent(share) for share in values["explained"])
     left_out = f"; {count(values['left_out'], 'outlier')} left out" if values["left_out"] else ""
-    summary = f"These directions explain {shares} of the variance, over {count(values['pictures'], 'image')}{left_out}."
+    summary = f"These directions explain {shares} of the variance, over {count(values['images'], 'image')}{left_out}."
     return [Text(summary, "soft"), Columns(figures, "images")]
 
 

@@ -80,7 +80,7 @@ def compute(context: Context) -> Values:
         drawn = () if maps is None else maps[rows[one.index]]
         one.maps["cured_attention"] = dict(zip(context.special_names, drawn, strict=False))
     return {
-        "pictures": len(images),
+        "images": len(images),
         "threshold": context.norms.threshold,
         "neurons": {layer: list(some) for layer, some in neurons.strongest(best).by_layer.items()},
         "num_neurons": best,
@@ -166,7 +166,7 @@ def _trial(context: Context, batches: SecondPass) -> Trial:
 def _summary(norms: Tensor, outliers: Tensor) -> Values:
     return {
         "outlier_share": float(outliers.double().mean()),
-        "pictures_with_outliers": int(outliers.any(1).sum()),
+        "images_with_outliers": int(outliers.any(1).sum()),
         "typical": float(norms.median()),
         "largest": float(norms.max()),
     }
@@ -197,7 +197,7 @@ def render(report: Report) -> list[Block]:
         Text(cure_sentence(values), "strong"),
         _table(values),
         Text(f"{count(values['num_neurons'], 'neuron')} moved ({layers}).", "soft"),
-        *_strips(report.pictures, values["threshold"]),
+        *_strips(report.images, values["threshold"]),
     ]
 
 
@@ -210,7 +210,7 @@ def _table(values: Values) -> Table:
 
     rows = [
         row(f"tokens above {number(values['threshold'])}", percent, "outlier_share"),
-        row("images with such tokens", number, "pictures_with_outliers"),
+        row("images with such tokens", number, "images_with_outliers"),
         row("verdict", lambda value: value or "–", "verdict"),
         row("largest norm", number, "largest"),
         row("median norm", number, "typical"),
@@ -220,7 +220,7 @@ def _table(values: Values) -> Table:
     for name in values["after"]["similarity"]:
         token = "other patch tokens" if name == "normal" else f"{name} token"
         rows.append(row(f"{token}: cosine with before", number, "similarity", name))
-    caption = f"The same {count(values['pictures'], 'image')} without and with test-time registers"
+    caption = f"The same {count(values['images'], 'image')} without and with test-time registers"
     return Table(["", "before", "with registers", "with random neurons"], rows, caption)
 
 

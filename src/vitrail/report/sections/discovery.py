@@ -32,7 +32,7 @@ def compute(context: Context) -> Values:
     """Find one box per image with each method and feature; with true boxes, compute CorLoc."""
     truth = [image.features.boxes for image in context.with_objects]
     known = any(one is not None and len(one) for one in truth)
-    values: Values = {"pictures": len(context.with_objects)}
+    values: Values = {"images": len(context.with_objects)}
     for feature in OBJECT_FEATURES:
         values[feature] = {name: attempt(partial(_method, context, feature, name, truth, known)) for name in METHODS}
         if known:
@@ -41,7 +41,7 @@ def compute(context: Context) -> Values:
         # Objects that fill their images are "found" by a box around everything: the baseline.
         height, width = context.image_size
         everything = (0.0, 0.0, float(width), float(height))
-        values["whole_picture"] = corloc([everything] * len(truth), truth).to_dict()
+        values["whole_image"] = corloc([everything] * len(truth), truth).to_dict()
     return values
 
 
@@ -71,10 +71,10 @@ def render(report: Report) -> list[Block]:
         some, remarks = _scores(values.get(feature) or {}, feature)
         scores |= some
         notes += remarks
-    if scores and values.get("whole_picture"):
-        scores["the whole image as the box"] = values["whole_picture"]
+    if scores and values.get("whole_image"):
+        scores["the whole image as the box"] = values["whole_image"]
     rows = [
-        [name, interval(score, percent, "share"), f"{score['hits']} of {score['pictures']}"]
+        [name, interval(score, percent, "share"), f"{score['hits']} of {score['images']}"]
         for name, score in scores.items()
     ]
     caption = "CorLoc: boxes that overlap a true one with IoU ≥ 0.5. The last row is the baseline"
@@ -104,7 +104,7 @@ def _scores(values: Values, feature: str) -> tuple[dict[str, Values], list[str]]
 
 def _box_blocks(report: Report) -> list[Block]:
     figures = []
-    for one in report.pictures:
+    for one in report.images:
         if one.boxes and one.pixels is not None:
             boxes = {f"truth {place}": box for place, box in enumerate(one.truth)} | dict(one.boxes)
             panel = photo_panel(one, f"Boxes found in {one.title}", box_marks(one, boxes))
@@ -112,7 +112,7 @@ def _box_blocks(report: Report) -> list[Block]:
     if not figures:
         return []
     keys = [Key(f"k-{key}", f"{name} on keys") for key, (name, _) in METHODS.items()]
-    if any(one.truth for one in report.pictures):
+    if any(one.truth for one in report.images):
         keys.append(Key("k-truth", "true box"))
     return [Legend(keys), Columns(figures, "images small")]
 

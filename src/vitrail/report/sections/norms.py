@@ -11,7 +11,7 @@ from vitrail.report.sections.base import Section
 
 
 def _render_images(report: Report) -> list[Block]:
-    images, norms = report.pictures, report.norms
+    images, norms = report.images, report.norms
     if not images:
         return [Note("No image can be shown: none has only finite values.")]
     scale = NormColors(images)
@@ -30,7 +30,7 @@ def _render_images(report: Report) -> list[Block]:
         marks = (
             f"Pink squares are {kind}: tokens with a norm above {number(norms['threshold'])}. Some of the images are "
             "those with the most of them, the others are spread over the data. "
-            f"{count(norms['pictures_with_outliers'], 'image')} of {norms['num_pictures']:,} have at least one."
+            f"{count(norms['images_with_outliers'], 'image')} of {norms['num_images']:,} have at least one."
         )
     text = "Left: the image as the model sees it. Right: the norm of each patch token after the last layer. "
     return [Text(text + marks), scale.ramp(), Columns(figures, "images")]

@@ -55,7 +55,7 @@ def render(report: Report) -> list[Block]:
             auc = {"mean": one["auc"], "low": one["auc_low"], "high": one["auc_high"]}
             rows.append([name, interval(one["outlier"]), interval(one["normal"]), interval(auc, percent)])
     head = ["", f"outliers ({values['outliers']:,})", "other patches", "outlier larger"]
-    caption = f"Outliers and other patches, {count(values['pictures'], 'image')}; 95 % confidence intervals"
+    caption = f"Outliers and other patches, {count(values['images'], 'image')}; 95 % confidence intervals"
     return [Table(head, rows, caption)]
 
 

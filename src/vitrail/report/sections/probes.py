@@ -24,7 +24,7 @@ def compute(context: Context) -> Values:
         "position": attempt(lambda: _position(context)),
         "pixels": attempt(lambda: _pixels(context)),
         "classes": attempt(lambda: _classes(context)),
-        "pictures": len(context.featured),
+        "images": len(context.featured),
     }
 
 

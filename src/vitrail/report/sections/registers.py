@@ -36,7 +36,7 @@ def compute(context: Context) -> Values:
                 "class_probe": probes.get(name),
             }
         )
-    return {"tokens": tokens, "pictures": len(context.featured)}
+    return {"tokens": tokens, "images": len(context.featured)}
 
 
 def render(report: Report) -> list[Block]:

@@ -36,18 +36,18 @@ def header(report: Report) -> dict[str, Any]:
             "threshold (norm)": number(norms["threshold"]),
             "typical norm": number(norms["typical"]),
             "since layer": number(norms["onset"]),
-            "images": f"{report.data['pictures']:,}",
+            "images": f"{report.data['images']:,}",
         },
     }
 
 
 def _alerts(report: Report) -> list[str]:
-    problems, images = report.problems, report.data["pictures"]
+    problems, images = report.problems, report.data["images"]
     alerts = []
     if problems["num_not_finite_tokens"]:
         alerts.append(
             f"{count(problems['num_not_finite_tokens'], 'token')} (over all layers) in "
-            f"{count(problems['num_not_finite_pictures'], 'image')} had non-finite values; no average includes them."
+            f"{count(problems['num_not_finite_images'], 'image')} had non-finite values; no average includes them."
         )
     if problems["num_skipped"]:
         alerts.append(f"{count(problems['num_skipped'], 'image')} could not be read and were skipped.")
@@ -69,7 +69,7 @@ def _render_method(report: Report) -> list[Block]:
         "size": f"{millions}, {model['layers']} layers, {model['heads']} heads",
         "dtype and device": f"{model['dtype']} on {model['device']}",
         "tokens": f"special: {special}; patches: {grid[1]} × {grid[2]}",
-        "images": f"{data['pictures']:,}, of which {data['labelled']:,} with a label ({data['kind']})",
+        "images": f"{data['images']:,}, of which {data['labelled']:,} with a label ({data['kind']})",
         "images kept": f"{kept['features']:,} for attention, components and probes; {kept['objects']:,} for objects; "
         f"{kept['places']:,} for places",
         "options": ", ".join(f"{name} {value}" for name, value in report.settings.items()),

@@ -19,7 +19,7 @@ from vitrail.surgery.recording import stream
 BATCH = 64
 """Batch size of the diagnostics; the recordings have to fit in memory next to a model in training."""
 
-NORM_FIGURES = ("verdict", "outlier_share", "confidence", "threshold", "typical", "ratio", "onset", "num_pictures")
+NORM_FIGURES = ("verdict", "outlier_share", "confidence", "threshold", "typical", "ratio", "onset", "num_images")
 
 
 def diagnose_tokens(model: nn.Module, images: Tensor) -> dict[str, Any]:

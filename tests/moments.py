@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.bench import timing
+from vitrail import _timing as timing
 
 
 def only_moments(patch: pytest.MonkeyPatch, **more: Any) -> None:

@@ -44,8 +44,8 @@ PUBLIC = {
     ),
     "vitrail.report": "Comparison Report ReportError compare inspect",
     "vitrail.surgery": (
-        "Ablation AddedTokens Count Handle Merging Recording RegisterNeurons TestTimeRegisters Trace ablate add_tokens "
-        "count find_register_neurons load_method look_ahead merge record test_time_registers"
+        "Ablation AddedTokens Count Handle Merging Payoff Recording RegisterNeurons TestTimeRegisters Trace ablate "
+        "add_tokens count find_register_neurons load_method look_ahead merge record test_time_registers"
     ),
     "vitrail.tokens": "Role TokenLayout TokenSpan TokenSpec check_specs span_names token_names",
     "vitrail.training": "Arrays Config Evaluation Event Labels PRESETS Run evaluate load_trained read_log train",

@@ -13,7 +13,7 @@ import vitrail
 from experiments.methods.measure import Rows, described, logits_of, measured, reason, row_key
 from experiments.methods.subjects import KINDS, Size, Subject
 from experiments.methods.variants import TOLERANCE, Unreachable, quiet
-from vitrail.bench.timing import Clock, measure
+from vitrail._timing import Clock, measure
 from vitrail.errors import VitrailError
 from vitrail.merging import as_method
 from vitrail.tuning import Tuning, tune

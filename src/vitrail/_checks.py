@@ -33,6 +33,11 @@ def check_share(name: str, value: Any, *, zero: bool = True, one: bool = True) -
     check(name, value, right, f"a number {'from' if zero else 'above'} 0, {'up to' if one else 'below'} 1")
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Raise unless an option is a finite number above 0."""
+    check(name, value, is_number(value) and value > 0, "a number above 0")
+
+
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise unless an option is one of some strings."""
     choices = tuple(choices)

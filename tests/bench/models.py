@@ -7,10 +7,10 @@ import timm
 import torch
 from torch import nn
 
+from vitrail._timing import Spread
 from vitrail.bench import BenchConfig, BenchResult, Row
 from vitrail.bench._modes import Runner
 from vitrail.bench.benchmark import make_row
-from vitrail.bench.timing import Spread
 
 NAME = "timm:vit_tiny_patch16_224"
 

@@ -24,7 +24,7 @@ NAME = "timm:vit_tiny_patch16_224"
         ({"r": -1}, "r must be an integer of at least 0; got -1"),
         ({"r": (4, -1)}, "got 4, -1"),
         ({"r": ()}, "got ()"),
-        ({"seconds": 0}, "seconds must be a positive number"),
+        ({"seconds": 0}, "seconds=0: expected a number above 0"),
         ({"seconds": float("nan")}, "seconds"),
         ({"limit": -3.0}, "limit"),
         ({"device": "tpu"}, "device must be one of cpu, cuda; got 'tpu'"),

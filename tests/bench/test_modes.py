@@ -14,10 +14,11 @@ from tests.runtime.cuda_graphs.graphs import Pool, pools
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench import VARIANTS
 from vitrail.bench._modes import CapturedGraph, prepare
-from vitrail.bench._variants import build, copy_model, random_batches, slice_tokens
+from vitrail.bench._variants import build, random_batches, slice_tokens
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.models import create_model
 from vitrail.surgery import Merging, merge
+from vitrail.surgery.copies import copy_model
 
 __all__ = ["pools"]
 

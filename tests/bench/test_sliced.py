@@ -9,7 +9,8 @@ import torch
 import vitrail
 from tests.extras import always
 from tests.surgery.models import ALL, FEW, distance, leaving, main_output, run, trunk_blocks
-from vitrail.bench._variants import copy_model, slice_tokens
+from vitrail.bench._variants import slice_tokens
+from vitrail.surgery.copies import copy_model
 
 CASES = [name for name in ALL if "backbone" not in name]  # feature maps of a backbone need every patch
 

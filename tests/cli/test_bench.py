@@ -228,7 +228,7 @@ def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pyt
         (["--r", "4", "--graph", "--train"], "--train does not work with CUDA graphs"),
         (["--r", "4", "--size", "big"], "'big' is not a size"),
         (["--r", "4", "--size", "70", "--device", "cpu"], "not a whole number of patches"),
-        (["--r", "4", "--seconds", "0"], "seconds must be a positive number"),
+        (["--r", "4", "--seconds", "0"], "--seconds 0.0: expected a number above 0"),
         (["--r", "4", "--threads", "0"], "threads must be an integer"),
         (["--r", "4", "--schedule", "steep", "--device", "cpu"], "schedule is one of"),
         (["--r", "4", "--attention", "quick"], "attention must be one of"),

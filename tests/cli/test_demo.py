@@ -92,7 +92,7 @@ def test_all_outputs_are_present(
         *("report.html", "report.json", "summary.json", "summary.md", "tall-sheet.png", "wide-sheet.png")
     ]
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    assert [one["name"] for one in report["pictures"]] == ["tall.png", "wide.png"]
+    assert [one["name"] for one in report["images"]] == ["tall.png", "wide.png"]
     first = runs[0].pictures[0].guesses_before["label"][0]
     text = (out / "summary.md").read_text(encoding="utf-8")
     assert f"| tall | {first.name} {first.probability:.0%} |" in text

@@ -180,7 +180,7 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "never trained": (
         {"in_chans": 2, "image_size": 16, "patch_size": 8},
         None,
-        "takes spectrograms or other arrays, 2 × 16",
+        "takes sounds, 2 × 16",
     ),
     "numbers": (
         {"image_size": 16, "patch_size": 8},

@@ -55,7 +55,7 @@ def test_inspect(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "report.html"
     result = run("inspect", MODEL, source(kind, tmp_path), *TINY, "--no-probes", "--no-cure", "-o", out)
     assert result.exit_code == 0, result.output
-    assert json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))["data"]["pictures"] == 4
+    assert json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))["data"]["images"] == 4
 
 
 def test_demo(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from experiments.methods.settings import by_variant
 from experiments.methods.subjects import SMALL, load_subject
 from experiments.methods.tuning import CANDIDATES, LATENCY
 from experiments.methods.variants import Budget, Unreachable, Variant, all_variants, mean_gflops, ordered, quiet
-from tests.analysis.test_boundary import by_hand
+from tests.analysis.downstream.test_boundary import by_hand
 from tests.moments import only_moments
 from vitrail.analysis.downstream.decoder import fit_decoder
 from vitrail.analysis.probes.linear import fit_classifier

@@ -53,6 +53,7 @@ def test_tasks_travel_to_other_processes(script: ModuleType) -> None:
     assert {task.topic for task in tasks} == {
         *("model", "beyond", "attention", "attention received", "attention backward"),
         *("matching", "merging", "norm", "sum", "backward"),
+        *("edges", "groups", "method", "pairs"),
     }
 
 

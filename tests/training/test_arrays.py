@@ -55,7 +55,7 @@ def test_spectrograms_are_learned_with_a_token_per_task(tmp_path: Path) -> None:
     assert found.accuracy["task.tone"] > 0.9
     assert found.accuracy["task.voice"] > 0.9
     assert found.notes == ()
-    assert found.outliers["num_pictures"] == 32
+    assert found.outliers["num_images"] == 32
     assert set(found.collapse["within"]) == {"task"}
 
     model, labels = load_trained(run.last)

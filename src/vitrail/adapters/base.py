@@ -144,6 +144,10 @@ class BlockAdapter(ABC):
     biased: bool = False
     """Whether the scores have a position bias, from `Position.bias` of the trunk: blocks do not run by themselves."""
 
+    def returned(self, tokens: Tensor) -> Any:
+        """Return what the block returns for its output tokens."""
+        return (tokens, *(None,) * (self.tuple_length - 1)) if self.tuple_length else tokens
+
     @abstractmethod
     def read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
         """Read the arguments that the block was called with besides its tokens."""

@@ -97,14 +97,15 @@ class VitrailTrunk(TrunkAdapter):
     def input_spec(self, trunk: Any) -> InputSpec:
         """Return the specification that the model was trained with, or else the usual one of its modality.
 
-        Arrays that were no clips, sounds or images have no modality but their own.
+        Arrays of bytes in the shape of images or clips count as these; other arrays have no modality but their own.
         """
         config = trunk.config
         trained = vars(trunk).get(LABELS_ATTRIBUTE, {}).get("preprocessing")
         known = InputSpec.from_dict(trained) if trained else None
         modality = "video" if len(config.image) == 3 else "image" if config.in_chans == 3 else "audio"
-        if known is not None and (known.modality == modality or not (known.of_bytes and modality == "image")):
-            return replace(known, size=config.image)
+        if known is not None:
+            is_colors = known.of_bytes and modality != "audio"
+            return replace(known, size=config.image, modality=modality if is_colors else known.modality)
         if modality == "audio":
             return InputSpec(config.image, (0.0,) * config.in_chans, (1.0,) * config.in_chans, modality, scale=1.0)
         colors = (MEAN, STD) if config.in_chans == 3 else ((0.5,) * config.in_chans,) * 2

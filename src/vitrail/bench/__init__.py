@@ -10,10 +10,10 @@
 
 from vitrail._deprecation import renamed_attributes
 from vitrail.bench._agreement import Check
-from vitrail.bench._variants import copy_model
 from vitrail.bench.benchmark import ModelTimes, Timed, run, time_models
 from vitrail.bench.config import MODES, VARIANTS, BenchConfig
 from vitrail.bench.result import BenchResult, Failure, Row
+from vitrail.surgery.copies import copy_model
 
 __all__ = [
     "MODES",

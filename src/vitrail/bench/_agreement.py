@@ -11,7 +11,8 @@ from torch import Tensor
 from vitrail import kernels
 from vitrail._deprecation import renamed_property
 from vitrail.adapters.outputs import output_tensor
-from vitrail.bench._variants import Baseline, copy_model
+from vitrail.bench._variants import Baseline
+from vitrail.surgery.copies import copy_model
 
 MAX_IMAGES = 16
 """Images to compare; the rest of a batch takes the same path."""

@@ -8,7 +8,6 @@ it cost nothing.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import warnings
@@ -28,6 +27,7 @@ from vitrail.bench.config import BenchConfig
 from vitrail.errors import UnsupportedInput, VitrailWarning
 from vitrail.runtime.install import swap
 from vitrail.surgery import Merging, merge
+from vitrail.surgery.copies import copy_model
 
 INPUTS = 4
 """Number of random batches to rotate through."""
@@ -74,12 +74,6 @@ def build(config: BenchConfig, module: nn.Module | None = None) -> Baseline:
         tokens = tuple(merging.tokens_per_layer(config.size))
         before, after = merging.flops(config.size, merged=False), merging.flops(config.size)
     return Baseline(module, spec.shape, options, tokens, layout.num_tokens, before, after)
-
-
-def copy_model(module: nn.Module, share: bool) -> nn.Module:
-    """Copy a model, merged or not; with ``share`` the copy uses the same parameter and buffer tensors."""
-    shared: Sequence[Tensor] = (*module.parameters(), *module.buffers()) if share else ()
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
 
 
 def random_batches(config: BenchConfig, shape: tuple[int, ...]) -> list[Tensor]:
@@ -129,7 +123,7 @@ class SlicedBlock:
 
     _vitrail_slice: tuple[int, int, BlockAdapter, Callable[[], Tensor | None]]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         length, special, parts, position_bias = self._vitrail_slice
         x, args = (args[0], args[1:]) if args else (kwargs.pop(parts.input_name), ())
         block: Any = self
@@ -151,7 +145,8 @@ class SlicedBlock:
         branch = parts.attend_branch(block, parts.attend_output(block, attended.transpose(1, 2).flatten(2), h))
         # cut before the sum: same values, fewer bytes, and a contiguous input for the norm
         x = x[:, :length] + branch[:, :length]
-        return x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
+        output = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
+        return parts.returned(output)
 
 
 def slice_tokens(model: nn.Module, lengths: Sequence[int]) -> None:

@@ -13,13 +13,14 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from vitrail._checks import as_tuple
+from vitrail._checks import as_tuple, check_positive
 from vitrail._deprecation import renamed_arguments, renamed_property
+from vitrail._timing import Clock, Key, Spread, Step, measure
 from vitrail._wording import kind_of
 from vitrail.adapters.outputs import output_tensor
 from vitrail.bench._agreement import compare, kernels_used, relative_error
 from vitrail.bench._modes import Runner, fresh_compiler, prepare
-from vitrail.bench._variants import INPUTS, Baseline, build, copy_model, does_not_fit, random_batches, try_input_size
+from vitrail.bench._variants import INPUTS, Baseline, build, does_not_fit, random_batches, try_input_size
 from vitrail.bench.config import (
     COMPILE_MODES,
     MODES,
@@ -27,13 +28,12 @@ from vitrail.bench.config import (
     BenchConfig,
     check_choices,
     check_graphs,
-    check_time,
     uses_compiler,
 )
 from vitrail.bench.machine import describe_machine
 from vitrail.bench.result import BenchResult, Failure, Row
-from vitrail.bench.timing import Clock, Key, Spread, Step, measure
 from vitrail.errors import InvalidOption, UnsupportedInput, VitrailWarning
+from vitrail.surgery.copies import copy_model
 
 Tell = Callable[[str], object]
 """Called with a short text when a stage begins."""
@@ -301,7 +301,7 @@ def time_models(
     every = {mode for own in wanted.values() for mode in own}
     check_graphs(every, device)
     check_choices("compile_mode", (compile_mode,), COMPILE_MODES)
-    check_time("seconds", seconds)
+    check_positive("seconds", seconds)
     steps: dict[tuple[Key, str], Step] = {}
     failed: dict[Key, dict[str, str]] = {name: {} for name in models}
     with torch.cuda.device_of(batches[0]), fresh_compiler() if uses_compiler(every) else nullcontext():

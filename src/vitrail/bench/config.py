@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vitrail._checks import as_tuple, is_int, is_number
+from vitrail._checks import as_tuple, check_positive, is_int
 from vitrail._deprecation import renamed_arguments, renamed_property
 from vitrail.errors import InvalidOption
 
@@ -88,8 +88,8 @@ class BenchConfig:
         _check_integers("r", self.r, 0)
         if self.size is not None:
             _check_integers("size (height, width)", self.size, 1, length=2)
-        check_time("seconds", self.seconds)
-        check_time("limit", 1.0 if self.limit is None else self.limit)
+        check_positive("seconds", self.seconds)
+        check_positive("limit", 1.0 if self.limit is None else self.limit)
         if self.train and any(uses_graph(mode) for mode in self.modes):
             raise InvalidOption(
                 "train=True does not work with CUDA graphs: gradients and optimizer state would have to be part of "
@@ -142,12 +142,6 @@ def check_graphs(modes: Iterable[str], device: torch.device) -> None:
     """Raise if a mode needs CUDA graphs and the device has none."""
     if device.type != "cuda" and any(uses_graph(mode) for mode in modes):
         raise InvalidOption("CUDA graphs need a CUDA device; on the CPU use the modes eager, compiled or blocks")
-
-
-def check_time(name: str, value: object) -> None:
-    """Raise unless a value is a positive, finite number of seconds."""
-    if not is_number(value) or value <= 0:
-        raise InvalidOption(f"{name} must be a positive number of seconds; got {value!r}")
 
 
 def check_choices(name: str, given: Collection[object], known: Sequence[str | None]) -> None:

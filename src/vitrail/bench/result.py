@@ -10,6 +10,7 @@ from vitrail.analysis.result import plain
 from vitrail.bench._agreement import Check
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.machine import machine_line
+from vitrail.surgery.payoff import BestTime, Payoff
 
 LEGEND = (
     "ms: median time of one step on the whole batch, ± half the interquartile range; all rows are interleaved. "
@@ -128,6 +129,16 @@ class BenchResult:
         """Multiply-adds without merging over those with it: the ideal speed-up, if time followed them."""
         return self.flops_before / self.flops_after
 
+    @property
+    def payoff(self) -> Payoff | None:
+        """Whether merging saves time here, each side in its best mode; None where one of them is missing."""
+        unmerged, merged = self.best("unmerged"), self.best("merged")
+        if unmerged is None or merged is None:
+            return None
+        first, second = (BestTime(row.mode, row.ms / 1e3, row.spread) for row in (unmerged, merged))
+        place = f"{self.machine['device']} in {self.config.dtype}"
+        return Payoff(self.config.batch, place, first, second, self.flops_ratio)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; numbers that are not finite become None.
 
@@ -182,6 +193,7 @@ def summary(result: BenchResult) -> list[str]:
         *(f"{note}." for note in result.notes),
         f"Kernels of the merged model: {result.kernels['kernels']}{functions} ({result.kernels['why']}).",
         f"Machine: {machine_line(result.machine)}.",
+        *([] if result.payoff is None else [str(result.payoff)]),
     ]
 
 

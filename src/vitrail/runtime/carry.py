@@ -34,9 +34,16 @@ class Passed(NamedTuple):
 
 
 class Slot:
-    """The place where a block's forward stores its result; an object, since wrappers may rebuild the arguments."""
+    """What a block's forward receives and where it stores its result.
+
+    An object that is neither a container nor a dataclass, since wrappers (FSDP with mixed precision) rebuild those
+    among the arguments and cast the tensors in them.
+    """
 
     passed: Passed
+
+    def __init__(self, carried: Carried) -> None:
+        self.carried = carried
 
 
 class MergedBlock:
@@ -52,22 +59,21 @@ class MergedBlock:
             x = carried.tokens
         if mine.plan.added is not None:
             carried = carried.enter(mine.plan.added, mine.index, x)
-        slot = Slot()
-        out = super().__call__(x, *args, vitrail_carried=carried, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
+        slot = Slot(carried)
+        out = super().__call__(x, *args, vitrail_slot=slot, **kwargs)  # type: ignore[misc]
         if isinstance(out, tuple):
             return (_send(mine, out[0], slot.passed), *out[1:])
         return _send(mine, out, slot.passed)
 
-    def forward(self, x: Tensor, *args: Any, vitrail_carried: Carried, vitrail_slot: Slot, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, *args: Any, vitrail_slot: Slot, **kwargs: Any) -> Any:
         mine = self._vitrail
         call = mine.parts.read_call(args, kwargs)
-        x, after = vitrail_carried.run(mine.parts, self, x, call)  # type: ignore[arg-type]
+        x, after = vitrail_slot.carried.run(mine.parts, self, x, call)  # type: ignore[arg-type]
         expose = after.expose
         is_shown = mine.is_last or (expose if isinstance(expose, bool) else mine.index in expose)
         output = after.restore(x) if after.plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, output, after)
-        count = mine.parts.tuple_length
-        return (output, *(None,) * (count - 1)) if count else output
+        return mine.parts.returned(output)
 
 
 def _split_tokens(

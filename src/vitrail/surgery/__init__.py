@@ -11,6 +11,7 @@ from vitrail.surgery.counting import Count, count
 from vitrail.surgery.guidance import look_ahead
 from vitrail.surgery.hooks import Recording
 from vitrail.surgery.merging import Merging, merge
+from vitrail.surgery.payoff import Payoff
 from vitrail.surgery.recording import record
 from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
 from vitrail.surgery.trained_methods import load_method
@@ -21,6 +22,7 @@ __all__ = [
     "Count",
     "Handle",
     "Merging",
+    "Payoff",
     "Recording",
     "RegisterNeurons",
     "TestTimeRegisters",

@@ -7,8 +7,6 @@ predict them from early tokens, so that no second pass is needed.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,7 @@ from vitrail.runtime.checks import merged_trunk
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.layout import first_class_token, layout_of
 from vitrail.runtime.trace import eagerly
+from vitrail.surgery.copies import copy_unmerged
 from vitrail.surgery.hooks import check_layers, watch
 from vitrail.surgery.recording import (
     Images,
@@ -130,7 +129,7 @@ class FirstPass:
             )
         own = model
         if first == "merged" or merged_trunk(model) is not None:
-            own = sharing_weights(model)
+            own = copy_unmerged(model)
         if first == "merged":
             from vitrail.surgery.merging import merge
 
@@ -165,17 +164,6 @@ def _shrink(x: Tensor, grid: tuple[int, int, int], scale: float) -> Tensor:
     sides = [max(1, round(count * scale)) * (side // count) for side, count in zip(x.shape[-2:], grid[1:], strict=True)]
     flat = x.reshape(-1, 1, *x.shape[-2:])
     return F.interpolate(flat, sides, mode="bilinear", antialias=True).reshape(*x.shape[:-2], *sides)
-
-
-def sharing_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its weights, without its merging."""
-    from vitrail.surgery.merging import Merging
-
-    shared: dict[int, Any] = {id(part): part for part in itertools.chain(model.parameters(), model.buffers())}
-    own = copy.deepcopy(model, shared)
-    if merged_trunk(own) is not None:
-        Merging.of(own).remove()
-    return own
 
 
 @contextmanager

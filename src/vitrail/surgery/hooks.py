@@ -23,6 +23,7 @@ from vitrail.merging import MergeState
 from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections
 from vitrail.runtime.block_forward import Carried, attention_size, mask_with_bias, position_bias, read_mask, rotated
+from vitrail.runtime.carry import Slot
 from vitrail.runtime.checks import refuse_packed
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, side_bias
@@ -202,8 +203,7 @@ class Recorder:
         self, layer: int, block: nn.Module, parts: BlockAdapter, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         now = self._current(layer)
-        carried: Carried | None = kwargs.pop("vitrail_carried", None)
-        kwargs.pop("vitrail_slot", None)
+        carried = _carried(kwargs.pop("vitrail_slot", None))
         if carried is not None and carried.plan.method.place == "before" and carried.r:
             raise InvalidOption(
                 "q, k, v and attention cannot be recorded with a method that reduces tokens before attention; record "
@@ -337,8 +337,13 @@ def _scatter(tokens: Tensor, places: Sequence[int], length: int, dim: int) -> Te
     return full.index_copy(dim, torch.tensor(list(places), device=tokens.device), tokens)
 
 
+def _carried(slot: Slot | None) -> Carried | None:
+    """Return what a block of a merged model received with its tokens; None in other models."""
+    return None if slot is None else slot.carried
+
+
 def _refuse_changed(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-    carried: Carried | None = kwargs.get("vitrail_carried")
+    carried = _carried(kwargs.get("vitrail_slot"))
     if carried is not None and any(carried.state.per_layer):
         raise InvalidOption("'mlp' cannot be recorded in a merged model; remove the merging first")
     if carried is not None and carried.plan.added is not None:

@@ -36,6 +36,7 @@ from vitrail.surgery.guidance import (
     look_ahead,
     train_foresight,
 )
+from vitrail.surgery.payoff import Payoff, measure_payoff
 from vitrail.surgery.recording import Images, evaluating
 from vitrail.surgery.restoration import RestorationError, calibrate_restorer, restoration_error
 from vitrail.surgery.trained_methods import read_method, save_method
@@ -264,9 +265,32 @@ class Merging(Handle):
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
         """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
-        layout = self._layout_for(size)
+        return self._flops(self._layout_for(size), merged)
+
+    def _flops(self, layout: TokenLayout, merged: bool = True) -> int:
         per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
+
+    def pays(self, batch: int | Tensor = 8, *, seconds: float = 1.0) -> Payoff:
+        """Measure whether merging saves time for this batch on the model's device, interleaved with the unmerged model.
+
+        On a GPU both count with the better of plain calls and `vitrail.capture`; nothing is compiled. The result is
+        true where merging pays, and ``print`` shows it in words and numbers. ``vitrail bench`` measures more modes.
+
+        Args:
+            batch: number of random inputs of the model's own size, or a preprocessed batch, which methods that decide
+                per image need.
+            seconds: time for measuring, after warm-up.
+        """
+        self._check_active()
+
+        def flops_ratio(size: tuple[int, ...]) -> float | None:
+            if not self.method.static:
+                return None
+            layout = self.found.adapter.layout(self.found.trunk, size)
+            return self._flops(layout, merged=False) / self._flops(layout)
+
+        return measure_payoff(self.found, batch, seconds, flops_ratio)
 
     def track(self) -> AbstractContextManager[Trace]:
         """Record where every patch goes in the forward passes of this thread inside a ``with`` block."""

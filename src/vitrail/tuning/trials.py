@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._timing import Clock, measure_rounds
 from vitrail._wording import counted
 from vitrail.adapters import Found
 from vitrail.adapters.outputs import output_tensor
-from vitrail.bench.timing import Clock, measure_rounds
 from vitrail.errors import SaturatedWarning, UnsupportedInput
 from vitrail.surgery import Merging, merge
-from vitrail.surgery.guidance import sharing_weights
+from vitrail.surgery.copies import copy_unmerged
 from vitrail.surgery.recording import check_finite, evaluating, taking, to_model
 from vitrail.tuning.quality import Compare, Quality, divergence
 
@@ -129,7 +129,7 @@ class Trials:
         self._remove()
         models = []
         for setting in settings:
-            models.append(sharing_weights(self.model))
+            models.append(copy_unmerged(self.model))
             if setting is not None:
                 method, counts = setting
                 with warnings.catch_warnings():

@@ -25,7 +25,7 @@ def test_class_folders_of_sounds(tmp_path: Path) -> None:
     assert (dataset.modality, len(dataset), dataset.classes) == ("audio", 6, {"label": ("high", "low")})
     assert dataset.labels[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
     assert isinstance(dataset[0].image, Sound)
-    decoded = dataset.decoded(AUDIO)
+    decoded = dataset.decoded(AUDIO, measure=True)
     assert decoded.tensor_spec == ((1, 20, 32), torch.float32)
     assert torch.equal(decoded.tensor(0, 1), dataset[0].image.values(AUDIO))
     spec = decoded.statistics()

@@ -70,7 +70,7 @@ def test_heads_alone_and_fused() -> None:
     assert set(found.collapse["within"]) == {"register"}
     assert set(found.collapse["between"]) == {"class, distillation", "class, register", "distillation, register"}
     assert found.outliers["verdict"] in ("artifacts", "none", "uncertain")
-    assert found.outliers["num_pictures"] == 20
+    assert found.outliers["num_images"] == 20
     assert found.notes == ()
     json.dumps(found.to_dict())
     assert "confusion" not in found.summary()

@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitrail
+from vitrail._timing import Clock
 from vitrail.adapters.outputs import output_tensor
-from vitrail.bench.timing import Clock
 from vitrail.cli._shared.model import Loaded
 from vitrail.cli._shared.summary import Cost, Guess, Guesses, Result
 from vitrail.errors import UnsupportedInput

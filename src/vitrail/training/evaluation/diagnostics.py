@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._timing import Clock, measure
 from vitrail.adapters import find
 from vitrail.analysis.norms import NormAccumulator
 from vitrail.analysis.roles import Roles, measure_roles
-from vitrail.bench.timing import Clock, measure
 from vitrail.errors import UnsupportedModel, VitrailError
 from vitrail.runtime.layout import layout_of
 from vitrail.surgery.recording import stream

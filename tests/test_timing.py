@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from vitrail.bench import timing
-from vitrail.bench.timing import Clock, Spread, measure
+from vitrail import _timing as timing
+from vitrail._timing import Clock, Spread, measure
 
 
 class FakeClock:

@@ -27,7 +27,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Target:
-    """One row of the table of targets: what to measure, and the ratios to reach; None for no target."""
+    """One row of the table of targets: what to measure, and the ratios to reach; None for no target.
+
+    ``flops_share`` is the least speed-up as a share of the ratio of multiply-adds.
+    """
 
     title: str
     config: BenchConfig
@@ -35,6 +38,7 @@ class Target:
     goal: float | None = None
     efficiency: float | None = None
     eager_efficiency: float | None = None
+    flops_share: float | None = None
 
     def missed(self, result: Mapping[str, Any]) -> list[str]:
         """Return the targets that a result does not reach."""
@@ -48,6 +52,8 @@ class Target:
             for name, (label, least) in wanted.items()
             if least is not None and (result.get(name) is None or result[name] < least)
         ]
+        if self.flops_share is not None and (result.get("speedup") or 0) < self.flops_share * result["flops_ratio"]:
+            missed.append(f"{self.flops_share:g} of the FLOP ratio {result['flops_ratio']:.2f}")
         if self.goal is not None and (result.get("speedup") or 0) < self.goal:
             missed.append(f"goal {self.goal:g}")
         return missed

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("common", "h200", "cpu")
+    names = ("common", "h200", "cpu", "breadth")
     yield {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name, None)
@@ -62,6 +62,15 @@ def test_missed_targets(scripts: dict[str, ModuleType]) -> None:
     assert row.missed({"speedup": 1.5, "efficiency": None}) == [
         *("speed-up floor 1.6", "efficiency 1.05", "eager efficiency 1", "goal 2"),
     ]
+
+
+def test_speed_is_compared_with_the_flops_saved(scripts: dict[str, ModuleType]) -> None:
+    rows = scripts["breadth"].ROWS
+    assert rows["autocast"].missed({"speedup": 1.9, "flops_ratio": 2.0}) == []
+    assert rows["autocast"].missed({"speedup": 1.89, "flops_ratio": 2.0}) == ["0.95 of the FLOP ratio 2.00"]
+    assert rows["vit-l-8"].missed({"speedup": 1.19, "flops_ratio": 2.0}) == ["speed-up floor 1.2"]
+    small = {name for name, row in rows.items() if row.config.batch < 16}
+    assert all((row.flops_share is None) == (name in small or row.config.train) for name, row in rows.items())
 
 
 def test_result_files_accumulate_rows(scripts: dict[str, ModuleType], tmp_path: Path) -> None:

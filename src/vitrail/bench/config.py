@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("auto", "flash", "cudnn", "efficient", "math")
 """PyTorch's attention: how members of ``SDPBackend`` begin; ``auto`` leaves the choice to PyTorch."""
 
-COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 
 
 @renamed_arguments(forms="modes")

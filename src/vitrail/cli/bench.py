@@ -81,7 +81,8 @@ def bench(
         str, typer.Option(metavar="A", help="PyTorch's attention: auto, flash, cudnn, efficient or math.")
     ] = "auto",
     compile_mode: Annotated[
-        str, typer.Option(metavar="M", help="Mode of torch.compile: default, or max-autotune-no-cudagraphs.")
+        str,
+        typer.Option(metavar="M", help="Mode: default, reduce-overhead or max-autotune-no-cudagraphs."),
     ] = "default",
     cold: Annotated[bool, typer.Option("--cold", help="Compile from empty caches, as on a new machine.")] = False,
     check: Annotated[bool, typer.Option(help="Compare the merged model with the reference.")] = True,

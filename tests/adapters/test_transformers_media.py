@@ -120,3 +120,13 @@ def test_tokens_and_registers_are_added_to_ast() -> None:
         assert model(sounds).logits.shape == plain.shape
     assert found.trunk is model.base_model
     assert torch.equal(model(sounds).logits, plain)
+
+
+def test_methods_that_read_pixels_need_patches_that_do_not_overlap() -> None:
+    model, sounds = AUDIO["ast"].model(torch.float32), AUDIO["ast"].images(torch.float32)
+    with vitrail.merge(model, r=2, method="edges"), pytest.raises(UnsupportedInput, match="do not overlap"):
+        model(sounds)
+    apart = AUDIO["ast-apart"].model(torch.float32)
+    plain = apart(sounds).last_hidden_state
+    with vitrail.merge(apart, r=2, method="edges"):
+        assert (apart(sounds).last_hidden_state - plain).abs().max() > 1e-3

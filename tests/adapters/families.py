@@ -8,6 +8,7 @@ from tests.parity import (
     models_transformers_beit,
     models_transformers_clip,
     models_transformers_dinov3,
+    models_transformers_video,
 )
 from tests.parity.models import Case
 
@@ -17,6 +18,8 @@ FAMILIES: dict[str, Case] = {
     "open_clip": models_open_clip.CASES["attention"],
     "DINOv3 (transformers)": models_transformers_dinov3.CASES["plain"],
     "AST (transformers)": models_transformers_audio.CASES["ast-head"],
+    "VideoMAE (transformers)": models_transformers_video.CASES["videomae-head"],
+    "ViViT (transformers)": models_transformers_video.CASES["vivit-head"],
     "BEiT (transformers)": models_transformers_beit.CASES["both"],
     "data2vec-vision (transformers)": models_transformers_beit.CASES["data2vec"],
 }

@@ -28,6 +28,7 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     from tests.oracle.transformers_clip import describe_clip
     from tests.oracle.transformers_dinov3 import describe_dinov3
     from tests.oracle.transformers_models import describe_transformers
+    from tests.oracle.transformers_video import describe_video
 
     if isinstance(model, Beit):
         return describe_beit(model, images)
@@ -48,5 +49,7 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
         "data2vec": describe_hf_beit,
         "dinov3": describe_dinov3,
         "siglip": describe_clip,
+        "videomae": describe_video,
+        "vivit": describe_video,
     }
     return describers.get(family.partition("-")[0], describe_transformers)(model, images, **call)

@@ -18,6 +18,7 @@ from tests.parity.models_transformers_audio import CASES as AUDIO
 from tests.parity.models_transformers_beit import CASES as HF_BEIT
 from tests.parity.models_transformers_clip import CASES as CLIP
 from tests.parity.models_transformers_dinov3 import CASES as DINOV3
+from tests.parity.models_transformers_video import CASES as VIDEO
 from vitrail.adapters import find
 
 ALL: dict[str, Case] = {
@@ -29,6 +30,7 @@ ALL: dict[str, Case] = {
     **{f"hf_beit-{name}": case for name, case in HF_BEIT.items()},
     **{f"dinov3-{name}": case for name, case in DINOV3.items()},
     **{f"audio-{name}": case for name, case in AUDIO.items()},
+    **{f"video-{name}": case for name, case in VIDEO.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
     **{f"open_clip-{name}": case for name, case in OPEN_CLIP.items()},
 }

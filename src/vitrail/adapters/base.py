@@ -199,6 +199,10 @@ class BlockAdapter(ABC):
     def feed_branch(self, block: nn.Module, y: Tensor) -> Tensor:
         """Apply what comes between the MLP's output and the sum."""
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Add the output of one half to its input; the first operand decides the strides of the sum."""
+        return x + y
+
     def dense(self, block: nn.Module) -> DenseBlock | None:
         """Return the block in the form that fused kernels compute; None where its norms or sums are not plain."""
         return None

@@ -77,7 +77,7 @@ class Features(NamedTuple):
     tokens: HalfTensor  # (N, D) leaving the last block
     special_norms: Tensor  # (S,) norms of the special tokens there
     attention: Tensor  # (H, Q, N) attention rows of the queries in the last block
-    pixels: Tensor  # (C, H, W) as the model sees the image, from 0 to 255
+    pixels: Tensor  # (C, H, W) as the model sees the image, from 0 to 255; see `to_pixels` for clips and sounds
     objects: dict[str, HalfTensor]
     boxes: Tensor | None  # (n, 4) true boxes in pixels; None if unknown
 
@@ -213,7 +213,7 @@ class Collector:
             HalfTensor.pack(last["tokens"][row]),
             norms[row, : layout.num_special],
             last["attention"][row].half().cpu(),
-            to_pixels(batch.images[row], self.spec),
+            to_pixels(batch.images[row], self.spec, layout.grid[0]),
             kept,
             None if batch.boxes is None else torch.tensor(batch.boxes[row], dtype=torch.float64).reshape(-1, 4),
         )
@@ -261,14 +261,27 @@ def keep_slot(index: int, most: int, total: int | None) -> int | None:
     return slot if index == 0 or (index - 1) * most // total != slot else None
 
 
-def to_pixels(image: Tensor, spec: InputSpec) -> Tensor:
-    """Undo the normalization of an image (C, H, W): integers from 0 to 255."""
-    channels = len(image)
-    mean, std = (
-        torch.tensor(values if channels == 3 else [sum(values) / 3] * channels).view(-1, 1, 1)
-        for values in (spec.mean, spec.std)
-    )
-    return ((image.detach().float().cpu() * std + mean) * 255).round().clamp(0, 255).nan_to_num().to(torch.uint8)
+def to_pixels(values: Tensor, spec: InputSpec, steps: int = 1) -> Tensor:
+    """Return one input of a model as an image (C, H, W): integers from 0 to 255.
+
+    Of a clip these are frames below each other, one for each step in time of the patch grid. Spectrograms are scaled
+    to their own range.
+    """
+    plain = spec.plain(values.detach().float().cpu()[None])[0]
+    if plain.dim() == 4:
+        middles = [(2 * step + 1) * plain.shape[1] // (2 * steps) for step in range(steps)]
+        plain = plain[:, middles].flatten(1, 2)
+    if spec.modality == "audio":
+        low, high = plain.nan_to_num().aminmax()
+        pixels = (plain - low) / (high - low).clamp(min=1e-12) * 255
+    else:
+        channels = len(plain)
+        mean, std = (
+            torch.tensor(given if len(given) == channels else [sum(given) / len(given)] * channels).view(-1, 1, 1)
+            for given in (spec.mean, spec.std)
+        )
+        pixels = (plain * std + mean) * (spec.scale if spec.of_bytes else 255)
+    return pixels.round().clamp(0, 255).nan_to_num().to(torch.uint8)
 
 
 def query_tokens(layout: TokenLayout) -> tuple[int, ...]:

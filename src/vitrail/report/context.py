@@ -112,7 +112,8 @@ class Context:
     @property
     def patch_size(self) -> tuple[int, int]:
         """Height and width of a patch in pixels."""
-        return self.image_size[0] // self.layout.grid[1], self.image_size[1] // self.layout.grid[2]
+        time, height, width = self.layout.grid
+        return self.image_size[0] // (time * height), self.image_size[1] // width
 
     @cached_property
     def special_names(self) -> tuple[str, ...]:
@@ -186,10 +187,11 @@ class SecondPass:
                 "the data is an iterator, which runs once, so images cannot be run a second time; give batches that "
                 "can be iterated several times, such as a list or a data loader"
             )
+        steps = max((image.layout.grid[0] for image in self.images), default=1)
         known = {image.index: image.features.pixels for image in self.images}
         for batch in self.data.select(known).batches(self.spec, self.batch_size):
             for index, image in zip(batch.indices, batch.images, strict=True):
-                if torch.equal(to_pixels(image, self.spec), known[index]):
+                if torch.equal(to_pixels(image, self.spec, steps), known[index]):
                     known.pop(index)
             if not known.keys().isdisjoint(batch.indices):
                 break

@@ -115,14 +115,14 @@ def merged_forward(
         if gate is not None:
             attention = own.widened(reading, gate)
     attended = attention.attend(call.causal)
-    x = x + parts.attend_branch(block, parts.attend_output(block, attended, h))
+    x = parts.add(x, parts.attend_branch(block, parts.attend_output(block, attended, h)))
     if method.place == "between":
         context = _context(carried, state, x, lambda: projected)
         context.norm = lambda: h
         context.rotate = lambda qkv: rotated(parts, block, qkv, call.rope, carried.position, entered)
         context.attend = partial(own.weights, state.presence)
         x, state = _reduce(carried, state, x, context)
-    x = x + parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x)))
+    x = parts.add(x, parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x))))
     if method.scope == "block" and state is not entered:
         x, state = state.next_layer().restore(x, method), replace(entered, archive=state.archive)
     return x, side, state.next_layer(x)

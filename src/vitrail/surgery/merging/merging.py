@@ -544,15 +544,19 @@ class Merging(Handle):
     def _layout_for(self, size: Size | None) -> TokenLayout:
         if size is None:
             return self.layout
+        spec = self.found.adapter.input_spec(self.found.trunk)
+        form = "(time, height, width)" if len(spec.size) == 3 else "a number of pixels, or (height, width)"
+        form = "(bands, frames)" if spec.modality == "audio" else form
         try:
-            height, width = map(operator.index, size if hasattr(size, "__len__") else (size, size))  # type: ignore[arg-type]
+            given = size if hasattr(size, "__len__") else (size, size)
+            sides = tuple(operator.index(side) for _, side in zip(spec.size, given, strict=True))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
-            raise InvalidOption(f"size is a number of pixels, or (height, width); got {size!r}") from error
-        pair = (height, width)
-        own = self.found.adapter.input_spec(self.found.trunk).size
-        if pair != own and not self.found.adapter.resizes(self.found.trunk):
-            raise InvalidOption(f"this model takes images of {own[0]} × {own[1]} pixels only; got size={size!r}")
+            raise InvalidOption(f"size is {form}; got {size!r}") from error
+        if sides != spec.size and not self.found.adapter.resizes(self.found.trunk):
+            own = " × ".join(map(str, spec.size))
+            noun, unit = ("images", " pixels") if spec.modality == "image" else ("inputs", "")
+            raise InvalidOption(f"this model takes {noun} of {own}{unit} only; got size={size!r}")
         try:
-            return self.found.adapter.layout(self.found.trunk, pair)
+            return self.found.adapter.layout(self.found.trunk, sides)
         except ValueError as error:
             raise InvalidOption(f"size={size!r} is smaller than one patch of this model") from error

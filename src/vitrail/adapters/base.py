@@ -323,6 +323,20 @@ class TrunkAdapter(ABC):
         """Return the module that turns images (B, C, H, W) into patch tokens, before any position is added."""
         return self.patch_parts(trunk)[0]
 
+    def image_module(self, trunk: nn.Module) -> nn.Module:
+        """Return the module that is called with images (B, C, *size); not `patch_embedding` where that gets patches."""
+        return self.patch_embedding(trunk)
+
+    def read_images(
+        self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
+        """Return the size of the images that `image_module` is called with, and what it takes instead of images.
+
+        That is None where it takes images, or was called with what it takes.
+        """
+        images = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return tuple(self.channels_first(trunk, images).shape[2:]), None
+
     def check(self, trunk: nn.Module) -> None:  # noqa: B027  (most trunks have nothing more to check)
         """Raise ``UnsupportedModel`` where something besides the blocks is not supported."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.transformers.trunk import preprocessor_config
 
-FAMILIES = ("beit", "clip", "dinov3", "qwen_vl", "vit", "vlm")
+FAMILIES = ("aimv2", "beit", "clip", "dinov3", "qwen_vl", "siglip2", "vit", "vlm")
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.parity import (
     models_open_clip,
     models_transformers_aimv2,
+    models_transformers_audio,
     models_transformers_beit,
     models_transformers_clip,
     models_transformers_dinov3,
@@ -17,6 +18,7 @@ FAMILIES: dict[str, Case] = {
     "open_clip": models_open_clip.CASES["attention"],
     "DINOv3 (transformers)": models_transformers_dinov3.CASES["plain"],
     "AIMv2 (transformers)": models_transformers_aimv2.CASES["pooled"],
+    "AST (transformers)": models_transformers_audio.CASES["ast-head"],
     "BEiT (transformers)": models_transformers_beit.CASES["both"],
     "data2vec-vision (transformers)": models_transformers_beit.CASES["data2vec"],
 }

@@ -43,7 +43,7 @@ def describe_transformers(model: PreTrainedModel, images: Tensor, **call: Any) -
     return Recipe(
         tokens=base.embeddings(images, **call),
         prefix=prefix,
-        blocks=[_parts(layer) for layer in layers],
+        blocks=[parts_of_layer(layer) for layer in layers],
         finish=finish,
         features=base.layernorm,
     )
@@ -61,7 +61,8 @@ def heads_of(linear: nn.Linear, width: int) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-def _parts(layer: nn.Module) -> Parts:
+def parts_of_layer(layer: nn.Module) -> Parts:
+    """Return the parts of a block with the names of ViT or DINOv2."""
     attention = layer.attention
     if hasattr(attention, "attention"):
         return _nested_parts(layer)

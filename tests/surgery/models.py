@@ -15,6 +15,7 @@ from tests.parity.models_timm_vit import CASES as VIT
 from tests.parity.models_torchvision import CASES as TORCHVISION
 from tests.parity.models_transformers import CASES as TRANSFORMERS
 from tests.parity.models_transformers_aimv2 import CASES as AIMV2
+from tests.parity.models_transformers_audio import CASES as AUDIO
 from tests.parity.models_transformers_beit import CASES as HF_BEIT
 from tests.parity.models_transformers_clip import CASES as CLIP
 from tests.parity.models_transformers_dinov3 import CASES as DINOV3
@@ -29,6 +30,7 @@ ALL: dict[str, Case] = {
     **{f"aimv2-{name}": case for name, case in AIMV2.items()},
     **{f"hf_beit-{name}": case for name, case in HF_BEIT.items()},
     **{f"dinov3-{name}": case for name, case in DINOV3.items()},
+    **{f"audio-{name}": case for name, case in AUDIO.items()},
     **{f"torchvision-{name}": case for name, case in TORCHVISION.items()},
     **{f"open_clip-{name}": case for name, case in OPEN_CLIP.items()},
 }

@@ -10,7 +10,7 @@ import vitrail
 from tests.fakes import ToyViT
 from tests.moments import only_moments
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
-from vitrail.surgery.payoff import BestTime, Payoff
+from vitrail.surgery.merging.payoff import BestTime, Payoff
 
 
 class Spy(nn.Module):

@@ -335,7 +335,7 @@ class TrunkAdapter(ABC):
         That is None where it takes images, or was called with what it takes.
         """
         images = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-        return tuple(self.channels_first(trunk, images).shape[2:]), None
+        return tuple(images.shape[2:]), None
 
     def check(self, trunk: nn.Module) -> None:  # noqa: B027  (most trunks have nothing more to check)
         """Raise ``UnsupportedModel`` where something besides the blocks is not supported."""

@@ -10,7 +10,7 @@ from vitrail.analysis.result import plain
 from vitrail.bench._agreement import Check
 from vitrail.bench.config import BenchConfig
 from vitrail.bench.machine import machine_line
-from vitrail.surgery.payoff import BestTime, Payoff
+from vitrail.surgery.merging.payoff import BestTime, Payoff
 
 LEGEND = (
     "ms: median time of one step on the whole batch, ± half the interquartile range; all rows are interleaved. "

@@ -35,7 +35,7 @@ class Batches:
         labels: labels of a tensor's images.
         limit: most samples to yield.
         only: indices of the samples to yield, in rising order; None for all.
-        with_labels, frames: as for :func:`open_batches`.
+        with_labels, axes: as for :func:`open_batches`.
         skipped: samples that could not be read in the last pass, each with the reason.
     """
 
@@ -45,7 +45,7 @@ class Batches:
     limit: int | None = None
     only: tuple[int, ...] | None = None
     with_labels: bool = True
-    frames: bool = False
+    axes: str = "CHW"
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -112,7 +112,7 @@ class Batches:
         end = end if self.only is None else min(end, max(self.only) + 1)
         start = 0
         for number, batch in enumerate(self.data):
-            images, labels = batch_parts(batch, self.with_labels, self.frames)
+            images, labels = batch_parts(batch, self.with_labels, self.axes)
             every = range(start, start + len(images))
             indices = tuple(index for index in every if index < end and (self.only is None or index in self.only))
             if indices and number % world_size == rank:
@@ -126,7 +126,7 @@ class Batches:
 
 
 def open_batches(
-    data: Any, *, limit: int | None = None, labels: Any = None, with_labels: bool = True, frames: bool = False
+    data: Any, *, limit: int | None = None, labels: Any = None, with_labels: bool = True, axes: str = "CHW"
 ) -> Batches:
     """Open whatever a user passes as images.
 
@@ -137,14 +137,14 @@ def open_batches(
         limit: most samples to take.
         labels: label column of a dataset; for tensors and arrays, one whole number for each image.
         with_labels: whether to read labels; those of batches are the second part of a tuple.
-        frames: whether tensors are videos (B, C, T, H, W).
+        axes: order of the axes of one input in a tensor: ``"CHW"``, ``"CTHW"`` for clips, or that of an `InputSpec`.
     """
     if limit is not None:
         check_int("limit", limit)
-    data = _from_numpy(data)
+    data = _from_numpy(data, axes)
     if isinstance(data, Tensor):
-        if data.dim() != 4 + frames or not len(data):
-            raise UnsupportedInput(f"expected {_shape(frames)}, one or more; got a tensor of {tuple(data.shape)}")
+        if data.dim() != 1 + len(axes) or not len(data):
+            raise UnsupportedInput(f"expected {_shape(axes)}, one or more; got a tensor of {tuple(data.shape)}")
         return Batches(data, "tensor", _as_labels(labels, len(data)), limit)
     from vitrail.data.dataset import Dataset, open_dataset
 
@@ -159,20 +159,20 @@ def open_batches(
     if isinstance(data, Iterable):
         if labels is not None:
             raise InvalidOption("labels of batches come with them, as (images, labels); leave labels out")
-        return Batches(data, "batches", limit=limit, with_labels=with_labels, frames=frames)
+        return Batches(data, "batches", limit=limit, with_labels=with_labels, axes=axes)
     raise UnsupportedInput(
         "expected images: files, a folder, a dataset, a tensor (B, C, H, W), batches of such, or arrays (H, W, 3); got "
         f"{type(data).__name__}"
     )
 
 
-def batch_parts(batch: Any, with_labels: bool = True, frames: bool = False) -> tuple[Tensor, Tensor | None]:
+def batch_parts(batch: Any, with_labels: bool = True, axes: str = "CHW") -> tuple[Tensor, Tensor | None]:
     """Return images and labels of a batch, which is a tensor, or a tuple of both."""
     parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    images = _from_numpy(parts[0]) if parts else None
-    if not isinstance(images, Tensor) or images.dim() != 4 + frames:
+    images = _from_numpy(parts[0], axes) if parts else None
+    if not isinstance(images, Tensor) or images.dim() != 1 + len(axes):
         what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise UnsupportedInput(f"a batch is {_shape(frames)}, or (images, labels); got {what}")
+        raise UnsupportedInput(f"a batch is {_shape(axes)}, or (images, labels); got {what}")
     return images, _as_labels(parts[1], len(images)) if with_labels and len(parts) > 1 else None
 
 
@@ -194,17 +194,21 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim < 4)
 
 
-def _from_numpy(data: Any) -> Any:
-    """Return a floating point array (B, C, ...) as a float32 tensor, and images ([B,] H, W[, C]) as a list."""
+def _from_numpy(data: Any, axes: str) -> Any:
+    """Return a floating point array of preprocessed inputs as a tensor, and images ([B,] H, W[, C]) as a list."""
     if not isinstance(data, np.ndarray):
         return data
+    floating = np.issubdtype(data.dtype, np.floating)
+    if floating and axes != "CHW" and data.ndim == 1 + len(axes):
+        return torch.tensor(data, dtype=torch.float32)
     if data.ndim < 4 or (data.ndim == 4 and data.shape[-1] in (1, 3) and data.shape[1] not in (1, 3)):
         return [data] if data.ndim < 4 else list(data)
-    return torch.tensor(data, dtype=torch.float32) if np.issubdtype(data.dtype, np.floating) else data
+    return torch.tensor(data, dtype=torch.float32) if floating else data
 
 
-def _shape(frames: bool) -> str:
-    return "videos (B, C, T, H, W)" if frames else "images (B, C, H, W)"
+def _shape(axes: str) -> str:
+    noun = "images" if "T" not in axes else "videos" if "H" in axes else "spectrograms"
+    return f"{noun} (B, {', '.join(axes)})"
 
 
 def _as_labels(labels: Any, count: int) -> Tensor | None:

@@ -154,7 +154,8 @@ class Collector:
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
         """Run the model on one batch."""
-        queries = query_tokens(layout_of(self.found, (batch.images.shape[-2], batch.images.shape[-1])))
+        size = self.found.adapter.channels_first(self.found.trunk, batch.images).shape[2:]
+        queries = query_tokens(layout_of(self.found, tuple(size)))
         # Norms of all blocks, everything else of the last block: two sets of hooks, one forward pass.
         last = watch(self.model, ("embedding", "tokens", "k", "v", "attention"), [-1], queries)
         norms, recorded = run_hooked(self.model, batch.images, self.norms, last)

@@ -23,6 +23,7 @@ from vitrail.report.collect import Collected, Collector, gather
 from vitrail.report.context import Context, Progress
 from vitrail.report.report import Report
 from vitrail.report.sections.base import TURNED_OFF, Values, attempt
+from vitrail.surgery.recording import input_axes
 
 MAX_NAMED = 100
 """Most skipped images that are listed by name."""
@@ -78,7 +79,8 @@ def inspect(
         raise InvalidOption(f"batch_size must be 1 or more, and seed an integer; got {batch_size!r} and {seed!r}")
     report_progress = progress or (lambda stage, done, total: None)
     found = find(model)
-    source = open_batches(list(samples().values()) if data is None else data, limit=limit, labels=labels)
+    given = list(samples().values()) if data is None else data
+    source = open_batches(given, limit=limit, labels=labels, axes=input_axes(found))
     spec = found.adapter.input_spec(found.trunk)
     settings = {"batch_size": batch_size, "limit": limit, "probes": probes, "discovery": discovery, "cure": cure}
     with _moved(model, device) as where:

@@ -8,13 +8,10 @@ from vitrail.surgery._handle import Handle
 from vitrail.surgery.ablation import Ablation, ablate
 from vitrail.surgery.added_tokens import AddedTokens, add_tokens
 from vitrail.surgery.counting import Count, count
-from vitrail.surgery.guidance import look_ahead
 from vitrail.surgery.hooks import Recording
-from vitrail.surgery.merging import Merging, merge
-from vitrail.surgery.payoff import Payoff
+from vitrail.surgery.merging import Merging, Payoff, load_method, look_ahead, merge
 from vitrail.surgery.recording import record
 from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
-from vitrail.surgery.trained_methods import load_method
 
 __all__ = [
     "Ablation",

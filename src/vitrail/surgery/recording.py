@@ -142,8 +142,10 @@ def taking(found: Found, batch: Tensor) -> Iterator[None]:
 
 
 def _own_shape(found: Found) -> tuple[int, ...]:
-    """Return the shape of one input of a model: channels and size."""
+    """Return the shape of one input of a model."""
     spec = found.adapter.input_spec(found.trunk)
+    if spec.axes:
+        return spec.shape
     convolutions = (
         part for part in found.adapter.patch_embedding(found.trunk).modules() if isinstance(part, nn.Conv2d | nn.Conv3d)
     )
@@ -161,15 +163,16 @@ def check_finite(values: Tensor, what: str) -> None:
         )
 
 
-def takes_videos(found: Found) -> bool:
-    """Return whether the inputs of a model are videos."""
-    return any(isinstance(part, nn.Conv3d) for part in found.adapter.patch_embedding(found.trunk).modules())
+def input_axes(found: Found) -> str:
+    """Return the order of the axes of one preprocessed input."""
+    videos = any(isinstance(part, nn.Conv3d) for part in found.adapter.patch_embedding(found.trunk).modules())
+    return found.adapter.input_spec(found.trunk).axes or ("CTHW" if videos else "CHW")
 
 
 def read_batches(found: Found, data: Any, batch_size: int | None) -> Iterator[Tensor]:
     """Yield batches of images that a model takes; warn about files that could not be read."""
     refuse_packed(found, "reading images")
-    batches = data if isinstance(data, Batches) else open_batches(data, with_labels=False, frames=takes_videos(found))
+    batches = data if isinstance(data, Batches) else open_batches(data, with_labels=False, axes=input_axes(found))
     for piece in batches.batches(found.adapter.input_spec(found.trunk), batch_size):
         yield piece.images
     if batches.skipped:

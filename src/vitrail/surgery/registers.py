@@ -27,7 +27,7 @@ from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged
 from vitrail.runtime.layout import MARK
 from vitrail.surgery._handle import HookHandle
 from vitrail.surgery.hooks import Recording, check_layers
-from vitrail.surgery.recording import Images, stream
+from vitrail.surgery.recording import Images, input_axes, stream
 
 LEAST_FACTOR = 2.0
 """Smallest ratio between the mean norms of artifacts and of other patches."""
@@ -223,8 +223,9 @@ def find_register_neurons(
         raise InvalidOption(f"the number of register neurons must be 1 or more; got {count!r}")
     if threshold is not None and not is_number(threshold):
         raise InvalidOption(f"threshold must be a norm, a finite number; got {threshold!r}")
-    chosen = None if layers is None else check_layers(layers, len(find(model).blocks))
-    batches = open_batches(data, with_labels=False).repeatable()
+    found = find(model)
+    chosen = None if layers is None else check_layers(layers, len(found.blocks))
+    batches = open_batches(data, with_labels=False, axes=input_axes(found)).repeatable()
     least = 0.0
     if threshold is None:
         threshold, least = _default_threshold(model, batches, batch_size), LEAST_FACTOR

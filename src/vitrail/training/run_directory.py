@@ -30,7 +30,7 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, TrainingError
 from vitrail.models.saving import CONFIG
 from vitrail.surgery import Merging
-from vitrail.surgery.trained_methods import save_method, split_states
+from vitrail.surgery.merging.trained_methods import save_method, split_states
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.log import read_log
 

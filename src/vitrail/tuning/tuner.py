@@ -21,6 +21,7 @@ from vitrail.merging import Method, as_method
 from vitrail.merging.methods.dynamic import Calibrated
 from vitrail.runtime.checks import refuse_merged
 from vitrail.surgery import merge
+from vitrail.surgery.recording import input_axes
 from vitrail.tuning.quality import Quality, Tolerance, as_quality, is_positive
 from vitrail.tuning.result import Candidate, Tuning
 from vitrail.tuning.search import SEARCHES, Problem
@@ -595,7 +596,7 @@ def _load(
     found: Found, images: Any, labels: Any, limit: int, batch_size: int, labeled: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """Read and preprocess the images, in batches, with their labels where they are needed."""
-    opened = open_batches(images, limit=limit, labels=labels, with_labels=labeled)
+    opened = open_batches(images, limit=limit, labels=labels, with_labels=labeled, axes=input_axes(found))
     batches = list(opened.batches(found.adapter.input_spec(found.trunk), batch_size))
     if not batches:
         raise UnsupportedInput("tune needs images; none of these could be read")

@@ -15,8 +15,21 @@ from torch import Tensor, nn
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.transformers.trunk import preprocessor_config
 
-FAMILIES = ("aimv2", "beit", "clip", "dinov3", "qwen_vl", "siglip2", "vit", "vlm")
+FAMILIES = (
+    "aimv2",
+    "audio_spectrogram",
+    "beit",
+    "clip",
+    "dinov3",
+    "qwen_vl",
+    "siglip2",
+    "vit",
+    "vlm",
+)
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""
+
+CLASSIFIERS = ("ForImageClassification", "ForAudioClassification", "ForVideoClassification")
+"""Endings of the names of classifiers, which are loaded with their heads."""
 
 
 class Transformers(Library):
@@ -35,14 +48,15 @@ class Transformers(Library):
         library = self.imported(name)
         try:
             config = library.AutoConfig.from_pretrained(name)
-            classifies = any("ForImageClassification" in kind for kind in config.architectures or ())
-            auto = library.AutoModelForImageClassification if classifies else library.AutoModel
+            kinds = {f"AutoModel{head}" for head in CLASSIFIERS for kind in config.architectures or () if head in kind}
+            auto = getattr(library, next(iter(kinds), "AutoModel"))
             model = auto.from_pretrained(name, **options) if pretrained else auto.from_config(config, **options)
         except Exception as error:
             hint = "Name a directory written by save_pretrained, or a repository of the Hub that can be reached."
             raise self.failed(name, error, hint) from error
         if pretrained:
-            preprocessor_config(name, download=True)
+            takes = getattr(model, "input_modalities", ())
+            preprocessor_config(name, "video" if takes in ("video", ("video",)) else "image", download=True)
         return model.eval()
 
     def uses_hub(self, name: str, pretrained: bool) -> bool:

@@ -36,20 +36,20 @@ def refuse_attentions(config: Any, call: Mapping[str, Any]) -> None:
 class TransformersEntryPoint(EntryPoint):
     """Entry point of a transformers trunk; opens a pass with the layout of its input."""
 
-    def forward(self: Any, pixel_values: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        config = self.config
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, adapter = self.config, self._vitrail_adapter
         refuse_attentions(config, kwargs)
-        if pixel_values is None:
-            return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
+        inputs = args[0] if args else kwargs.get(adapter.argument)
+        if inputs is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         hidden = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
-        adapter = self._vitrail_adapter
         expose = adapter.exposes or bool(hidden)
         gridded = adapter.exposes and getattr(config, "reshape_hidden_states", False)
         # while exporting, transformers makes a mask that allows everything
-        masks = [*(kwargs.get(name) for name in adapter.masks), *args[2:]]
+        masks = [*(kwargs.get(name) for name in adapter.masks), *args[1:]]
         unmasked = not any(isinstance(value, Tensor) for value in masks)
-        with self._vitrail_pass(pixel_values, expose=expose, gridded=gridded, unmasked=unmasked):
-            return super().forward(pixel_values, *args, **kwargs)  # type: ignore[misc]
+        with self._vitrail_pass(inputs, expose=expose, gridded=gridded, unmasked=unmasked):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class TransformersTrunk(TrunkAdapter):
@@ -61,9 +61,11 @@ class TransformersTrunk(TrunkAdapter):
         exposes: whether the model always reads the tokens between blocks.
         interpolates: whether it takes inputs of other sizes without ``interpolate_pos_encoding``.
         masks: names of the arguments that may mask tokens.
+        modality: what the model takes, as in `InputSpec`.
         mean, std: statistics of each channel, for models without a ``preprocessor_config.json``.
     """
 
+    modality = "image"
     argument = "pixel_values"
     block_classes: Mapping[type | str, BlockAdapter]
     nested_classes: Mapping[type | str, BlockAdapter] = MappingProxyType({})
@@ -100,7 +102,7 @@ class TransformersTrunk(TrunkAdapter):
     def input_spec(self, trunk: Any) -> InputSpec:
         """Return the size and normalization that the model was saved with, in its ``preprocessor_config.json``."""
         plain = InputSpec(self.own_size(trunk), self.mean, self.std, argument=self.argument)
-        stored = preprocessor_config(str(getattr(trunk, "name_or_path", None) or ""))
+        stored = self.preprocessing(trunk)
         mean, std = stored.get("image_mean") or self.mean, stored.get("image_std") or self.std
         if not stored.get("do_normalize", True):
             mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
@@ -108,6 +110,10 @@ class TransformersTrunk(TrunkAdapter):
             return replace(plain, size=(self.interpolates and _stored_size(stored)) or plain.size, mean=mean, std=std)
         except (InvalidOption, TypeError, ValueError):  # not a file of images
             return plain
+
+    def preprocessing(self, trunk: Any) -> dict[str, Any]:
+        """Return the preprocessing that the model was saved with; empty where it was saved without."""
+        return preprocessor_config(str(getattr(trunk, "name_or_path", None) or ""), self.modality)
 
     def token_parameters(self, trunk: Any) -> dict[tuple[Role, str], Tensor]:
         names = {Role.CLASS: "cls_token", Role.DISTILLATION: "distillation_token", Role.REGISTER: "register_tokens"}
@@ -142,16 +148,20 @@ def _patches_per_token(config: Any, layout: TokenLayout) -> int:
     return round(side) ** 2
 
 
-def preprocessor_config(name: str, *, download: bool = False) -> dict[str, Any]:
-    """Read the ``preprocessor_config.json`` of a directory or of a Hub repository in the cache; empty without one."""
-    if not name:
-        return {}
+def preprocessor_config(name: str, modality: str = "image", *, download: bool = False) -> dict[str, Any]:
+    """Read the preprocessing saved in a directory or in a Hub repository in the cache; empty without any."""
+    files = (_PREPROCESSOR,) if modality != "video" else (_VIDEO_PREPROCESSOR, _PREPROCESSOR)
+    found = (_stored_json(name, file, download) for file in files if name)
+    return next((stored for stored in found if stored), {})
+
+
+def _stored_json(name: str, file: str, download: bool) -> dict[str, Any]:
     try:
-        path = Path(name) / _PREPROCESSOR
+        path = Path(name) / file
         if not Path(name).is_dir():
             from huggingface_hub import hf_hub_download
 
-            path = Path(hf_hub_download(name, _PREPROCESSOR, local_files_only=not download))
+            path = Path(hf_hub_download(name, file, local_files_only=not download))
         stored = json.loads(path.read_text(encoding="utf-8"))
     except Exception:  # optional: `input_spec` then takes the family's usual normalization
         return {}
@@ -170,4 +180,4 @@ def _stored_size(stored: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if height is None or width is None else (int(height), int(width))
 
 
-_PREPROCESSOR = "preprocessor_config.json"
+_PREPROCESSOR, _VIDEO_PREPROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"

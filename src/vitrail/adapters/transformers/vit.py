@@ -10,7 +10,7 @@ from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk
 from vitrail.data.spec import MEAN, STD
 
-_VIT = BlockNames(
+VIT_NAMES = BlockNames(
     norm1="layernorm_before",
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     proj="attention.o_proj",
@@ -27,16 +27,17 @@ _VIT = BlockNames(
     arguments=(("attention_mask", "mask"),),
     dense=MlpNames(("ViTMLP", "DeiTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP"), act="mlp.activation_fn"),
 )
+"""Names of the parts of a block of ViT, which many models share."""
 _DINOV2 = replace(
-    _VIT,
+    VIT_NAMES,
     norm1="norm1",
     norm2="norm2",
     after_attend=("layer_scale1", "drop_path"),
     after_feed=("layer_scale2", "drop_path"),
 )
 # transformers before 5.18: attention and MLP are two modules deep, and the MLP adds its residual itself
-_VIT_NESTED = replace(
-    _VIT,
+VIT_NESTED_NAMES = replace(
+    VIT_NAMES,
     qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
     proj="attention.output.dense",
     mlp=("intermediate", "output.dense"),
@@ -49,8 +50,9 @@ _VIT_NESTED = replace(
     attention_dropout="attention.attention.dropout_prob",
     dense=None,
 )
+"""The same in the older arrangement of modules."""
 _DINOV2_NESTED = replace(
-    _VIT_NESTED,
+    VIT_NESTED_NAMES,
     norm1="norm1",
     norm2="norm2",
     mlp="mlp",
@@ -60,13 +62,13 @@ _DINOV2_NESTED = replace(
 _DINOV2_LAYER = f"{MODELS}.dinov2.modeling_dinov2.Dinov2Layer"
 _REGISTERS_LAYER = f"{MODELS}.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersLayer"
 _BLOCKS: dict[type | str, BlockAdapter] = {
-    f"{MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(_VIT),
-    f"{MODELS}.deit.modeling_deit.DeiTLayer": NamedBlock(_VIT),
+    f"{MODELS}.vit.modeling_vit.ViTLayer": NamedBlock(VIT_NAMES),
+    f"{MODELS}.deit.modeling_deit.DeiTLayer": NamedBlock(VIT_NAMES),
     _DINOV2_LAYER: NamedBlock(_DINOV2),
     _REGISTERS_LAYER: NamedBlock(_DINOV2),
 }
 _NESTED_BLOCKS: dict[type | str, BlockAdapter] = {
-    **dict.fromkeys(_BLOCKS, NamedBlock(_VIT_NESTED)),
+    **dict.fromkeys(_BLOCKS, NamedBlock(VIT_NESTED_NAMES)),
     **dict.fromkeys((_DINOV2_LAYER, _REGISTERS_LAYER), NamedBlock(_DINOV2_NESTED)),
 }
 

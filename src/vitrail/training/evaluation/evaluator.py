@@ -23,8 +23,8 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
+from vitrail.surgery.merging.trained_methods import load_method, method_file
 from vitrail.surgery.recording import evaluating
-from vitrail.surgery.trained_methods import load_method, method_file
 from vitrail.training.config.syntax import read_merge
 from vitrail.training.data import expected_of, prepares, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput

@@ -158,7 +158,7 @@ def test_masks_and_other_counts_are_refused() -> None:
     protect = torch.zeros(16, dtype=torch.bool)
     with pytest.raises(InvalidOption, match="protect="):
         vitrail.merge(model, r=4, method="grid", protect=protect)
-    assert not vitrail.surgery.merging.merged_trunk(model)
+    assert not vitrail.runtime.checks.merged_trunk(model)
     context = context_of((1, 4, 4), (4, 4), 1, True)
     with pytest.raises(InvalidOption, match="same rows"):
         Grid().reduce(context, torch.tensor([4, 0]))

@@ -35,8 +35,8 @@ from vitrail.surgery.recording import (
     Images,
     check_finite,
     evaluating,
+    input_axes,
     read_batches,
-    takes_videos,
     taking,
     to_model,
 )
@@ -279,7 +279,7 @@ def _pairs(
     """Return the patches' tokens that enter a layer (B, P, D), and the maps to foresee (B, P), of each batch."""
     data = images
     if not isinstance(images, Batches):
-        data = open_batches(images, limit=options.limit, with_labels=False, frames=takes_videos(found))
+        data = open_batches(images, limit=options.limit, with_labels=False, axes=input_axes(found))
     parts, inputs = found.block_adapters[layer], []
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ from vitrail.runtime.layout import added_to, first_class_token
 from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
-from vitrail.surgery.calibration import Calibration, calibrate
-from vitrail.surgery.guidance import (
+from vitrail.surgery.merging.calibration import Calibration, calibrate
+from vitrail.surgery.merging.guidance import (
     By,
     First,
     FirstPass,
@@ -36,10 +36,10 @@ from vitrail.surgery.guidance import (
     look_ahead,
     train_foresight,
 )
-from vitrail.surgery.payoff import Payoff, measure_payoff
+from vitrail.surgery.merging.payoff import Payoff, measure_payoff
+from vitrail.surgery.merging.restoration import RestorationError, calibrate_restorer, restoration_error
+from vitrail.surgery.merging.trained_methods import read_method, save_method
 from vitrail.surgery.recording import Images, evaluating
-from vitrail.surgery.restoration import RestorationError, calibrate_restorer, restoration_error
-from vitrail.surgery.trained_methods import read_method, save_method
 from vitrail.tokens import TokenLayout
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from vitrail.merging.restoring import Copy, Exit, FitOptions, Restorer
 from vitrail.merging.restoring.base import WholeResiduals
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.trace import eagerly
-from vitrail.surgery.recording import check_finite, evaluating, read_batches, takes_videos, taking, to_model
+from vitrail.surgery.recording import check_finite, evaluating, input_axes, read_batches, taking, to_model
 
 WithoutMerging = Callable[[], AbstractContextManager[None]]
 """A context manager inside which the model runs without merging (``Merging.suspended``)."""
@@ -212,7 +212,7 @@ def _observe(
 def _open(found: Found, images: Any, limit: int | None) -> Batches:
     if isinstance(images, Batches):
         return images.repeatable()
-    return open_batches(images, limit=limit, with_labels=False, frames=takes_videos(found)).repeatable()
+    return open_batches(images, limit=limit, with_labels=False, axes=input_axes(found)).repeatable()
 
 
 @contextmanager

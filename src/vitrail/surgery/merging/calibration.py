@@ -20,7 +20,7 @@ from vitrail.merging import Schedule
 from vitrail.merging.methods.dynamic import Calibrated
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.trace import tracking
-from vitrail.surgery.recording import check_finite, evaluating, read_batches, takes_videos, taking, to_model
+from vitrail.surgery.recording import check_finite, evaluating, input_axes, read_batches, taking, to_model
 
 MOST_PASSES = 16
 """Most passes over the images after the one that measures."""
@@ -82,7 +82,7 @@ def calibrate(
         )
     data = images
     if not isinstance(images, Batches):
-        data = open_batches(images, limit=limit, with_labels=False, frames=takes_videos(found)).repeatable()
+        data = open_batches(images, limit=limit, with_labels=False, axes=input_axes(found)).repeatable()
 
     settings = method.settings
     try:

@@ -18,7 +18,7 @@ PUBLIC = {
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
-        "Position RelativeBias Rotary TrunkAdapter find head_outputs input_spec known_block load_model "
+        "Position RelativeBias Rotary TrunkAdapter VisualTokens find head_outputs input_spec known_block load_model "
         "register_adapter size_options supported"
     ),
     "vitrail.analysis": (

@@ -139,7 +139,7 @@ def test_readme_shows_the_two_commands_on_its_first_screen() -> None:
     "page",
     [
         *("README.md", "docs/data.md", "docs/guidance.md", "docs/inspect.md", "docs/merging.md", "docs/methods.md"),
-        *("docs/restoring.md", "docs/speed.md", "docs/tuning.md"),
+        *("docs/restoring.md", "docs/speed.md", "docs/tuning.md", "docs/vlm.md"),
     ],
 )
 def test_examples_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

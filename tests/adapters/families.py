@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.parity import (
     models_open_clip,
+    models_transformers_aimv2,
     models_transformers_audio,
     models_transformers_beit,
     models_transformers_clip,
@@ -17,6 +18,7 @@ FAMILIES: dict[str, Case] = {
     "SigLIP (transformers)": models_transformers_clip.CASES["siglip"],
     "open_clip": models_open_clip.CASES["attention"],
     "DINOv3 (transformers)": models_transformers_dinov3.CASES["plain"],
+    "AIMv2 (transformers)": models_transformers_aimv2.CASES["pooled"],
     "AST (transformers)": models_transformers_audio.CASES["ast-head"],
     "VideoMAE (transformers)": models_transformers_video.CASES["videomae-head"],
     "ViViT (transformers)": models_transformers_video.CASES["vivit-head"],

@@ -23,6 +23,7 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     from tests.oracle.open_clip_models import describe_open_clip
     from tests.oracle.timm_models import describe_beit, describe_eva, describe_vit
     from tests.oracle.torchvision_models import describe_torchvision
+    from tests.oracle.transformers_aimv2 import describe_aimv2
     from tests.oracle.transformers_audio import describe_ast
     from tests.oracle.transformers_beit import describe_beit as describe_hf_beit
     from tests.oracle.transformers_clip import describe_clip
@@ -43,6 +44,7 @@ def describe(model: nn.Module, images: Tensor, **call: Any) -> Recipe:
     assert isinstance(model, PreTrainedModel), type(model)
     family = model.config.model_type.split("_")[0]
     describers = {
+        "aimv2": describe_aimv2,
         "audio": describe_ast,
         "beit": describe_hf_beit,
         "clip": describe_clip,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import describe, run
-from tests.oracle.core import Parts, Recipe, Result, identity
+from tests.oracle.core import Parts, Recipe, Result, Token, identity, matching_metric, merge
 from tests.oracle.transformers_clip import clip_parts
 from tests.oracle.transformers_models import heads_of
 
@@ -27,8 +27,7 @@ def llava(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
     """Return the hidden states of some layers, without the class token or with it, projected."""
     config, core = model.config, model.model
     result = tower_result(core.vision_tower, inputs["pixel_values"], r)
-    embedded = core.vision_tower.pre_layrnorm(core.vision_tower.embeddings(inputs["pixel_values"]))
-    states = [embedded, *result.hidden]
+    states: list[Any] = [None, *result.hidden]  # none of these models reads the embedding
     chosen = config.vision_feature_layer
     layers = [chosen] if isinstance(chosen, int) else chosen
     first = {"default": 1, "full": 0}[config.vision_feature_select_strategy]
@@ -42,6 +41,46 @@ def paligemma(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
     core = model.model
     result = tower_result(core.vision_tower, inputs["pixel_values"], r)
     return list(core.multi_modal_projector.linear(result.features))
+
+
+def gemma3(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
+    """Return the means of 2 × 2 normalized last tokens, normalized again and projected."""
+    core = model.model
+    projector = core.multi_modal_projector
+    features = tower_result(core.vision_tower, inputs["pixel_values"], r).features
+    pooled = in_cells(features, 4, 2).unflatten(2, (4, -1)).mean(2)
+    return list(projector.mm_soft_emb_norm(pooled) @ projector.mm_input_projection_weight)
+
+
+def tiled(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
+    """Return the small copy, and behind it the rows of two tiles one upon the other, each with a newline."""
+    images = inputs["pixel_values"]
+    tokens = torch.stack(llava(model, {"pixel_values": images.flatten(0, 1)}, r)).unflatten(0, images.shape[:2])
+    newline = model.model.image_newline.unsqueeze(0)
+    found = []
+    for whole, *tiles in tokens:
+        rows = [torch.cat([row, newline]) for tile in tiles for row in tile.chunk(4)]
+        found.append(torch.cat([whole, *rows]))
+    return found
+
+
+def vipllava(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:
+    """Return the patches of some hidden states, side by side in channels, normalized and projected."""
+    core = model.model
+    result = tower_result(core.vision_tower, inputs["pixel_values"], r)
+    features = torch.cat([result.hidden[layer][:, 1:] for layer in (-2, 0)], -1)
+    projector = core.multi_modal_projector
+    hidden = projector.linear_1(projector.projector_layernorm(features))
+    return list(projector.linear_2(projector.act(hidden)))
+
+
+def shortened(features: Tensor, length: int) -> Tensor:
+    """Return the tokens (N, D) of an image merged to a number, at most a quarter of them at a time."""
+    tokens = [Token(vector, [place]) for place, vector in enumerate(features)]
+    while len(tokens) > length:
+        metric = matching_metric(torch.stack([one.vector for one in tokens]).unsqueeze(1))
+        tokens = merge(tokens, metric, set(), min(len(tokens) - length, max(1, len(tokens) // 4)), "original")
+    return torch.stack([one.vector for one in tokens])
 
 
 def idefics3(model: Any, inputs: dict[str, Tensor], r: Any) -> list[Tensor]:

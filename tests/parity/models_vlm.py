@@ -51,9 +51,10 @@ class Vlm:
         features: what the language model receives for the images, by the oracle.
         images: inputs of the tower, by dtype.
         tokens: number of placeholders for each image, by prompt.
-        packed: whether images are one sequence of patches; then the model is told which tokens are placeholders.
+        packed: whether images are one sequence of patches.
         patches_per_token: how many patches become one token of the language model.
         tolerance: largest difference to the oracle; RMS norms of the library compute in float32.
+        types: name of the input that marks placeholders, for models that take one.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Vlm:
     patches_per_token: int = 1
     tolerance: float = 1e-8
     packed: bool = False
+    types: str = ""
 
     def model(self, dtype: torch.dtype = torch.float64) -> Any:
         """Return a fresh model with redrawn parameters, in evaluation mode."""
@@ -76,7 +78,7 @@ class Vlm:
         prompts = [prompt(self.tokens[0], [5, 9, 7]), prompt(self.tokens[1], [8])]
         length = max(map(len, prompts))
         ids = torch.tensor([[PAD] * (length - len(one)) + one for one in prompts])
-        types = {"mm_token_type_ids": (ids == IMAGE).int()} if self.packed else {}
+        types = {self.types: (ids == IMAGE).int()} if self.types else {}
         return {"input_ids": ids, "attention_mask": (ids != PAD).long(), **types, **self.images(dtype)}
 
 
@@ -143,6 +145,42 @@ def qwen3() -> nn.Module:
     return hf.Qwen3VLForConditionalGeneration(config)
 
 
+def gemma3() -> nn.Module:
+    """Return Gemma 3, whose projector pools 2 × 2 patches."""
+    vision, text = hf.SiglipVisionConfig(**VISION, vision_use_head=False), hf.Gemma3TextConfig(**TEXT)
+    config = hf.Gemma3Config(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, mm_tokens_per_image=4, boi_token_index=3
+    )
+    return hf.Gemma3ForConditionalGeneration(config)
+
+
+def vipllava() -> nn.Module:
+    """Return VipLLaVA, which reads several layers of CLIP."""
+    vision, text = hf.CLIPVisionConfig(**VISION), hf.LlamaConfig(**TEXT)
+    config = hf.VipLlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layers=[-2, 1]
+    )
+    return hf.VipLlavaForConditionalGeneration(config)
+
+
+def in_tiles(config: Any, model: Any, tower: Any, text: Any) -> nn.Module:
+    """Return LLaVA-NeXT or LLaVA-OneVision, which cut an image into tiles and lay these out as one grid."""
+    sizes = [[32, 32], [64, 32], [32, 64]]
+    return model(config(vision_config=tower, text_config=text, image_token_id=IMAGE, image_grid_pinpoints=sizes))
+
+
+def llava_next() -> nn.Module:
+    """Return LLaVA-NeXT."""
+    tower, text = hf.CLIPVisionConfig(**VISION), hf.LlamaConfig(**TEXT)
+    return in_tiles(hf.LlavaNextConfig, hf.LlavaNextForConditionalGeneration, tower, text)
+
+
+def llava_onevision() -> nn.Module:
+    """Return LLaVA-OneVision."""
+    tower, text = hf.SiglipVisionConfig(**VISION, vision_use_head=False), hf.Qwen2Config(**TEXT)
+    return in_tiles(hf.LlavaOnevisionConfig, hf.LlavaOnevisionForConditionalGeneration, tower, text)
+
+
 QWEN_VISION = {"depth": 4, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
 
@@ -156,6 +194,11 @@ def three_packed(dtype: torch.dtype) -> Inputs:
 def pair_of_lists(dtype: torch.dtype) -> Inputs:
     """Return two images for each prompt."""
     return pixels(dtype, 2, 2, 3, 32, 32)
+
+
+def tiles(dtype: torch.dtype) -> Inputs:
+    """Return two images of two tiles, one upon the other, each with a small copy of the whole."""
+    return {**pixels(dtype, 2, 3, 3, 32, 32), "image_sizes": torch.tensor([[64, 32], [64, 32]])}
 
 
 smolvlm = partial(idefics3, hf.SmolVLMConfig, hf.SmolVLMForConditionalGeneration)
@@ -182,12 +225,22 @@ MODELS = [
         4,
         1e-5,
     ),
-    Vlm("qwen2-vl", qwen2, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True),
-    Vlm("qwen3-vl", qwen3, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True),
+    Vlm("qwen2-vl", qwen2, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True, types="mm_token_type_ids"),
+    Vlm("qwen3-vl", qwen3, oracle.qwen, three_packed, ((6,), (4, 6)), 4, 1e-5, packed=True, types="mm_token_type_ids"),
     Vlm("internvl-plain", internvl, oracle.internvl, pair, ((4,), (4,)), 4),
 ]
 
 
+RELATED = [
+    Vlm("gemma3", gemma3, oracle.gemma3, pair, ((4,), (4,)), 4, 1e-5, types="token_type_ids"),
+    Vlm("vipllava", vipllava, oracle.vipllava, pair),
+    # 16 for the small copy, and for the tiles 8 rows of 4 with a newline each
+    Vlm("llava-next", llava_next, oracle.tiled, tiles, ((16 + 40,), (16 + 40,))),
+    Vlm("llava-onevision", llava_onevision, oracle.tiled, tiles, ((16 + 40,), (16 + 40,))),
+]
+"""Models with the same towers."""
+
+
 def named(name: str) -> Vlm:
-    """Return a model of this list."""
-    return next(one for one in MODELS if one.name == name)
+    """Return a model of these lists."""
+    return next(one for one in (*MODELS, *RELATED) if one.name == name)

@@ -11,7 +11,7 @@ from torch import Tensor
 import vitrail
 from tests.parity.checks import assert_restored, fingerprint
 from tests.parity.models import require
-from tests.parity.models_vlm import MODELS, Inputs, Vlm, named
+from tests.parity.models_vlm import MODELS, RELATED, Inputs, Vlm, named
 from vitrail.adapters import find
 from vitrail.errors import UnsupportedInput
 
@@ -23,6 +23,7 @@ def towers_of_their_own() -> None:
 
 
 every_model = pytest.mark.parametrize("vlm", MODELS, ids=lambda one: one.name)
+related_models_too = pytest.mark.parametrize("vlm", [*MODELS, *RELATED], ids=lambda one: one.name)
 
 
 def outputs_of(model: Any, inputs: Inputs) -> Any:
@@ -30,7 +31,7 @@ def outputs_of(model: Any, inputs: Inputs) -> Any:
     return model.get_image_features(**{name: inputs[name] for name in inputs if name not in TEXT})
 
 
-TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")
+TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
 def features_of(model: Any, inputs: Inputs) -> list[Tensor]:
@@ -54,7 +55,7 @@ def logits_for(model: Any, inputs: Inputs, features: list[Tensor]) -> Tensor:
     return model(**text, mm_encoder_outputs={"image": output}).logits
 
 
-@every_model
+@related_models_too
 @torch.no_grad()
 def test_nothing_changes_with_r_0(vlm: Vlm) -> None:
     model, inputs = vlm.model(torch.float32), vlm.inputs(torch.float32)
@@ -67,7 +68,7 @@ def test_nothing_changes_with_r_0(vlm: Vlm) -> None:
         assert torch.equal(logits, plain)
 
 
-@every_model
+@related_models_too
 @torch.no_grad()
 @pytest.mark.parametrize("r", [2, (3, 0, 2, 1)])
 def test_the_language_model_receives_what_the_oracle_restores(vlm: Vlm, r: Any) -> None:
@@ -98,7 +99,7 @@ def test_removal_restores_the_model_to_the_bit(vlm: Vlm) -> None:
     assert torch.equal(model(**inputs).logits, plain)
 
 
-@every_model
+@related_models_too
 @torch.no_grad()
 def test_generation_with_a_cache_is_generation_without(vlm: Vlm) -> None:
     model, inputs = vlm.model(), vlm.inputs()

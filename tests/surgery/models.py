@@ -14,6 +14,7 @@ from tests.parity.models_timm_eva import CASES as EVA
 from tests.parity.models_timm_vit import CASES as VIT
 from tests.parity.models_torchvision import CASES as TORCHVISION
 from tests.parity.models_transformers import CASES as TRANSFORMERS
+from tests.parity.models_transformers_aimv2 import CASES as AIMV2
 from tests.parity.models_transformers_audio import CASES as AUDIO
 from tests.parity.models_transformers_beit import CASES as HF_BEIT
 from tests.parity.models_transformers_clip import CASES as CLIP
@@ -27,6 +28,7 @@ ALL: dict[str, Case] = {
     **{f"beit-{name}": case for name, case in BEIT.items()},
     **{f"hf-{name}": case for name, case in TRANSFORMERS.items()},
     **{f"clip-{name}": case for name, case in CLIP.items()},
+    **{f"aimv2-{name}": case for name, case in AIMV2.items()},
     **{f"hf_beit-{name}": case for name, case in HF_BEIT.items()},
     **{f"dinov3-{name}": case for name, case in DINOV3.items()},
     **{f"audio-{name}": case for name, case in AUDIO.items()},

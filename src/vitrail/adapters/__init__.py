@@ -3,7 +3,15 @@
 One file per library names its models' parts; `register_adapter` adds a model class from outside (``docs/adapters.md``).
 """
 
-from vitrail.adapters.base import BlockAdapter, BlockCall, Library, ModelRequest, TrunkAdapter, known_block
+from vitrail.adapters.base import (
+    BlockAdapter,
+    BlockCall,
+    Library,
+    ModelRequest,
+    TrunkAdapter,
+    VisualTokens,
+    known_block,
+)
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
 from vitrail.adapters.outputs import head_outputs
 from vitrail.adapters.position import Position, RelativeBias, Rotary
@@ -36,6 +44,7 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "TrunkAdapter",
+    "VisualTokens",
     "find",
     "head_outputs",
     "input_spec",

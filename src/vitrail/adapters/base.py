@@ -252,6 +252,25 @@ def known_block(block: nn.Module, known: Mapping[type | str, BlockAdapter]) -> B
     return adapter
 
 
+@dataclass(frozen=True)
+class VisualTokens:
+    """The tokens that a vision-language model passes to its language model for each image.
+
+    Attributes:
+        owner: the module that is called with ``input_ids`` and ``pixel_values``.
+        projector: the module that returns the tokens (images, count, D).
+        count: number of tokens for an image of the model's own size.
+        placeholder: id that stands for each of them in a prompt.
+        padding: id that pads prompts, where the model has one.
+    """
+
+    owner: nn.Module
+    projector: nn.Module
+    count: int
+    placeholder: int
+    padding: int | None
+
+
 class TrunkAdapter(ABC):
     """One kind of model: its blocks in order, its tokens, and how a forward pass begins."""
 
@@ -323,9 +342,32 @@ class TrunkAdapter(ABC):
         """Return the parts of a model behind the blocks that run on every patch, or once for several, with how many."""
         return ()
 
+    def visual_tokens(self, model: nn.Module, trunk: nn.Module) -> VisualTokens:
+        """Return what a model around this trunk passes to its language model for each image.
+
+        Raise ``UnsupportedModel`` where there is none, or where it needs every token at its place.
+        """
+        raise UnsupportedModel(
+            f"shorten= is for vision-language models, given whole; this {type(model).__name__} has no language model"
+        )
+
     def patch_embedding(self, trunk: nn.Module) -> nn.Module:
         """Return the module that turns images (B, C, H, W) into patch tokens, before any position is added."""
         return self.patch_parts(trunk)[0]
+
+    def image_module(self, trunk: nn.Module) -> nn.Module:
+        """Return the module that is called with images (B, C, *size); not `patch_embedding` where that gets patches."""
+        return self.patch_embedding(trunk)
+
+    def read_images(
+        self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
+        """Return the size of the images that `image_module` is called with, and what it takes instead of images.
+
+        That is None where it takes images, or was called with what it takes.
+        """
+        images = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        return tuple(images.shape[2:]), None
 
     def check(self, trunk: nn.Module) -> None:  # noqa: B027  (most trunks have nothing more to check)
         """Raise ``UnsupportedModel`` where something besides the blocks is not supported."""

@@ -21,6 +21,8 @@ from vitrail.tokens import TokenLayout, TokenSpan
 
 CARRIER = "_vitrail_carried"
 
+Grid = tuple[int, int, int]
+
 Exposed = bool | frozenset[int]
 """Whether the tokens between blocks are seen: all, none, or those behind the blocks of these indices."""
 
@@ -55,6 +57,7 @@ class Pass:
         unmasked: whether the caller passed no mask, so that an all-true mask is ignored.
         inputs: the images, clips or spectrograms that the trunk was called with, as `Method.maps` reads them.
         segments: batches of a packed sequence, whose tokens have no batch axis (N, D); None for ordinary tokens.
+        grids: patch grid of each image of a batch that is padded behind; None where every patch of the layout is there.
     """
 
     trunk: nn.Module | None
@@ -65,6 +68,7 @@ class Pass:
     unmasked: bool = False
     inputs: Tensor | Callable[[], Tensor] | None = None
     segments: tuple[Segments, ...] | None = None
+    grids: tuple[Grid, ...] | None = None
 
 
 class _Local(threading.local):
@@ -121,13 +125,14 @@ def open_pass(
     expose: Exposed = False,
     gridded: bool = False,
     unmasked: bool = False,
-    inputs: Tensor | None = None,
+    inputs: Tensor | Callable[[], Tensor] | None = None,
     segments: tuple[Segments, ...] | None = None,
+    grids: tuple[Grid, ...] | None = None,
 ) -> Iterator[None]:
     """Mark the forward run inside as a pass of ``trunk``."""
     place = _pass.here()
     outer = place.current
-    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs, segments)
+    place.current = Pass(trunk, layout, position, expose, gridded, unmasked, inputs, segments, grids)
     try:
         yield
     finally:

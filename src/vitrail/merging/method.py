@@ -213,6 +213,8 @@ class Method(nn.Module):
         static: lengths follow from shapes alone, the same for every image. Static methods compile, export, and have
             FLOPs before they run; others return different numbers of tokens per image.
         decides: the method alone decides how many tokens merge in each layer: :meth:`counts`.
+        takes_padding: `reduce` leaves out padding (`Context.present`), takes one number per image, and reads no grid:
+            it serves images of different grids in one batch.
         relaxes: in training mode the method keeps all tokens, or mixes them softly, instead of removing the planned
             number.
         place: reduce tokens ``"before"`` attention, or ``"between"`` attention and MLP.
@@ -230,6 +232,7 @@ class Method(nn.Module):
     scope: ClassVar[Literal["pass", "block"]] = "pass"
     places_groups: ClassVar[bool] = False
     keeps_grid: ClassVar[bool] = False
+    takes_padding: ClassVar[bool] = False
     relaxes: ClassVar[bool] = False
     bucket: int | None = None
     decides: ClassVar[bool] = False

@@ -37,6 +37,8 @@ class MergeState:
         guide: maps from outside (B, N, …), merged along.
         padded: whether images of the batch may keep different numbers of tokens.
         lengths: tokens (B,) that each image kept in each layer so far, where ``padded``.
+        present: False for padding in the input itself (B, N at the start); None where there is none.
+        counts: tokens planned to merge in each layer of each image (layers, B), where images of the input differ.
         special: number of special tokens in front.
         grid: patch grid (t, h, w) of the input before any merge.
         restorer: keeps what a reduction loses, and restores it; None: the method restores.
@@ -55,6 +57,8 @@ class MergeState:
     guide: Mapping[str, Tensor] = field(default_factory=dict)
     padded: bool = False
     lengths: tuple[Tensor, ...] = ()
+    present: Tensor | None = None
+    counts: Tensor | None = None
     special: int = 0
     grid: tuple[int, int, int] = (1, 1, 1)
     restorer: Restorer | None = None
@@ -64,6 +68,11 @@ class MergeState:
     def r(self) -> int:
         """Number of tokens planned to merge in the next layer."""
         return self.per_layer[self.layer]
+
+    @property
+    def planned(self) -> Tensor | None:
+        """Number of tokens planned to merge in this layer of each image (B,); None where all have the same."""
+        return None if self.counts is None else self.counts[self.layer]
 
     @property
     def presence(self) -> Tensor | None:

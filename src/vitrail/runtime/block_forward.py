@@ -160,21 +160,24 @@ def _reduce(carried: Carried, state: MergeState, x: Tensor, context: Context) ->
 def _decide(carried: Carried, state: MergeState, context: Context) -> Reduction | None:
     """Return the reduction of the plan's method; None where this block is not planned to reduce."""
     plan, method, planned = carried.plan, carried.plan.method, carried.r
-    if planned and plan.images_decide:
+    if planned and (plan.images_decide or state.counts is not None):
         if torch.compiler.is_compiling():
             raise UnsupportedInput(
                 "here the number of tokens depends on the images, which cannot be compiled; use a static method and "
                 "order='paper', or run without torch.compile"
             )
-        if method.static:  # others get the plan itself: the length of a padded batch must not decide for its images
+        if method.static and state.counts is None:
+            # others get the plan itself: the length of a padded batch must not decide for its images
             planned = min(planned, method.capacity(context.x.shape[1], state.protected))
     if not planned:
         return None
     if not context.x.shape[0]:
         return _of_nothing(context.x, planned if method.static and not (method.relaxes and method.training) else 0)
     unlimited = not method.static and carried.r >= carried.layout.num_tokens
-    context.planned = None if unlimited else planned
+    context.planned = None if unlimited or state.counts is not None else planned
     r = method.amount(context, planned)
+    if state.planned is not None:
+        r = torch.minimum(torch.as_tensor(r, device=context.x.device), state.planned)
     check_amount(method, r, context)
     if isinstance(r, int) and r == 0 and not state.padded:
         return None

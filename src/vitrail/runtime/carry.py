@@ -8,13 +8,14 @@ between; a block that receives tokens without their state raises ``BrokenPass``.
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vitrail.adapters.base import BlockAdapter
-from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
+from vitrail.adapters.forward_pass import CARRIER, Grid, Pass, current_pass
 from vitrail.errors import BrokenPass, UnsupportedInput
 from vitrail.merging import MergeState
 from vitrail.runtime.block_forward import Carried
@@ -23,6 +24,7 @@ from vitrail.runtime.packed import begin_packed
 from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import deliver
 from vitrail.runtime.trace import is_tracking, record
+from vitrail.tokens import TokenLayout
 
 
 class Passed(NamedTuple):
@@ -134,12 +136,9 @@ def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
         )
     if patches != layout.num_patches:  # patches dropped in training, or blocks called by themselves
         layout = layout.with_grid((1, 1, patches))
-    if plan.method.decides and plan.method.relaxes and plan.method.training:
-        per_layer = (layout.num_tokens - 1,) * plan.depth
-    else:
-        solution = plan.solve(patches, layout.grid)
-        plan.report(solution, patches)
-        per_layer = solution.wanted if plan.images_decide else solution.per_layer
+    if entered.grids is not None:
+        return _begin_padded(plan, entered, x, entered.grids)
+    per_layer = _planned(plan, layout)
     if any(per_layer):
         plan.check_ready()
     state = MergeState(
@@ -152,6 +151,58 @@ def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
         restorer=plan.restorer,
     )
     return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
+
+
+def _planned(plan: Plan, layout: TokenLayout) -> tuple[int, ...]:
+    """Return how many tokens of an input are planned to merge in each layer."""
+    if plan.method.decides and plan.method.relaxes and plan.method.training:
+        return (layout.num_tokens - 1,) * plan.depth
+    solution = plan.solve(layout.num_patches, layout.grid)
+    plan.report(solution, layout.num_patches)
+    return solution.wanted if plan.images_decide else solution.per_layer
+
+
+def _begin_padded(plan: Plan, entered: Pass, x: Tensor, grids: tuple[Grid, ...]) -> Carried:
+    """Start a pass of images of different grids, padded behind: padding is tokens of size 0.
+
+    Each image has the schedule of its own grid.
+    """
+    layout, special = entered.layout, entered.layout.num_special
+    planned = [_planned(plan, layout.with_grid(grid)) for grid in grids]
+    if any(map(any, planned)):
+        refused = _refused_in_padded(plan)
+        if refused is not None:
+            raise UnsupportedInput(
+                f"images of different grids in one batch do not merge with {refused}; call the model with images of "
+                "one grid and without padding, or one by one"
+            )
+        plan.check_ready()
+    lengths = torch.tensor([special + prod(grid) for grid in grids], device=x.device)
+    present = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    counts = torch.tensor(planned, device=x.device).T
+    state = MergeState(
+        tuple(map(max, zip(*planned, strict=True))),
+        protected=special,
+        size=present.to(torch.promote_types(x.dtype, torch.float32)),
+        guide=current_guide(plan, layout, x.shape[0], x.device),
+        padded=True,
+        present=present,
+        counts=counts,
+        special=special,
+        grid=layout.grid,
+    )
+    return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
+
+
+def _refused_in_padded(plan: Plan) -> str | None:
+    """Return the setting that images of different grids cannot merge with; None where there is none."""
+    if not plan.method.takes_padding:
+        return f"method={plan.method.label!r}, which merges by one number for all images, or by their grid"
+    if plan.protect is not None:
+        return "protect=, a mask over one grid"
+    if plan.restorer is not None:
+        return "restore="
+    return None
 
 
 def _refuse_changes(plan: Plan, entered: Pass) -> None:

@@ -57,13 +57,18 @@ def check_changeable(model: nn.Module, found: Found) -> None:
         "`TestTimeRegisters.of(model).remove()`",
     )
     pairs = zip(found.block_adapters, found.blocks, strict=True)
-    for part in (*found.blocks, *(part for parts, block in pairs for part in parts.attend_parts(block))):
+    refuse_replaced_forward(*found.blocks, *(part for parts, block in pairs for part in parts.attend_parts(block)))
+    refuse_meta(model)
+
+
+def refuse_replaced_forward(*parts: nn.Module) -> None:
+    """Raise if the forward of a module was replaced on the object."""
+    for part in parts:
         if "forward" in vars(part) and not has_own_forward(part):
             raise UnsupportedModel(
                 f"the forward of a {type(part).__name__} was replaced on the object (accelerate's dispatch does so), "
                 "and merging would bypass it; merge first, then wrap or dispatch the model"
             )
-    refuse_meta(model)
 
 
 def has_own_forward(part: nn.Module) -> bool:

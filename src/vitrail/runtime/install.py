@@ -32,6 +32,8 @@ FORESIGHT = "vitrail_foresight"
 def install(found: Found, plan: Plan) -> None:
     """Make a model run by a plan, in place of the plan that it may have."""
     is_new = not hasattr(found.trunk, "_vitrail_plan")
+    if not is_new:
+        _lengthen(found)
     found.trunk._vitrail_plan = plan  # type: ignore[assignment]
     _attach(found.trunk, METHOD, plan.method)
     _attach(found.trunk, RESTORER, plan.restorer)
@@ -45,6 +47,23 @@ def install(found: Found, plan: Plan) -> None:
             swap(conv, PatchProduct)
         for block in found.blocks:
             swap(block, MergedBlock)
+    if plan.shortening is not None:
+        for part, mixin in plan.shortening.mixins():
+            part._vitrail_shortening = plan.shortening  # type: ignore[assignment]
+            swap(part, mixin)
+
+
+def _shortened(found: Found) -> list[nn.Module]:
+    """Return the modules behind a tower that its plan changes."""
+    plan: Any = found.trunk._vitrail_plan
+    return [] if plan.shortening is None else [part for part, _ in plan.shortening.mixins()]
+
+
+def _lengthen(found: Found) -> None:
+    """Restore the modules behind a tower."""
+    for part in _shortened(found):
+        _restore(part)
+        del part._vitrail_shortening
 
 
 def _attach(trunk: nn.Module, name: str, part: nn.Module | None) -> None:
@@ -64,20 +83,26 @@ def uninstall(found: Found) -> None:
     """Restore a model exactly as it was."""
     convolutions = [part for part in embedding(found) if isinstance(part, PatchProduct)]
     parts = [found.trunk, *found.blocks, *convolutions]
-    foreign = [part for part in parts if original_class(part) is None]
+    foreign = [part for part in (*parts, *_shortened(found)) if original_class(part) is None]
     if foreign:
         raise NotApplied(
             f"the class of {len(foreign)} modules was changed after merging (now {type(foreign[0]).__name__}, by "
             "FSDP for example), so they cannot be restored; undo that first, or merge after it"
         )
+    _lengthen(found)
     for part in parts:
-        _forget_own_forward(part)
-        part.__class__ = original_class(part)  # type: ignore[assignment]
+        _restore(part)
     del found.trunk._vitrail_plan, found.trunk._vitrail_adapter
     for name in (METHOD, RESTORER, FORESIGHT):
         found.trunk._modules.pop(name, None)
     for block in found.blocks:
         del block._vitrail
+
+
+def _restore(module: nn.Module) -> None:
+    """Assign a module's class back."""
+    _forget_own_forward(module)
+    module.__class__ = original_class(module)  # type: ignore[assignment]
 
 
 @functools.cache

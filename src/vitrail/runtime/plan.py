@@ -22,6 +22,7 @@ from vitrail.merging.foresight import Foresight
 from vitrail.merging.restoring import Restorer
 from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
+from vitrail.runtime.shortening import Shortening
 from vitrail.runtime.side_tokens import SideTokens
 from vitrail.tokens import TokenLayout
 
@@ -42,6 +43,7 @@ class Plan:
         solved: merges per layer by number of patches, or by grid where that matters, for the present schedule.
         restorer: keeps what merges lose, and restores it; None: the method restores.
         foresight: predicts a guide from the tokens of an early layer.
+        shortening: merges the tokens that a language model receives.
     """
 
     depth: int
@@ -61,6 +63,7 @@ class Plan:
     solved: dict[int | Grid, Solution] = field(default_factory=dict, repr=False)
     restorer: Restorer | None = None
     foresight: Foresight | None = None
+    shortening: Shortening | None = None
 
     def change(self, schedule: Schedule) -> None:
         """Use another schedule for later passes, if the model's own input size allows it."""

@@ -90,10 +90,16 @@ class Trace:
             merges = torch.tensor(latest.state.per_layer).expand(latest.batch, -1)
         else:
             kept = self.tokens_per_layer.cpu() - torch.tensor(self.plan.cost.late)
-            merges = -torch.diff(kept, dim=1, prepend=torch.full_like(kept[:, :1], self._tokens_at_start))
-        patches = self.layout.num_patches
-        counter = self.plan.counter(self._tokens_at_start - patches, patches)
-        return torch.tensor([counter(per_layer) for per_layer in merges.tolist()])
+            start = torch.full_like(kept[:, :1], self._tokens_at_start)
+            if latest.state.present is not None:  # padding was never there
+                start = start - (~latest.state.present).sum(1, keepdim=True).cpu()
+            merges = -torch.diff(kept, dim=1, prepend=start)
+        special = self._tokens_at_start - self.layout.num_patches
+        starts = [self.layout.num_patches] * len(merges)
+        if latest.state.present is not None:
+            starts = (latest.state.present.sum(1) - self.layout.num_special).tolist()
+        counts = zip(merges.tolist(), starts, strict=True)
+        return torch.tensor([self.plan.counter(special, patches)(per_layer) for per_layer, patches in counts])
 
     @property
     def _tokens_at_start(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -144,8 +144,10 @@ class Recorder:
         """Attach the hooks inside a ``with`` block; compiled models run eagerly meanwhile."""
         handles: list[RemovableHandle] = []
         try:
-            embedding = self.found.adapter.patch_embedding(self.found.trunk)
-            handles.append(embedding.register_forward_hook(self._start_pass))
+            adapter, trunk = self.found.adapter, self.found.trunk
+            handles.append(adapter.image_module(trunk).register_forward_pre_hook(self._start_pass, with_kwargs=True))
+            if "embedding" in self.what:
+                handles.append(adapter.patch_embedding(trunk).register_forward_hook(self._record_embedding))
             for layer in self.layers:
                 handles += self._hook_block(layer)
             with eagerly():
@@ -154,12 +156,17 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _start_pass(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        layout = layout_of(self.found, tuple(args[0].shape[2:]))
+    def _start_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        size, changed = self.found.adapter.read_images(self.found.trunk, args, kwargs)
+        layout = layout_of(self.found, size)
         queries = layout.find(self.queries) if "attention" in self.what else ()
-        tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, layout)
-        embedding = self.keep(tokens) if "embedding" in self.what else None
-        self.passes.append(Recording(layout, self.layers, queries, embedding))
+        self.passes.append(Recording(layout, self.layers, queries))
+        return None if changed is None else ((), {**kwargs, **changed})
+
+    def _record_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        now = self.passes[-1]
+        tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, now.layout)
+        self.passes[-1] = replace(now, embedding=self.keep(tokens))
 
     def _hook_block(self, layer: int) -> list[RemovableHandle]:
         block, parts = self.found.blocks[layer], self.found.block_adapters[layer]

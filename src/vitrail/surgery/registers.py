@@ -125,7 +125,14 @@ class TestTimeRegisters(HookHandle):
             parts.shift_prefix(block, by)
 
     def _insert(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        name = self.found.block_adapters[0].input_name
+        parts = self.found.block_adapters[0]
+        name = parts.input_name
+        call = parts.read_call(args[1:], kwargs)
+        if call.mask is not None and not call.among_special and not parts.biased:
+            raise UnsupportedInput(
+                "an attention mask is defined over the model's own tokens, without test-time registers; call the model "
+                "without a mask and without padding, or remove the registers"
+            )
         x = args[0] if args else kwargs[name]
         zeros = x.new_zeros(x.shape[0], self.registers, x.shape[2])
         x = torch.cat([x[:, : self.place], zeros, x[:, self.place :]], 1)

@@ -15,7 +15,18 @@ from torch import Tensor, nn
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.transformers.trunk import preprocessor_config
 
-FAMILIES = ("audio_spectrogram", "beit", "clip", "dinov3", "qwen_vl", "video", "vit", "vlm")
+FAMILIES = (
+    "aimv2",
+    "audio_spectrogram",
+    "beit",
+    "clip",
+    "dinov3",
+    "qwen_vl",
+    "siglip2",
+    "video",
+    "vit",
+    "vlm",
+)
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""
 
 CLASSIFIERS = ("ForImageClassification", "ForAudioClassification", "ForVideoClassification")

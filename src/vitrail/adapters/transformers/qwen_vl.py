@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, TrunkAdapter
+from vitrail.adapters.base import BlockAdapter, TrunkAdapter, VisualTokens
 from vitrail.adapters.forward_pass import EntryPoint, Segments, open_pass
 from vitrail.adapters.named_block import BlockNames, NamedBlock
 from vitrail.adapters.position import Position, Rotary, axial_frequencies
 from vitrail.adapters.transformers.trunk import MODELS, TransformersTrunk, refuse_attentions
-from vitrail.errors import UnsupportedInput
+from vitrail.errors import UnsupportedInput, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
 _BLOCK = BlockNames(
@@ -87,6 +87,12 @@ class PackedTrunk(TransformersTrunk):
         """Return the merger, and those behind blocks in the middle."""
         mergers = [trunk.merger, *getattr(trunk, "deepstack_merger_list", ())]
         return [(merger, trunk.config.spatial_merge_size**2) for merger in mergers]
+
+    def visual_tokens(self, model: nn.Module, trunk: Any) -> VisualTokens:
+        raise UnsupportedModel(
+            f"shorten= is not supported for {type(model).__name__}: its language model places visual tokens by rows "
+            "and columns of their grid. Merging inside the tower is supported"
+        )
 
     def read_layers(self, trunk: Any) -> Sequence[int]:
         """Return the indices of the blocks whose output the tower reads besides that of the last."""

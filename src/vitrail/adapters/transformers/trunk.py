@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, TrunkAdapter, known_block, parameters_by_role
+from vitrail.adapters.base import BlockAdapter, TrunkAdapter, VisualTokens, known_block, parameters_by_role
 from vitrail.adapters.forward_pass import EntryPoint
+from vitrail.adapters.transformers.projector import patches_per_token, projectors, visual_tokens
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, UnsupportedInput
 from vitrail.tokens import Role, TokenLayout
@@ -20,8 +21,6 @@ from vitrail.tokens import Role, TokenLayout
 MODELS = "transformers.models"
 _TEXT = ("text_model", "text_projection", "language_model", "lm_head")
 """Attributes of models around a trunk that hold parts which do not run on images."""
-_PROJECTORS = ("multi_modal_projector", "connector")
-"""Attributes of models around a trunk that hold what turns its patches into tokens of a language model."""
 
 
 def refuse_attentions(config: Any, call: Mapping[str, Any]) -> None:
@@ -127,25 +126,17 @@ class TransformersTrunk(TrunkAdapter):
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
         """Return the projector to a language model, with the number of patches that become one token."""
-        places = [name.rpartition(".") for name, _ in model.named_modules()]
-        owners = [(model.get_submodule(owner), name) for owner, _, name in places if name in _PROJECTORS]
-        return [(getattr(owner, name), _patches_per_token(owner.config, self.layout(trunk))) for owner, name in owners]
+        layout = self.layout(trunk)
+        return [(part, patches_per_token(owner.config, layout)) for owner, part in projectors(model)]
+
+    def visual_tokens(self, model: nn.Module, trunk: Any) -> VisualTokens:
+        return visual_tokens(model, self.layout(trunk))
 
     def entry_points(self) -> type:
         return TransformersEntryPoint
 
     def patch_parts(self, trunk: Any) -> Sequence[nn.Module]:
         return (trunk.embeddings.patch_embeddings,)
-
-
-def _patches_per_token(config: Any, layout: TokenLayout) -> int:
-    """Return how many patches a projector turns into one token: by pixel shuffle, or by pooling to a fixed number."""
-    pooled = getattr(config, "mm_tokens_per_image", None)
-    if pooled is not None:
-        return layout.num_patches // int(pooled)
-    ratio = getattr(config, "downsample_ratio", None)
-    side = getattr(config, "scale_factor", getattr(config, "downsample_factor", 1)) if ratio is None else 1 / ratio
-    return round(side) ** 2
 
 
 def preprocessor_config(name: str, modality: str = "image", *, download: bool = False) -> dict[str, Any]:

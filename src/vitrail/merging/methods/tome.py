@@ -20,6 +20,7 @@ class ToMe(Method):
     """
 
     places_groups = True
+    takes_padding = True
 
     def __init__(self, features: Features = "keys") -> None:
         super().__init__()

@@ -17,12 +17,20 @@ from vitrail.errors import InvalidOption
 from vitrail.merging import Method, ModelShape, Schedule
 from vitrail.merging.foresight import Foresight, as_foresight
 from vitrail.merging.restoring import FitOptions, Restorer, as_restorer
-from vitrail.runtime.checks import check_changeable, embedding, merged_trunk, refuse_merged, refuse_packed
+from vitrail.runtime.checks import (
+    check_changeable,
+    embedding,
+    merged_trunk,
+    refuse_merged,
+    refuse_packed,
+    refuse_replaced_forward,
+)
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.install import install, uninstall
 from vitrail.runtime.layout import added_to, first_class_token
 from vitrail.runtime.plan import Plan, parse_map
+from vitrail.runtime.shortening import Shortening
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
 from vitrail.surgery.merging.calibration import Calibration, calibrate
@@ -37,6 +45,7 @@ from vitrail.surgery.merging.guidance import (
     train_foresight,
 )
 from vitrail.surgery.merging.payoff import Payoff, measure_payoff
+from vitrail.surgery.merging.prompts import Inputs, shorten_prompts
 from vitrail.surgery.merging.restoration import RestorationError, calibrate_restorer, restoration_error
 from vitrail.surgery.merging.trained_methods import read_method, save_method
 from vitrail.surgery.recording import Images, evaluating
@@ -62,6 +71,7 @@ def merge(
     method: str | Path | Mapping[str, Any] | Method = "tome",
     restore: str | Mapping[str, Any] | Restorer | None = None,
     foresight: Mapping[str, Any] | Foresight | None = None,
+    shorten: int | float | None = None,
 ) -> Merging:
     """Merge similar tokens in every block of a model, in place.
 
@@ -95,6 +105,9 @@ def merge(
             a copy of its group's token for each position.
         foresight: options of a network that predicts where a later layer attends, as a guide of the method, such as
             ``{"layer": 0}``; see :meth:`Merging.train_foresight`.
+        shorten: for vision-language models: tokens that the language model receives for each image, as a number or a
+            share of all (a float); similar tokens of the projector's output merge. With it alone, nothing merges in
+            the tower. Prompts need fewer placeholders then: :meth:`Merging.shorten`.
     """
     check_module(model)
     refuse_merged(model)
@@ -109,9 +122,12 @@ def merge(
     if restorer is not None and not unmerge:
         raise InvalidOption("restore= restores full length, and unmerge=False leaves it out; pass one of them")
 
+    shortening = None if shorten is None else _shortening(model, found, shorten)
     depth = len(found.blocks)
     layout = found.adapter.layout(found.trunk)
     layers = chosen.layers(depth)
+    if shorten is not None and r is None and keep is None and gflops is None and not chosen.decides:
+        r = 0
     given = {"r": r, "keep": keep, "gflops": gflops, "schedule": schedule}
     _refuse_amounts(chosen, [name for name, value in given.items() if value is not None])
     required = chosen.budgeted and not chosen.decides
@@ -133,7 +149,7 @@ def merge(
         restorer.build(shape)
     if ahead is not None:
         ahead.build(shape)
-    plan.restorer, plan.foresight = restorer, ahead
+    plan.restorer, plan.foresight, plan.shortening = restorer, ahead, shortening
     plan.change(wanted)
     install(found, plan)
     return Merging(model, found, plan)
@@ -144,6 +160,18 @@ def _refuse_amounts(method: Method, given: Sequence[str]) -> None:
         raise InvalidOption(
             f"method {method.label} decides how many tokens merge in each layer; leave out {', '.join(given)}"
         )
+
+
+def _shortening(model: nn.Module, found: Found, wanted: float) -> Shortening:
+    tokens = found.adapter.visual_tokens(model, found.trunk)
+    is_number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
+    if not is_number or not (1 <= wanted <= tokens.count if isinstance(wanted, int) else 0 < wanted <= 1):
+        raise InvalidOption(
+            f"shorten is a number of tokens for each image, from 1 to {tokens.count} for this model, or a share as a "
+            f"float above 0 and at most 1.0; got {wanted!r}"
+        )
+    refuse_replaced_forward(tokens.owner, tokens.projector)
+    return Shortening(tokens, wanted)
 
 
 def _model_shape(found: Found) -> ModelShape:
@@ -247,6 +275,8 @@ class Merging(Handle):
             config["restore"] = plan.restorer.config
         if plan.foresight is not None:
             config["foresight"] = plan.foresight.config
+        if plan.shortening is not None:
+            config["shorten"] = plan.shortening.wanted
         if plan.protect is not None:
             config["protect"] = plan.protect.tolist()
         return config
@@ -270,6 +300,35 @@ class Merging(Handle):
     def _flops(self, layout: TokenLayout, merged: bool = True) -> int:
         per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
         return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
+
+    @property
+    def visual_tokens(self) -> int:
+        """Tokens that the language model of a vision-language model receives for each image of the model's own size.
+
+        As many placeholders stand for an image in a prompt.
+        """
+        shortening = self._plan.shortening
+        if shortening is None:
+            return self.found.adapter.visual_tokens(self.model, self.found.trunk).count
+        return shortening.length(shortening.tokens.count)
+
+    def shorten(self, inputs: Inputs) -> Inputs:
+        """Return a processor's output with :attr:`visual_tokens` placeholders for each image, for ``shorten=``.
+
+        Tensors with an entry for each token stay in step: attention mask, token types, position ids and labels. Where
+        prompts have different numbers of images, the shorter ones are padded, on the side where the batch is padded
+        already, otherwise in front. The rest, and the inputs themselves, stay unchanged.
+
+        >>> inputs = merging.shorten(processor(images=images, text=prompts, return_tensors="pt"))  # doctest: +SKIP
+        >>> model.generate(**inputs)                                                               # doctest: +SKIP
+        """
+        shortening = self._plan.shortening
+        if shortening is None:
+            raise InvalidOption(
+                "this model was merged without shorten=, so its prompts keep their placeholders; pass shorten= to "
+                "vitrail.merge"
+            )
+        return shorten_prompts(inputs, shortening.tokens, self.visual_tokens)
 
     def pays(self, batch: int | Tensor = 8, *, seconds: float = 1.0) -> Payoff:
         """Measure whether merging saves time for this batch on the model's device, interleaved with the unmerged model.

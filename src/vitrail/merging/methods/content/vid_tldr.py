@@ -29,6 +29,7 @@ class VidTLDR(Method):
     """
 
     places_groups = True
+    takes_padding = True
 
     def __init__(self, first: int = 4, *, features: Features = "tokens") -> None:
         super().__init__()

@@ -35,6 +35,7 @@ class Threshold(Calibrated):
     """
 
     places_groups = True
+    takes_padding = True
     calibrated = ("threshold", "decay")
 
     def __init__(

@@ -29,6 +29,7 @@ class Energy(Method):
     """
 
     places_groups = True
+    takes_padding = True
 
     def __init__(self, features: Features = "keys", margin: float = 0.75) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ class MCTF(Method):
     """
 
     places_groups = True
+    takes_padding = True
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class Mutual(Method):
     static = False
     place = "before"
     places_groups = True
+    takes_padding = True
 
     def __init__(self, features: Features = "tokens") -> None:
         super().__init__()

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._checks import check_sizes
 from vitrail.adapters.base import Library
-from vitrail.errors import ModelLoadError
+from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, LABELS_ATTRIBUTE, WEIGHTS
+from vitrail.models.weights_file import read_tensors
 
 PREFIX = "vitrail:"
 
@@ -53,18 +55,33 @@ def model_folder(path: Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the ``config.json`` of a saved model."""
-    return _read_json(folder / CONFIG)
+    values = _read_json(folder / CONFIG)
+    try:
+        check_sizes(values, str(folder / CONFIG))
+    except InvalidOption as error:
+        raise ModelLoadError(str(error)) from error
+    return values
 
 
 def read_labels(folder: Path) -> dict[str, Any]:
     """Read the ``labels.json`` of a saved model: classes, preprocessing, training; empty where there is none."""
-    return _read_json(folder / LABELS) if (folder / LABELS).exists() else {}
+    values = _read_json(folder / LABELS) if (folder / LABELS).exists() else {}
+    classes = values.get("classes", {})
+    named = isinstance(classes, dict) and all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in classes.values()
+    )
+    parts = (values.get("trained"), values.get("preprocessing"))
+    if not named or not all(one is None or isinstance(one, dict) for one in parts):
+        raise ModelLoadError(
+            f"{folder / LABELS} is damaged: expected class names by column, and objects for preprocessing and training"
+        )
+    return values
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} could not be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path} is not a file of a model; expected a JSON object")
@@ -110,10 +127,4 @@ def saved_library(folder: Path) -> Library:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the weights of a saved model."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"{folder / WEIGHTS} could not be read: {error}") from error
+    return read_tensors(folder / WEIGHTS)

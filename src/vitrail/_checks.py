@@ -12,7 +12,6 @@ import torch
 
 from vitrail.errors import InvalidOption
 
-
 MAX_INT = 2**63 - 1
 """Largest integer that torch takes, and so the largest that an option takes."""
 
@@ -107,6 +106,9 @@ def as_device(name: str, value: Any, counted: Mapping[str, int] | None = None) -
         device = torch.device(value) if right else None
     except (RuntimeError, OverflowError, ValueError):
         device = None
+    if device is not None and device.type not in ("cpu", "cuda"):
+        backend = getattr(torch, device.type, None) or getattr(torch.backends, device.type, None)
+        device = device if getattr(backend, "is_available", bool)() else None
     if device is None:
         raise InvalidOption(f"{name}={shown(value)}: expected {expected}")
     counts = {"cuda": torch.cuda.device_count()} if counted is None else counted

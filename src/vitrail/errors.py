@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from vitrail._deprecation import renamed_attributes
 
-
 MAX_MESSAGE = 2000
 """Longest message: values of any size may be given, and a message that repeats one must not fill the screen."""
 

@@ -84,7 +84,7 @@ def test_a_pickle_beside_a_config_gives_tensors_and_nothing_else(file: str, tmp_
 def test_a_library_that_unpickles_anything_gets_weights_alone(tmp_path: Path, mark: Path) -> None:
     torch.save(Payload(mark), tmp_path / "x.pt")
     before = dict(os.environ)
-    with only_weights(), pytest.raises(Exception, match="[Ww]eights.only"), only_weights():
+    with only_weights(), pytest.raises(Exception, match=r"[Ww]eights.only"), only_weights():
         torch.load(tmp_path / "x.pt", weights_only=False)
     assert not mark.exists()
     assert dict(os.environ) == before

@@ -546,7 +546,9 @@ class Library(ABC):
         """Raise for options from a file that are not the model's own; those of `load` come from Python code."""
         refused = {*options} & CODE_OPTIONS
         if refused:
-            raise ModelLoadError(f"options: {', '.join(sorted(refused))}: a file cannot allow code to run; leave it out")
+            raise ModelLoadError(
+                f"options: {', '.join(sorted(refused))}: a file cannot allow code to run; leave it out"
+            )
 
     def imported(self, name: str, module: str = "") -> Any:
         """Import the library, or a module of it, for a model; raise ``ModelLoadError`` if it is not installed."""

@@ -167,8 +167,8 @@ def _check_loaded(name: str, model: nn.Module, found: Mapping[str, Any]) -> None
         shown = (in_layers or random)[:3]
         raise ModelLoadError(
             f"the weights of {name} do not fit its config: {len(random)} of {len(model.state_dict())} tensors are "
-            f"missing or have another shape ({', '.join(shown)}, ...), and would stay random. Save the model again with "
-            "save_pretrained, or use random weights with pretrained=False"
+            f"missing or have another shape ({', '.join(shown)}, ...), and would stay random. Save the model again "
+            "with save_pretrained, or use random weights with pretrained=False"
         )
 
 

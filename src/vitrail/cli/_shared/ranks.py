@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from vitrail._distributed import ConnectionLost, ReportedByMain, torchrun_rank
+from vitrail._distributed import ConnectionLost, ReportedByMain, is_first_to_report, torchrun_rank
 from vitrail.cli._shared import console
 from vitrail.errors import VitrailError
 
@@ -59,8 +59,10 @@ def command(*silent: Console, interrupted: str = "Interrupted.") -> Iterator[Non
         time.sleep(EXIT_DELAY)
         raise typer.Exit(2) from problem
     except VitrailError as problem:
-        console.error(console.with_options(str(problem)))
-        if isinstance(problem, ConnectionLost):
+        lost = isinstance(problem, ConnectionLost)
+        if not lost or is_first_to_report():
+            console.error(console.with_options(str(problem)))
+        if lost:
             _exit(2)
         raise typer.Exit(2) from problem
     except KeyboardInterrupt as stop:

@@ -52,6 +52,10 @@ class Source:
     def __len__(self) -> int:
         return len(self.names)
 
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        """Return the files that hold some samples; none where they are not in files."""
+        return [] if self.paths is None else [Path(self.paths[row]) for row in rows]
+
     def labels(self, column: str | None) -> Labels:
         """Return a label column, or raise ``InvalidOption``; None for the one that is most likely the class."""
         if column is not None:

@@ -31,6 +31,9 @@ class DecodedSource(Source):
             (3 if video else 1, *spec.size), torch.uint8 if video else torch.float32
         )
 
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        return self._source.files(rows)
+
     def labels(self, column: str | None) -> Labels:
         return self._source.labels(column)
 

@@ -51,6 +51,9 @@ class ShardSource(Source):
         if not self.names:
             raise ImageError(f"{self._paths[0]}: no images found in {counted(len(self._paths), 'shard')}")
 
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        return self._paths
+
     def labels(self, column: str | None) -> Labels:
         column = column or next((name for name in LABELS if name in self._columns), None)
         if column is None:

@@ -212,6 +212,9 @@ class Config:
     )
     graphs: bool | None = _machine(flag(), "Capture the step as a CUDA graph; default on a single GPU.")
     shard: str = _machine(choice("ddp", "fsdp"), "Data parallel, or fully sharded for large models.", "ddp")
+    patience: float = _machine(
+        number(0, 10_000, above=True), "Minutes that ranks wait for one that is busy, or stopped.", 30.0
+    )
     workers: int | None = _machine(integer(0), "Data loader workers.")
 
     out: str | None = _output(text("DIR"), "Run directory.", short="-o")
@@ -302,6 +305,11 @@ class Config:
 
 OPTIONS = options_of(Config)
 """Every training option by name: type, default, allowed values, help text, spelling."""
+
+
+def fixed_options(config: Config) -> dict[str, Any]:
+    """Return the options that affect the result, as plain values: a run is resumed with the same ones."""
+    return {name: value for name, value in config.to_dict().items() if not OPTIONS[name].resumable}
 
 
 def default_text(declared: Option) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -88,11 +89,18 @@ def check_callable(name: str, value: Any) -> None:
     check(name, value, value is None or callable(value), "a function, or None")
 
 
-def check_path(name: str, value: Any) -> None:
-    """Raise unless an option is a path that a system can have: text or a path object, not empty, without NUL."""
-    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    right = isinstance(text, str) and text != "" and "\0" not in text and len(text) < 4096
-    check(name, value, right, "a path: text or a path object, of at most 4095 characters")
+def as_path(name: str, value: Any) -> Path:
+    """Return a path that a system can have: text or a path object, without NUL, and no name too long.
+
+    Looking for any other one raises errors of the system.
+    """
+    try:
+        data = os.fsencode(value) if isinstance(value, str | os.PathLike) else b""
+    except (TypeError, UnicodeError):
+        data = b""
+    right = data and b"\0" not in data and len(data) < 4096 and max(map(len, data.split(b"/"))) < 256
+    check(name, value, bool(right), "a path: text or a path object, with names of at most 255 bytes")
+    return Path(value)
 
 
 def as_device(name: str, value: Any, counted: Mapping[str, int] | None = None) -> torch.device:

@@ -68,7 +68,7 @@ def test_weights_that_are_not_finite_are_never_saved(
 
 def test_a_run_that_diverges_keeps_its_last_finite_checkpoint(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    fields = {**FIELDS, "save_every": "1 steps", "log_every": 100, "lr": 1e30, "clip": 0.0, "warmup_epochs": 0}
+    fields = {**FIELDS, "save_every": "1 steps", "log_every": 100, "lr": 1000.0, "clip": 0.0, "warmup_epochs": 0}
     with pytest.raises(Diverged):
         train(data=str(photos), out=str(out), **fields)
     for name in steps(out):

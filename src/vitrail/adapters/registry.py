@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from vitrail._checks import as_path, shown
 from vitrail.adapters.base import BlockAdapter, Library, TrunkAdapter
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedModel
@@ -134,12 +135,17 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         pretrained: whether to load trained weights instead of random ones.
         options: for the library's own constructor.
     """
-    found, rest = split_name(name) if isinstance(name, str) else (None, "")
+    if not isinstance(name, str | Path):
+        raise ModelLoadError(f"a model is named by text such as timm:NAME; got {shown(name)}")
+    name = str(as_path("model", name))
+    if not isinstance(pretrained, bool):
+        raise InvalidOption(f"pretrained={shown(pretrained)}: expected True or False")
+    found, rest = split_name(name)
     if found is None and rest and Path(rest).is_dir():
         found, rest = library("vitrail"), f"local-dir:{rest}"
     if found is None or not rest:
         known = ", ".join(f"{prefix}:NAME" for prefix in LIBRARIES)
-        raise ModelLoadError(f"a model is named {known}; got {name!r}")
+        raise ModelLoadError(f"a model is named {known}; got {shown(name)}")
     return found.load(rest, pretrained, **options)
 
 

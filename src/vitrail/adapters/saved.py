@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail._checks import check_sizes
+from vitrail._checks import as_path, check_sizes
+from vitrail._reading import read_text
 from vitrail.adapters.base import Library
 from vitrail.errors import InvalidOption, ModelLoadError
 from vitrail.models.saving import CONFIG, LABELS, LABELS_ATTRIBUTE, WEIGHTS
@@ -29,7 +30,7 @@ def named(model: str | Path) -> Path:
 
     The name of an embedded model always refers to it; ``vitrail:local-dir:tiny`` is a directory.
     """
-    name = str(model).removeprefix(PREFIX)
+    name = str(as_path("model", model)).removeprefix(PREFIX)
     if name != str(model) and name in EMBEDDED:
         return EMBEDDED[name]
     return Path(name.removeprefix("local-dir:")).expanduser()
@@ -80,7 +81,7 @@ def read_labels(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} could not be read: {error}") from error
     if not isinstance(values, dict):

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail import report as reports
+from vitrail._atomic_files import resolved
 from vitrail._distributed import World, distributed
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.model import Loaded, load
@@ -104,7 +105,7 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
             predict(loaded, torch.zeros(1, *loaded.spec.shape))
         return loaded
 
-    with console.err.status(f"Loading {name}"):
+    with console.status(f"Loading {name}"):
         loaded = world.run(load_checked)
     if given["random_weights"]:
         console.note(f"{name} has random weights here: the results say nothing about trained ones.")
@@ -146,7 +147,7 @@ def check_output(out: Path, inputs: Sequence[Path]) -> None:
         check_jinja()
     for path in (out, out.with_suffix(".json")):
         check_writable(path, "-o")
-        if any(path.resolve() == read.resolve() for read in inputs):
+        if any(resolved(path) == resolved(read) for read in inputs):
             raise OutputError(f"-o {out}: {path} is an input and would be overwritten. Name another file.")
 
 

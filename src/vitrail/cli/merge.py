@@ -16,7 +16,7 @@ from vitrail.cli._shared.model import load
 from vitrail.cli._shared.output import Names, make_directory, write_image
 from vitrail.cli._shared.prediction import compare_merged, mean_cost, predict
 from vitrail.cli._shared.ranks import command
-from vitrail.cli._shared.summary import Cost, Result, Summary, markdown_table, write_summary
+from vitrail.cli._shared.summary import Cost, Result, Summary, markdown, markdown_table, write_summary
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError
 
@@ -63,7 +63,7 @@ def merge(
     with command():
         dataset = open_dataset(images, labels=None, limit=limit or None)
         good, skipped = find_readable(dataset)  # before loading the model, which may take long
-        with console.err.status(f"Loading {model}"):
+        with console.status(f"Loading {model}"):
             loaded = load(model, "merge", random=random_weights, size=size, device=device)
         with vitrail.merge(loaded.model, **settings) as merging:  # wrong options are found before anything is written
             config = merging.config
@@ -73,28 +73,36 @@ def merge(
         names = Names(folder, dataset)
         results: list[Result] = []
         costs: list[Cost] = []
+        interrupted: KeyboardInterrupt | None = None
         with console.progress() as bar:
-            for index in bar.track(good, description="Merging"):
-                try:
-                    sample = dataset.read(index).image
-                except ImageError as error:
-                    skipped.append(skip(dataset, index, error))
-                    continue
-                batch = loaded.medium.batch(sample, loaded.spec)
-                if not results:
-                    predict(loaded, batch)  # the first pass is slower, and would count as the one without merging
-                before = predict(loaded, batch)
-                with vitrail.merge(loaded.model, **settings) as merging:
-                    drawings, result, cost = compare_merged(loaded, merging, sample, dataset.name(index), before)
-                for ending, file in names.of(index, drawings).items():
-                    write_image(file, drawings[ending])
-                    result.files[ending] = file.name
-                results.append(result)
-                costs.append(cost)
-        check_any(results, dataset)
-        input_size, kind = loaded.spec.size, loaded.device.type
-        summary = Summary(model, loaded.weights, kind, input_size, config, mean_cost(costs), results, skipped)
-        _conclude(summary, costs, folder)
+            try:
+                for index in bar.track(good, description="Merging"):
+                    try:
+                        sample = dataset.read(index).image
+                    except ImageError as error:
+                        skipped.append(skip(dataset, index, error))
+                        continue
+                    batch = loaded.medium.batch(sample, loaded.spec)
+                    if not results:
+                        predict(loaded, batch)  # the first pass is slower, and would count as the one without merging
+                    before = predict(loaded, batch)
+                    with vitrail.merge(loaded.model, **settings) as merging:
+                        drawings, result, cost = compare_merged(loaded, merging, sample, dataset.name(index), before)
+                    for ending, file in names.of(index, drawings).items():
+                        write_image(file, drawings[ending])
+                        result.files[ending] = file.name
+                    results.append(result)
+                    costs.append(cost)
+            except KeyboardInterrupt as stop:
+                interrupted = stop
+        if interrupted is None or results:
+            check_any(results, dataset)
+            input_size, kind = loaded.spec.size, loaded.device.type
+            summary = Summary(model, loaded.weights, kind, input_size, config, mean_cost(costs), results, skipped)
+            _conclude(summary, costs, folder)
+        if interrupted is not None:
+            console.note(f"Stopped after {len(results)} of {len(good)} images.")
+            raise interrupted
     if skipped:
         raise typer.Exit(1)
 
@@ -120,10 +128,10 @@ def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path) -> None:
     model = f"{summary.model} ({summary.weights} weights, {summary.device})"
     settings = ", ".join(f"{name}={value}" for name, value in config.items())
     details = f"- {model}, input {size}, merged with {settings}: {tokens} tokens after each block, instead of "
-    lines = [f"# {summary.model}, merged", "", *markdown_table(COLUMNS, rows), "", LEGEND, ""]
+    lines = [f"# {markdown(summary.model)}, merged", "", *markdown_table(COLUMNS, rows), "", LEGEND, ""]
     lines += [
-        f"{details}{summary.cost.tokens_before[-1]}.",
-        *(f"- Skipped: {one['reason']}" for one in summary.skipped),
+        f"{markdown(details)}{summary.cost.tokens_before[-1]}.",
+        *(f"- Skipped: {markdown(one['reason'])}" for one in summary.skipped),
     ]
     write_summary(folder, asdict(summary), "\n".join(lines))
 
@@ -132,6 +140,12 @@ def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path) -> None:
         table.add_row(*row)
     console.out.print(table)
     console.say(f"Tokens after each block: {tokens} (unmerged: {summary.cost.tokens_before[-1]})")
+    broken = [result.picture for result in summary.pictures if not result.finite]
+    if broken:
+        console.error(
+            f"The model's output is NaN or infinite for {len(broken)} of {len(summary.pictures)} images, such as "
+            f"{broken[0]}: check the model's weights and dtype."
+        )
     if summary.skipped:
         total = len(summary.pictures) + len(summary.skipped)
         console.error(f"{len(summary.skipped)} of {total} images could not be read and were skipped, see above.")

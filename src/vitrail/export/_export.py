@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import vitrail
 from vitrail._atomic_files import rename_all
-from vitrail._checks import is_int, is_number
+from vitrail._checks import as_path, is_int, is_number
 from vitrail.adapters import input_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
 from vitrail.export._trace import PlainModel, explained, trace
@@ -102,7 +102,8 @@ def export(
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
-    path, kind = Path(path), find_format(path, format)
+    path = as_path("path", path)
+    kind = find_format(path, format)
     if batch != "dynamic" and not is_int(batch, 1):
         raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
     model = _prepare(model, dtype)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitrail._atomic_files import write_bytes
 from vitrail._checks import check_sizes
+from vitrail._reading import read_text
 from vitrail.errors import ModelLoadError
 from vitrail.models.weights_file import read_tensors
 
@@ -95,7 +96,7 @@ def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str,
     """Read config and weights from a directory or a repository of the Hugging Face Hub."""
     files = {file: _find(name, file, hub) for file in (CONFIG, WEIGHTS)}
     try:
-        values = json.loads(files[CONFIG].read_text(encoding="utf-8"))
+        values = json.loads(read_text(files[CONFIG]))
         check_sizes(values, str(files[CONFIG]))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"could not read the files of {name}: {error}") from error

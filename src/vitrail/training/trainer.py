@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vitrail._checks import is_number, shown
+from vitrail._checks import check_callable, check_flag, is_number, shown
 from vitrail._distributed import TIMEOUT, World, distributed
 from vitrail.data.dataset import fingerprint_difference
 from vitrail.errors import InvalidOption, TrainingError
@@ -54,10 +54,18 @@ def train(
         warnings.warn("train(tell=…) is deprecated; use on_event", DeprecationWarning, stacklevel=2)
         on_event = options.pop("tell")
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0):
-        raise InvalidOption(f"seconds={seconds!r}: expected a number above 0, or None for no time limit")
+        raise InvalidOption(f"seconds={shown(seconds)}: expected a number above 0, or None for no time limit")
     until = math.inf if seconds is None else time.monotonic() + seconds
     if resume and overwrite:
         raise InvalidOption("resume continues a run and overwrite replaces it; give one of them")
+    for name, value in (("resume", resume), ("overwrite", overwrite)):
+        check_flag(name, value)
+    check_callable("on_event", on_event)
+    if config is not None and not isinstance(config, Config):
+        raise InvalidOption(
+            f"config={shown(config)}: expected a vitrail.training.Config; give options by name, data= first, or those "
+            "of a YAML file by Config.from_yaml"
+        )
     if config is not None:
         default = Config(data=config.data)
         changed = {name: getattr(config, name) for name in OPTIONS if getattr(config, name) != getattr(default, name)}

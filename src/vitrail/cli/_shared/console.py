@@ -7,19 +7,37 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from vitrail.errors import VitrailWarning
 
+_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
-class PipeConsole(Console):
-    """A console that goes quiet if its pipe is closed (``vitrail train … | head -1``), so that work continues."""
+
+def printable(text: str) -> str:
+    """Return text that can be shown: names of files and classes may hold escape sequences, or be no UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_CONTROL)
+
+
+class PlainConsole(Console):
+    """A console that prints text as it is: names are no markup, and their escape sequences are not passed on.
+
+    It goes quiet if its pipe is closed (``vitrail train … | head -1``), so that work continues.
+    """
+
+    def __init__(self, *, stderr: bool = False, file: IO[str] | None = None) -> None:
+        super().__init__(stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return text for a cell, a title or a line."""
+        return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
         """Discard buffered and further output."""
@@ -29,23 +47,23 @@ class PipeConsole(Console):
         os.close(null)
 
 
-out = PipeConsole(highlight=False)
-err = PipeConsole(stderr=True, highlight=False)
+out = PlainConsole()
+err = PlainConsole(stderr=True)
 
 
 def say(text: str, style: str = "") -> None:
     """Print a line of results without wrapping, so that paths stay whole."""
-    out.print(Text(text, style=style), soft_wrap=True)
+    out.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print a yellow note."""
-    err.print(Text.assemble(("Note: ", "bold yellow"), (" ".join(text.split()), "yellow")), soft_wrap=True)
+    err.print(Text.assemble(("Note: ", "bold yellow"), (printable(" ".join(text.split())), "yellow")), soft_wrap=True)
 
 
 def error(text: str) -> None:
     """Print a red error."""
-    err.print(Text.assemble(("Error: ", "bold red"), (" ".join(text.split()), "red")), soft_wrap=True)
+    err.print(Text.assemble(("Error: ", "bold red"), (printable(" ".join(text.split())), "red")), soft_wrap=True)
 
 
 _flags: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
@@ -110,9 +128,14 @@ def table(*columns: str, left: int = 1, title: str | None = None) -> Table:
     return made
 
 
+def status(text: str) -> Status:
+    """Return a spinner with a text that may name a model or a file."""
+    return err.status(Text(printable(text)))
+
+
 def progress() -> Progress:
     """Return a progress bar that disappears when done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 
@@ -123,7 +146,7 @@ def bars() -> Iterator[Callable[..., None]]:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int | None, detail: str = "") -> None:
-            title = f"{stage[:1].upper()}{stage[1:]}{detail}"
+            title = printable(f"{stage[:1].upper()}{stage[1:]}{detail}")
             if stage not in tasks:
                 tasks[stage] = shown.add_task(title, total=total)
             shown.update(tasks[stage], description=title, completed=done, total=total, visible=done != total)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from vitrail._checks import as_path
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
 from vitrail.data.media import MEDIA, check_modality, modality_of
 from vitrail.data.sources.arrays import Arrays
@@ -61,6 +62,8 @@ def open_source(source: Any, columns: Sequence[str] = (), modality: str | None =
             return open_torchvision(rest, columns)
         if kind == "wds":
             return ShardSource(find_shards(rest))
+    for path in given:
+        as_path("data", path)
     return _open_files(given, modality)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from vitrail._atomic_files import resolved
 from vitrail.data.sample import Sample, TensorSpec
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption
@@ -95,7 +96,7 @@ def distinct(paths: Iterable[Path]) -> list[Path]:
     """Return paths in their order, a file that is reached twice once."""
     found: dict[Path, Path] = {}
     for path in paths:
-        found.setdefault(path.resolve(), path)
+        found.setdefault(resolved(path), path)
     return list(found.values())
 
 

@@ -31,6 +31,7 @@ from vitrail.training.config.options import (
     suggest,
     text,
     to_yaml,
+    weights,
 )
 from vitrail.training.config.presets import PRESETS, batch_for, ema_for, lr_for
 from vitrail.training.config.syntax import MergePlan, read_interval, read_merge, token_roles
@@ -145,7 +146,7 @@ class Config:
     )
 
     weighting: str = _objective(choice("fixed", "uncertainty"), "Fixed or learned task weights.", "fixed")
-    task_weights: dict[str, float] = _objective(mapping(), "Fixed weight of each task.", {})
+    task_weights: dict[str, float] = _objective(weights(), "Fixed weight of each task.", {})
     teacher: str | None = _objective(
         text("MODEL"), "Teacher model: a run directory, timm:NAME or hf:REPO.", resumable=True
     )
@@ -180,7 +181,7 @@ class Config:
         integer(1), "Gradient accumulation: parts that a batch is computed in.", 1, resumable=True
     )
     optimizer: str = _recipe(choice("adamw", "muon"), "Optimizer; muon updates hidden layers.", "adamw")
-    lr: float | None = _recipe(number(0, above=True), "Peak learning rate.")
+    lr: float | None = _recipe(number(0, 1000, above=True), "Peak learning rate.")
     min_lr: float = _recipe(number(0, 1), "Final learning rate as a fraction of the peak.", 0.01)
     weight_decay: float | None = _recipe(number(0), "Weight decay.")
     warmup_epochs: int | None = _recipe(integer(0), "Epochs of linear warm-up.")

@@ -21,6 +21,7 @@ from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
+from vitrail.heads import Output
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.merging.trained_methods import load_method, method_file
@@ -165,6 +166,7 @@ def evaluate_model(
                 images = images if dtype is not None else images.to(weight.dtype)
                 with torch.no_grad(), autocast(weight.device, dtype):
                     output = forward_output(model, images)
+                _check_finite(output, metrics.seen)
                 metrics.add(output, labels, by_token)
                 if not kept or sum(map(len, kept)) < look:
                     kept.append(images)
@@ -182,6 +184,17 @@ def evaluate_model(
         dtype=str(dtype or weight.dtype).removeprefix("torch."),
         merge=settings,
     )
+
+
+def _check_finite(output: Output, seen: int) -> None:
+    """Raise if outputs are not finite: the first class would be counted as their answer."""
+    for name, values in {"logits": output.logits, **output.by_role}.items():
+        if values is not None and not values.isfinite().all():
+            first = seen + int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+            raise UnsupportedInput(
+                f"the model's output ({name}) is NaN or infinite, first for sample {first} (counted from 0); check its "
+                "weights, and evaluate with dtype='fp32'"
+            )
 
 
 @contextmanager

@@ -96,6 +96,7 @@ def test_newest_changelog_entry_is_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     released = re.findall(r"^## \[?(\d+\.\d+\.\d+[^\]\s]*)\]?", text, re.MULTILINE)
     assert released[0] == vitrail.__version__
+    assert f"version: {vitrail.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_import_loads_nothing_optional(fresh_import: dict[str, Any]) -> None:

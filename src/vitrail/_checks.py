@@ -123,7 +123,7 @@ def as_device(name: str, value: Any, counted: Mapping[str, int] | None = None) -
     there = counts.get(device.type)
     if there is not None and (device.index or 0) >= there:
         raise InvalidOption(
-            f"{name}={shown(value)}: this machine has {there or 'no'} CUDA device{'' if there == 1 else 's'}; use "
+            f"{name}={shown(value)}: this machine has {there or 'no'} CUDA device{'' if there == 1 else 's'}; expected "
             f"{'a number below ' + str(there) + ', or ' if there else ''}'cpu', or leave {name} out"
         )
     return device

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail.adapters.forward_pass import ForwardEntry
 from vitrail.adapters.position import Position as Position
 from vitrail.adapters.position import Rotary as Rotary
@@ -239,6 +240,7 @@ class BlockAdapter(ABC):
         """Return the number of heads, and the channels of one."""
 
 
+@checked
 def known_block(block: nn.Module, known: Mapping[type | str, BlockAdapter]) -> BlockAdapter:
     """Return the adapter of a block by its class or the class's dotted name; raise ``UnsupportedModel`` for others."""
     kind = forward_class(block)

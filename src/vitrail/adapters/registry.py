@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail._checks import as_path, shown
 from vitrail.adapters.base import BlockAdapter, Library, TrunkAdapter
 from vitrail.data.spec import InputSpec
@@ -149,6 +150,7 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     return found.load(rest, pretrained, **options)
 
 
+@checked
 def size_options(name: str, size: tuple[int, ...] | None) -> dict[str, Any]:
     """Return the options with which `load_model` builds a model for inputs of a size; none where it needs none."""
     found, _ = split_name(name)
@@ -174,6 +176,7 @@ def sized(found: Found, size: tuple[int, ...] | None, name: str) -> tuple[InputS
     )
 
 
+@checked
 def input_spec(model: nn.Module) -> InputSpec:
     """Return the size and normalization that a supported model expects of its inputs."""
     found = find(model)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import as_path, check_sizes
 from vitrail._reading import read_text
 from vitrail.adapters.base import Library
@@ -102,6 +103,7 @@ def load_saved(path: str | Path) -> nn.Module:
     return model
 
 
+@checked
 def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the class names of a trained model, by label column.
 

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail._arguments import checked
 from vitrail._checks import as_tuple, check_int, check_rank, check_share
 from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
@@ -356,6 +357,7 @@ class Dataset:
         return Labels(self.labels[:, list(self.classes).index(column)].tolist(), self.classes[column])
 
 
+@checked
 def open_dataset(
     source: Any = None,
     *,

@@ -16,8 +16,9 @@ import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from vitrail._arguments import checked
 from vitrail._atomic_files import resolved
-from vitrail._checks import as_path
+from vitrail._checks import as_path, shown
 from vitrail.errors import ImageError, InvalidOption
 
 MAX_PIXELS = 100_000_000
@@ -104,6 +105,7 @@ def check_image(path: str | os.PathLike[str]) -> int:
     return frames
 
 
+@checked
 def find_images(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     extensions: Collection[str] = EXTENSIONS,
@@ -114,6 +116,8 @@ def find_images(
     In folders only files with a known extension count, and hidden files and folders are skipped. A file that is
     reached twice is listed once. No images at all are an ``ImageError``. Other ``extensions`` find other files.
     """
+    if not isinstance(paths, str | os.PathLike | list | tuple | set | frozenset | Iterator):
+        raise InvalidOption(f"paths={shown(paths)}: expected a path, or a list of paths")
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     given = [as_path("path", path) for path in several]
     found: dict[Path, Path] = {}
@@ -175,6 +179,8 @@ def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert any PIL image to RGB: 16-bit gray scaled, transparency composed onto white."""
+    if not isinstance(image, Image.Image):
+        raise InvalidOption(f"image={shown(image)}: expected a PIL image")
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     image = _to_8_bits(image)

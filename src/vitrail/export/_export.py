@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
+from vitrail._arguments import checked
 from vitrail._atomic_files import rename_all
 from vitrail._checks import as_path, is_int, is_number
 from vitrail.adapters import input_spec
@@ -68,6 +69,7 @@ class ExportResult:
         return sum(file.stat().st_size for file in self.files)
 
 
+@checked
 @torch.no_grad()
 def export(
     model: nn.Module,

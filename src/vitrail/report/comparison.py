@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from vitrail._arguments import checked
 from vitrail.analysis.result import Result, plain
 from vitrail.errors import InvalidOption
 from vitrail.report import verdict
@@ -44,6 +45,7 @@ QUANTITIES: dict[str, tuple[str, bool]] = {
 """Compared quantities: path in the JSON, name, and whether it is a share."""
 
 
+@checked
 def compare(a: Report | str | os.PathLike[str], b: Report | str | os.PathLike[str]) -> Comparison:
     """Compare two reports, given as objects or by their files.
 

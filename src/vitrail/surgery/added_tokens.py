@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._atomic_files import write_bytes
 from vitrail._checks import is_int, is_number
 from vitrail.adapters import Found, find
@@ -41,6 +42,7 @@ MODULE_NAME = "vitrail_tokens"
 """Name of the module in the trunk that holds the added tokens."""
 
 
+@checked
 def add_tokens(
     model: nn.Module,
     *,

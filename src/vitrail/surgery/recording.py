@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import as_device, shown
 from vitrail._wording import counted
 from vitrail.adapters import Found
@@ -24,6 +25,7 @@ parquet file, a dataset; preprocessed images (B, C, H, W), or videos (B, C, T, H
 or a tuple that starts with one."""
 
 
+@checked
 def record(
     model: nn.Module,
     images: Images,
@@ -59,6 +61,7 @@ def record(
     return join(recordings)
 
 
+@checked
 def stream(
     model: nn.Module,
     images: Images,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
 from vitrail._deprecation import renamed_property
 from vitrail._wording import counted
@@ -33,6 +34,7 @@ LEAST_FACTOR = 2.0
 """Smallest ratio between the mean norms of artifacts and of other patches."""
 
 
+@checked
 def test_time_registers(
     model: nn.Module,
     data: Images = None,
@@ -196,6 +198,7 @@ class RegisterNeurons:
         )
 
 
+@checked
 def find_register_neurons(
     model: nn.Module,
     data: Images,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int, is_number
 from vitrail.errors import InvalidOption
 from vitrail.tokens.layout import Role
@@ -107,6 +108,7 @@ class TokenSpec:
         return cls(**values)
 
 
+@checked
 def check_specs(specs: Iterable[TokenSpec | Mapping[str, Any]]) -> tuple[TokenSpec, ...]:
     """Return specs as a tuple after checking that they can be used together; a spec may be given as a dict."""
     checked = tuple(TokenSpec.from_dict(spec) if isinstance(spec, Mapping) else spec for spec in specs)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail import __version__
+from vitrail._arguments import checked
 from vitrail._atomic_files import directory_lock, write_bytes
 from vitrail.adapters.registry import declared_spec, library_of
 from vitrail.adapters.saved import load_saved, model_folder, named, read_config, read_labels, saved_library
@@ -210,6 +211,7 @@ def write_model(folder: Path, model: nn.Module, states: Mapping[str, Tensor], la
     library_of(labels.architecture).save(folder, model, own, labels.architecture, values)
 
 
+@checked
 def load_trained(path: str | Path) -> tuple[nn.Module, Labels]:
     """Return a trained model in evaluation mode and its metadata, from a model or run directory or by name.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
@@ -39,6 +40,7 @@ TIMED_ON_CPU = 32
 """Largest batch for throughput on a CPU; larger ones are not faster and take long."""
 
 
+@checked
 def evaluate(
     model: str | Path | nn.Module | tuple[nn.Module, Labels],
     data: Any,

@@ -136,17 +136,16 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         pretrained: whether to load trained weights instead of random ones.
         options: for the library's own constructor.
     """
-    if not isinstance(name, str | Path):
-        raise ModelLoadError(f"a model is named by text such as timm:NAME; got {shown(name)}")
-    name = str(as_path("model", name))
+    given = name
     if not isinstance(pretrained, bool):
         raise InvalidOption(f"pretrained={shown(pretrained)}: expected True or False")
+    name = str(name) if isinstance(name, str | Path) and name != "" and as_path("model", name) else ""
     found, rest = split_name(name)
     if found is None and rest and Path(rest).is_dir():
         found, rest = library("vitrail"), f"local-dir:{rest}"
     if found is None or not rest:
         known = ", ".join(f"{prefix}:NAME" for prefix in LIBRARIES)
-        raise ModelLoadError(f"a model is named {known}; got {shown(name)}")
+        raise ModelLoadError(f"a model is named {known}; got {shown(given)}")
     return found.load(rest, pretrained, **options)
 
 

@@ -31,7 +31,7 @@ def named(model: str | Path) -> Path:
 
     The name of an embedded model always refers to it; ``vitrail:local-dir:tiny`` is a directory.
     """
-    name = str(as_path("model", model)).removeprefix(PREFIX)
+    name = str(as_path("model", model) if str(model) else model).removeprefix(PREFIX)
     if name != str(model) and name in EMBEDDED:
         return EMBEDDED[name]
     return Path(name.removeprefix("local-dir:")).expanduser()

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail import __version__
 from vitrail._arguments import checked
 from vitrail._atomic_files import directory_lock, write_bytes
 from vitrail.adapters.registry import declared_spec, library_of
@@ -139,8 +138,8 @@ def claim(folder: Path, until: ExitStack, *, resume: bool, overwrite: bool) -> N
             aside.mkdir()
             for name in present:
                 (folder / name).rename(aside / name)
+        (folder / MARKER).touch()  # first, and at once: a run that is killed here is one that can be overwritten
         (folder / CHECKPOINTS).mkdir()
-        write_bytes(folder / MARKER, f"vitrail {__version__}\n".encode())
     except BlockingIOError as error:
         raise TrainingError(
             f"{folder} is in use by another run; nothing was changed. Wait for it, or choose another one, out= (-o)"
@@ -172,7 +171,7 @@ def _bring_back(folder: Path) -> None:
         if (aside / name).exists():
             _remove(folder / name)
             (aside / name).rename(folder / name)
-        elif name in (LOG, SETTINGS, MARKER, TENSORBOARD):
+        elif name in (LOG, SETTINGS, TENSORBOARD):
             _remove(folder / name)  # of the new run
     aside.rmdir()
 

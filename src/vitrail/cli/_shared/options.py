@@ -59,6 +59,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
+SOURCES = "Files or folders of images, clips or sounds, parquet files, shards, or hf:OWNER/NAME."
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
 ]

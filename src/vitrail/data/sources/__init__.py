@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
-from vitrail.data.media import MEDIA, check_modality, modality_of
+from vitrail.data.media import MEDIA, check_modality, endings_of, modality_of
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Labels, Source, distinct, matching
 from vitrail.data.sources.folder import FolderSource
@@ -93,8 +93,13 @@ def _open_files(given: Sequence[PathLike], modality: str | None) -> Source:
 
 
 def _modality(paths: Sequence[Path]) -> str:
-    """Return what files hold, by their endings; raise if named files are of several kinds."""
+    """Return what files hold, by their endings; raise if named files are of several kinds.
+
+    A GIF among clips is a clip, and one alone an image. Of a folder, images come first, then clips, then sounds.
+    """
     named = {modality: path for path in paths if not path.is_dir() and (modality := modality_of(path)) is not None}
+    clear = {modality: path for path in paths if not path.is_dir() and (modality := modality_of(path, sure=True))}
+    named = clear or named
     if len(named) > 1:
         (one, first), (other, second) = list(named.items())[:2]
         raise InvalidOption(
@@ -103,9 +108,11 @@ def _modality(paths: Sequence[Path]) -> str:
     if named:
         return next(iter(named))
     folders = [path for path in paths if path.is_dir()]
-    return next(
-        (one for one, medium in MEDIA.items() if any(has_images(f, medium.extensions) for f in folders)), "image"
-    )
+    for endings in (endings_of, lambda modality: MEDIA[modality].extensions):
+        found = next((one for one in MEDIA if any(has_images(folder, endings(one)) for folder in folders)), None)
+        if found is not None:
+            return found
+    return "image"
 
 
 def _check_holds_files(path: Path, extensions: Collection[str], noun: str) -> None:

@@ -19,6 +19,9 @@ WIDTH, HEIGHT = 1000, 320
 TEXT, TITLE, MARGIN, LEFT, TICK = 18, 22, 20, 96, 7
 """Sizes of letters, of space around the panels and left of them, and of ticks, in pixels."""
 
+PADDING = (52, 50, 56)
+"""Color of frames after the end of the sound."""
+
 FREQUENCIES = (50, 100, 200, 500, 1000, 2000, 4000, 8000, 16000)
 """Frequencies that an axis may name, in hertz."""
 
@@ -29,12 +32,15 @@ def draw_sound(values: Any, groups: Any, sampling: Spectrogram) -> Image.Image:
     Args:
         values: (bands, frames), the lowest band first.
         groups: (h, w) integers over the patch grid, stretched over the whole spectrogram.
-        sampling: how the spectrogram was computed; it names the axes.
+        sampling: how the spectrogram was computed; it names the axes. Frames that pad a spectrogram of whole windows
+            are gray.
     """
     values, groups = np.asarray(values, dtype=np.float64), np.asarray(groups)
-    low, high = float(values.min()), float(values.max())
-    shades = Image.fromarray(colors((values[::-1] - low) / max(high - low, 1e-12)))
-    panel = shades.resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
+    padded = _padded(values) if sampling.whole else np.zeros(values.shape[1], dtype=bool)
+    low, high = float(values[:, ~padded].min()), float(values[:, ~padded].max())
+    shades = colors((values[::-1] - low) / max(high - low, 1e-12))
+    shades[:, padded] = PADDING
+    panel = Image.fromarray(shades).resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
     glass = stained_glass(panel, groups[::-1])
     titles = ("Spectrogram", f"{len(np.unique(groups))} groups of {groups.size} patches")
     step = 2 * MARGIN + TITLE + HEIGHT + 2 * TEXT
@@ -46,6 +52,13 @@ def draw_sound(values: Any, groups: Any, sampling: Spectrogram) -> Image.Image:
         draw.text((LEFT, top - MARGIN // 2), title, INK, ImageFont.load_default(TITLE), anchor="ls")
         _draw_axes(draw, top, values.shape[0], values.shape[1], sampling)
     return sheet
+
+
+def _padded(values: np.ndarray) -> np.ndarray:
+    """Return which frames (frames,) follow the end of the sound: the constant ones at the end, if not all are."""
+    constant = (values == values[0, -1]).all(0)
+    count = int((~constant[::-1]).argmax())
+    return np.arange(values.shape[1]) >= values.shape[1] - count
 
 
 def _draw_axes(draw: ImageDraw.ImageDraw, top: int, bands: int, frames: int, sampling: Spectrogram) -> None:

@@ -107,14 +107,26 @@ def check_accepted(name: str, spec: InputSpec, command: str) -> None:
 
 
 def open_for(dataset: Dataset, source: Any, spec: InputSpec, **options: Any) -> Dataset:
-    """Return a dataset as samples of what a model takes: one that was opened as images is opened again as clips.
+    """Return a dataset as samples of what a model takes: GIFs that were opened as images are opened again as clips.
 
-    A GIF is an image or a clip; the model decides.
+    Raises:
+        UnsupportedInput: the data holds something else.
     """
-    modality = spec.modality if spec.modality in FILES else None
-    if modality in (None, dataset.modality) or dataset.modality == "array":
+    if spec.modality in (dataset.modality, "array") or dataset.modality == "array":
         return dataset
-    return open_dataset(source, modality=modality, **options)
+    wrong = UnsupportedInput(
+        f"the model takes {MEDIA[spec.modality].noun}, {' × '.join(map(str, spec.shape))}, and the data holds "
+        f"{medium_of(dataset).noun}, such as {dataset.name(0)}; use a model for these, or give it "
+        f"{MEDIA[spec.modality].noun}"
+    )
+    try:
+        opened = open_dataset(source, modality=spec.modality, **options)
+    except ImageError as error:
+        raise wrong from error
+    endings = FILES[spec.modality].extensions
+    if opened.modality != spec.modality or not all(path.suffix.lower() in endings for path in opened.paths or ()):
+        raise wrong
+    return opened
 
 
 def find_readable(dataset: Dataset) -> Readable:

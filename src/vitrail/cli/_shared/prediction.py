@@ -112,8 +112,11 @@ def _guesses(loaded: Loaded, output: Any) -> Guesses:
     """Return the most likely classes of each label column."""
     found: Guesses = {}
     for question in loaded.questions:
-        scores = question.read(output.logits if question.own else output.by_role[question.name])[0]
-        likely, places = scores.double().softmax(0).topk(min(GUESSES, len(scores)))
+        if question.kind not in ("classification", "multilabel"):
+            continue
+        scores = question.prediction(output)[0].double()
+        shares = scores.softmax(0) if question.kind == "classification" else scores.sigmoid()
+        likely, places = shares.topk(min(GUESSES, len(scores)))
         pairs = zip(places.tolist(), likely.tolist(), strict=True)
         found[question.name] = [Guess(question.classes[place], probability) for place, probability in pairs]
     return found

@@ -116,7 +116,7 @@ def _load(name: str) -> Loaded:
     model_of(named(name))  # raises for a directory without a model
     with console.err.status(f"Loading {name}"):
         loaded = load(name, "demo", device="cpu")
-    if not loaded.questions:
+    if not any(question.kind == "classification" for question in loaded.questions):
         raise refused
     return loaded
 

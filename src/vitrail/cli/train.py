@@ -140,9 +140,10 @@ def _print_next_steps(run: Run) -> None:
     steps = [f"evaluate {name} DATA             # accuracy of each head; --merge r=8 with merging"]
     config = read_config(last)
     if config.get("architecture") == ARCHITECTURE:  # a model of ours
-        if not config.get("num_classes") and not any(token.get("classes") for token in config.get("tokens", ())):
+        labels = read_labels(last)
+        if not labels.get("classes"):
             steps.append(f"train --model {name} --data LABELED  # fine-tune it")
-        elif read_labels(last).get("classes"):
+        elif labels["classes"].keys() - labels.get("targets", {}).keys():
             steps.append(f"demo --model {name}              # predictions and attention at several merge rates")
         steps.append(f"inspect vitrail:{name} IMAGES  # artifact tokens, attention, features")
         steps.append(f"export vitrail:{name} -r 8 -o model.onnx")

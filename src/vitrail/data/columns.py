@@ -26,7 +26,7 @@ def read_kinds(given: Any, columns: Sequence[str]) -> dict[str, Kind]:
     """Return the kind of each column, given one kind for all or a mapping; columns without one are left out."""
     if given is None:
         return {}
-    kinds = dict.fromkeys(columns, given) if isinstance(given, str) else dict(given)
+    kinds: dict[str, Any] = dict.fromkeys(columns, given) if isinstance(given, str) else dict(given)
     for column, kind in kinds.items():
         if kind not in KINDS:
             raise InvalidOption(f"kind={kind!r} of {column}: expected one of {', '.join(KINDS)}")

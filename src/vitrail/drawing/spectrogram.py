@@ -63,7 +63,7 @@ def _padded(values: np.ndarray) -> np.ndarray:
 
 def _draw_axes(draw: ImageDraw.ImageDraw, top: int, bands: int, frames: int, sampling: Spectrogram) -> None:
     font, bottom = ImageFont.load_default(TEXT), top + HEIGHT
-    last = bottom + TEXT
+    last = float(bottom + TEXT)
     for hertz in FREQUENCIES:
         band = sampling.band_of(hertz, bands)
         y = bottom - (band + 0.5) / bands * HEIGHT

@@ -32,7 +32,7 @@ from vitrail.training.config import Config
 from vitrail.training.config.options import suggest
 from vitrail.training.config.syntax import read_tokens
 from vitrail.training.objective.learner import Learner
-from vitrail.training.objective.objective import Objective
+from vitrail.training.objective.objective import Objective, check_distillation
 from vitrail.training.objective.self_distillation import SelfLearner
 from vitrail.training.objective.targets import assign_targets, find_heads
 from vitrail.training.objective.teacher import Teacher
@@ -84,7 +84,8 @@ def make_models(
             if name not in known:
                 raise InvalidOption(f"recipe_options: expected {', '.join(known)}; got {name!r}{suggest(name, known)}")
         return Models(**vars(built), learner=SelfLearner(built.model, **config.recipe_options).to(world.device))
-    assign_targets(built.model, classes, targets)  # before a teacher is loaded
+    assigned = assign_targets(built.model, classes, targets)  # before a teacher is loaded
+    check_distillation(assigned, config.distillation if config.teacher else None)
     teacher = None if config.teacher is None else _make_teacher(config, built, classes, world)
     objective = Objective.of(config, built.model, classes, teacher, targets)
     merging: Merging | None = None

@@ -75,6 +75,8 @@ def predict(loaded: Loaded, batch: Tensor) -> Prediction:
         ) from error
     seconds = clock.now() - start
     values, is_classes = _values(loaded.model, output)
+    if loaded.questions:
+        is_classes = is_classes and any(question.kind == "classification" for question in loaded.questions)
     return Prediction(values.flatten().double().cpu(), is_classes, seconds, _guesses(loaded, output))
 
 

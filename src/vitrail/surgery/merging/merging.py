@@ -554,12 +554,14 @@ class Merging(Handle):
         from vitrail.data.media import MEDIA, read_recordings
         from vitrail.data.spec import to_tensor
         from vitrail.drawing import draw_groups
+        from vitrail.drawing.film import Film
 
         refuse_packed(self.found, "drawing")
         spec = self.found.adapter.input_spec(self.found.trunk)
         if spec.modality != "image" and spec.modality in MEDIA:
-            originals = read_recordings(spec.modality, images)
-            batch = torch.stack([original.tensor(spec) for original in originals])
+            recordings = read_recordings(spec.modality, images)
+            originals: Sequence[Any] = recordings
+            batch = torch.stack([recording.tensor(spec) for recording in recordings])
         else:
             originals = read_images(images)
             channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
@@ -571,7 +573,7 @@ class Merging(Handle):
             self.found.trunk(batch.to(weight.device, weight.dtype))
         groups = trace.groups.cpu().unflatten(1, trace.layout.grid).numpy()
         drawn = (draw_groups(*pair, spec) for pair in zip(originals, groups, strict=True))
-        return [next(iter(drawings.values())) for drawings in drawn]
+        return [next(one for one in drawings.values() if not isinstance(one, Film)) for drawings in drawn]
 
     def remove(self) -> None:
         """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""

@@ -82,7 +82,12 @@ class Metrics(ABC):
             "count": self._tallies[next(iter(main))].count,
             "loss": sum(figures["loss"] for figures in main.values()) / len(main),
             "classes": self._classes,
-            **picked(("accuracy", "right", "rmse", "mae"), found),
+            "accuracy": {  # of a head that predicts several classes at once it says little
+                name: one["accuracy"]
+                for name, one in found.items()
+                if "top5" in one or (name in main and "accuracy" in one)
+            },
+            **picked(("right", "rmse", "mae"), found),
             **picked(("top5", "calibration", "confusion", "r2", "mean_ap", "ap", "miou", "iou"), main),
         }
 

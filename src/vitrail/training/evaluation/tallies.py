@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,8 +50,12 @@ def make_tally(target: Target, device: torch.device | str = "cpu") -> Tally:
     """Return the tally of a target's predictions."""
     if target.kind == "regression":
         return ValueTally(target, device)
-    made = {"classification": ClassTally, "multilabel": SeveralTally, "dense": PixelTally}[target.kind]
-    return made(len(target.classes), device)
+    kinds: dict[str, Callable[..., Tally]] = {
+        "classification": ClassTally,
+        "multilabel": SeveralTally,
+        "dense": PixelTally,
+    }
+    return kinds[target.kind](len(target.classes), device)
 
 
 def _precise(device: torch.device | str) -> torch.dtype:

@@ -24,7 +24,7 @@ from vitrail.training.objective.losses import (
     soft_distillation,
     squared_error,
 )
-from vitrail.training.objective.targets import assign_targets, check_outputs, find_heads, required_outputs
+from vitrail.training.objective.targets import Target, assign_targets, check_outputs, find_heads, required_outputs
 from vitrail.training.objective.teacher import Teacher, TeacherOutput
 
 LOSSES: dict[Kind, Callable[..., Tensor]] = {
@@ -49,6 +49,16 @@ class Terms(NamedTuple):
 
     total: Tensor
     parts: dict[str, Tensor]
+
+
+def check_distillation(targets: Sequence[Target], distillation: str | None) -> None:
+    """Raise if a teacher's classes cannot be learned, as columns hold none."""
+    other = [target.name for target in targets if target.own and target.kind != "classification"]
+    if distillation in ("hard", "soft") and other:
+        raise InvalidOption(
+            f"distillation={distillation!r} learns classes from a teacher, and {other[0]!r} holds none; use "
+            "distillation='features'"
+        )
 
 
 class Objective(nn.Module):
@@ -120,12 +130,7 @@ class Objective(nn.Module):
             )
         if distillation in ("hard", "soft") and not self.heads.fused:
             raise InvalidOption("a model with only task tokens has no head for the teacher's predictions")
-        other = [target.name for target in self.targets if target.own and target.kind != "classification"]
-        if distillation in ("hard", "soft") and other:
-            raise InvalidOption(
-                f"distillation={distillation!r} learns classes from a teacher, and {other[0]!r} holds none; use "
-                "distillation='features'"
-            )
+        check_distillation(self.targets, distillation)
         self.share = DISTILLATION_WEIGHTS[distillation] if share is None and distillation else share or 0.0
         self.feature_weight = self.share if distillation == "features" else feature_weight
         self.wants_features = self.feature_weight > 0

@@ -12,8 +12,9 @@ PUBLIC = {
     "vitrail": (
         "Ablation AddedTokens Assignment CapturedModel Context Count Merging Method Recording Reduction "
         "RegisterNeurons Report Role TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate "
-        "add_tokens capture class_names compare count create_model errors find_register_neurons from_timm inspect "
-        "list_methods list_models load_method load_model look_ahead merge record register_adapter register_method "
+        "add_tokens capture class_names compare count create_model errors find_register_neurons from_pretrained "
+        "from_timm inspect list_methods list_models load load_method load_model look_ahead merge record "
+        "register_adapter register_method "
         "test_time_registers to_timm tune"
     ),
     "vitrail.adapters": (
@@ -45,7 +46,8 @@ PUBLIC = {
     "vitrail.report": "Comparison Report ReportError compare inspect",
     "vitrail.surgery": (
         "Ablation AddedTokens Count Handle Merging Payoff Recording RegisterNeurons TestTimeRegisters Trace ablate "
-        "add_tokens count find_register_neurons load_method look_ahead merge record test_time_registers"
+        "add_tokens count find_register_neurons from_pretrained load load_method look_ahead merge record "
+        "test_time_registers"
     ),
     "vitrail.tokens": "Role TokenLayout TokenSpan TokenSpec check_specs span_names token_names",
     "vitrail.training": "Arrays Config Evaluation Event Labels PRESETS Run evaluate load_trained read_log train",

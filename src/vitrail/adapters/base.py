@@ -480,6 +480,10 @@ class Library(ABC):
         """Return the input specification that any model of the library declares, with a supported trunk or without."""
         return None
 
+    def class_names(self, model: nn.Module) -> tuple[str, ...] | None:
+        """Return the names of the classes that a model of the library was published with; None if unknown."""
+        return None
+
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         """Return the options with which `load` builds a model for inputs of another size."""
         return {}

@@ -189,6 +189,12 @@ def declared_spec(model: nn.Module) -> InputSpec | None:
         return next((spec for spec in declared if spec is not None), None)
 
 
+def named_classes(model: nn.Module, outputs: int) -> tuple[str, ...] | None:
+    """Return the names of the classes that a classifier was published with; None where its library keeps none."""
+    found = (one.class_names(model) for one in _imported())
+    return next((names for names in found if names is not None and len(names) == outputs), None)
+
+
 def head_names() -> dict[str, str]:
     """Return the attribute names of the linear heads of all imported libraries, each with the role that it reads."""
     return {name: role for one in _imported() for name, role in one.heads.items()}

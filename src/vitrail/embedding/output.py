@@ -29,9 +29,9 @@ from vitrail.embedding.table import (
     arrow,
     first_difference,
     make_table,
+    opened_parquet,
     parquet_writer,
     read_parquet,
-    opened_parquet,
     schema_of,
     to_parquet,
 )
@@ -318,8 +318,8 @@ def read_output(storage: Storage, name: str) -> Embeddings:
         return _read_array(storage, name)
     if name.endswith(".csv"):
         raise EmbeddingError(
-            f"{path} is there already, and a .csv file has no settings to compare. Name another file, or replace it with "
-            "overwrite=True (--overwrite)"
+            f"{path} is there already, and a .csv file has no settings to compare. Name another file, or replace it "
+            "with overwrite=True (--overwrite)"
         )
     if name:
         return Embeddings(*read_parquet(storage, name), read_skipped(storage, name))

@@ -50,6 +50,11 @@ class Predictor(Core):
         known = declared_spec(model) if spec is None else spec
         assert known is not None
         self.spec = known
+        if not class_names(model) and not self._found.adapter.num_classes(model, self._found.trunk):
+            raise UnsupportedModel(
+                f"{type(model).__name__} has no classes to predict: it returns features. Use vitrail embed, or a model "
+                "with a classification head"
+            )
         weight = next(model.parameters())
         with torch.inference_mode(), taking(self._found, torch.empty(1, *self.spec.shape)):
             outputs = forward_output(model, torch.zeros(1, *self.spec.shape).to(weight))
@@ -96,12 +101,7 @@ def find_targets(model: nn.Module, outputs: int | None, classes: Sequence[str] |
     trained = class_names(model)
     if trained and classes is None:
         return assign_targets(model, trained)
-    count = find(model).adapter.num_classes(model, find(model).trunk)
-    if not count or outputs is None:
-        raise UnsupportedModel(
-            f"{type(model).__name__} has no classes to predict: it returns features. Use vitrail embed, or a model with "
-            "a classification head"
-        )
+    assert outputs is not None
     names = tuple(classes or named_classes(model, outputs) or map(str, range(outputs)))
     if len(names) != outputs:
         raise InvalidOption(f"{len(names)} class names were given, and the model has {outputs} outputs")

@@ -123,7 +123,7 @@ class Reader:
     def batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Decoded]:
         """Yield the samples with these indices, batch by batch."""
         if not self.workers:
-            return map(self._read, parts)
+            return (self._read(indices) for indices in parts)
         return self._by_processes(parts) if self.processes else self._by_threads(parts)
 
     def _read(self, indices: Sequence[int]) -> Decoded:
@@ -173,8 +173,8 @@ class Reader:
             yield from loader
         except (RuntimeError, EOFError, OSError) as error:
             raise EmbeddingError(
-                f"a worker that decodes ended ({' '.join(str(error).split())[:200] or type(error).__name__}); if memory "
-                "is short, use fewer workers or a smaller batch"
+                f"a worker that decodes ended ({' '.join(str(error).split())[:200] or type(error).__name__}); if "
+                "memory is short, use fewer workers or a smaller batch"
             ) from error
 
 

@@ -205,5 +205,6 @@ def explained(path: str, *passed: type[BaseException]) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise EmbeddingError(
-            f"{path} could not be read or written ({why}); check the path and permissions, or name another output with -o"
+            f"{path} could not be read or written ({why}); check the path and permissions, or name another output with "
+            "-o"
         ) from error

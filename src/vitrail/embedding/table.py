@@ -140,7 +140,7 @@ def parquet_writer(sink: Any, schema: Any, settings: Mapping[str, Any]) -> Any:
     arrow()
     parquet: Any = import_module("pyarrow.parquet")
     text = json.dumps(settings, sort_keys=True, ensure_ascii=False)
-    plain = {name: "zstd" for name in (INDEX, NAME)}
+    plain = dict.fromkeys((INDEX, NAME), "zstd")
     compression = {one: plain.get(one.split(".")[0], "none") for one in _leaves(schema)}
     return parquet.ParquetWriter(
         sink,

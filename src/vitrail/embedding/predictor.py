@@ -77,7 +77,9 @@ class Predictor(Core):
         with torch.inference_mode(), taking(self._found, images):
             output = forward_output(self.model, images)
             for target in self.targets:
-                scores = target.read(output.logits if target.own else output.by_role[target.name])
+                logits = output.logits if target.own else output.by_role[target.name]
+                assert logits is not None
+                scores = target.read(logits)
                 likely, places = scores.float().softmax(1).topk(self.top[target.name], 1)
                 made[f"{target.name}.probability"], made[f"{target.name}.class"] = likely, places
         return made

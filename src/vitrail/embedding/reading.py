@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -120,7 +120,7 @@ class Reader:
             self.workers = min(cpu_count(), MOST_WORKERS)
         check_int("workers", self.workers, 0)
 
-    def batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+    def batches(self, parts: Sequence[Sequence[int]]) -> Generator[Decoded, None, None]:
         """Yield the samples with these indices, batch by batch."""
         if not self.workers:
             return (self._read(indices) for indices in parts)
@@ -129,7 +129,7 @@ class Reader:
     def _read(self, indices: Sequence[int]) -> Decoded:
         return _Worker(self.dataset, self.prepare)[indices]
 
-    def _by_threads(self, parts: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+    def _by_threads(self, parts: Sequence[Sequence[int]]) -> Generator[Decoded, None, None]:
         with ExitStack() as stack:
             pool = ThreadPoolExecutor(self.workers, "decode")
             stack.callback(pool.shutdown, cancel_futures=True)
@@ -158,12 +158,12 @@ class Reader:
             return _failed, str(error), time.perf_counter() - start
         return copy_context().run, _decode, self.prepare, read, time.perf_counter() - start
 
-    def _by_processes(self, parts: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+    def _by_processes(self, parts: Sequence[Sequence[int]]) -> Generator[Decoded, None, None]:
         clean = "forkserver" if "forkserver" in torch.multiprocessing.get_all_start_methods() else "spawn"
         loader: Any = DataLoader(
             _Worker(self.dataset.bare(), self.prepare),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=parts,  # type: ignore[arg-type]
+            sampler=parts,
             num_workers=self.workers or 0,
             prefetch_factor=AHEAD,
             multiprocessing_context=clean,

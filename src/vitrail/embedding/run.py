@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -321,7 +321,7 @@ class Computed:
 
 def compute(
     plan: Plan, parts: Sequence[Sequence[int]], progress: Callable[[Progress], object] | None, done: int
-) -> Iterator[Computed]:
+) -> Generator[Computed, None, None]:
     """Yield the rows of each batch of indices, in order; on a GPU, a batch is copied back while the next one runs."""
     core, dataset, reader = plan.core, plan.dataset, plan.reader
     lag = 1 if core.device.type == "cuda" else 0
@@ -354,7 +354,7 @@ def compute(
             progress(report)
         return Computed(table, skipped)
 
-    with closing(reader.batches(parts)) as stream:  # type: ignore[type-var]
+    with closing(reader.batches(parts)) as stream:
         while True:
             begin = time.perf_counter()
             decoded = next(stream, None)

@@ -145,7 +145,7 @@ class RemoteStorage(Storage):
     def open(self, name: str) -> IO[bytes] | None:
         with explained(f"{self.path}/{name}"):
             place = self._place(name)
-            return self._system.open(place, "rb") if self._system.isfile(place) else None  # type: ignore[no-any-return]
+            return self._system.open(place, "rb") if self._system.isfile(place) else None
 
     def size(self, name: str) -> int | None:
         place = self._place(name)

@@ -81,8 +81,7 @@ def evaluate(
     with distributed(device) as world:
         loaded = load_trained(model) if isinstance(model, str | Path) else model
         net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
-        options = None if chosen is None else merge_arguments(chosen, net)
-        options = _with_trained_method(options, known)
+        options = _with_trained_method(None if chosen is None else merge_arguments(chosen, net), known)
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)

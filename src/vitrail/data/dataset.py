@@ -216,6 +216,13 @@ class Dataset:
                 found[column] = float(values[0]) if kind == "regression" else int(values[0])
         return found
 
+    def fetch_sample(self, index: int) -> Callable[[], Sample]:
+        """Read the bytes of one sample and return a function that decodes it, without mask, boxes and labels.
+
+        Called by one thread, fastest in rising order; any thread may call the returned function.
+        """
+        return self._source.fetch(self._rows[index], annotations=False)
+
     def tensor(self, index: int, size: int) -> Tensor:
         """Read a sample as a tensor: an array as it is, the largest centered square of an image as (3, size, size).
 

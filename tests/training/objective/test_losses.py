@@ -11,11 +11,14 @@ from torch.nn import functional as F
 
 from vitrail.errors import UnsupportedInput
 from vitrail.training.objective.losses import (
+    binary_cross_entropy,
     cross_entropy,
     feature_distillation,
     masked_cross_entropy,
+    pixel_cross_entropy,
     reconstruction,
     soft_distillation,
+    squared_error,
 )
 
 

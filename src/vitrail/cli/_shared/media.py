@@ -22,7 +22,10 @@ from vitrail.errors import ImageError, UnsupportedInput
 RANDOM_INPUTS = ("bench", "export")
 """Commands that read no data: they run models on random inputs of the right shape."""
 
-READING = (*RANDOM_INPUTS, "merge", "tune", "inspect")
+WHOLE_DATASETS = ("embed", "predict")
+"""Commands that run a model on every sample of a dataset, of any medium."""
+
+READING = (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "inspect")
 """Commands for every medium that has files."""
 
 
@@ -38,7 +41,7 @@ class Medium:
     """
 
     noun: str
-    commands: Sequence[str] = RANDOM_INPUTS
+    commands: Sequence[str] = (*RANDOM_INPUTS, *WHOLE_DATASETS)
     check: Callable[[Path], int] = lambda path: 1
     batch: Callable[[Any, InputSpec], Tensor] = lambda values, spec: spec.normalize(values[None])
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
 from vitrail.data.masks import MaskReader
 from vitrail.data.media import MEDIA, check_modality, endings_of, modality_of
+from vitrail.data.remote import find_remote, is_remote
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Labels, Source, distinct, matching
 from vitrail.data.sources.folder import FolderSource
@@ -71,9 +72,32 @@ def open_source(
             return open_hub(rest)
         if kind == "torchvision":
             return open_torchvision(rest, columns)
-        if kind == "wds":
+        if kind == "wds" and not is_remote(rest):
             return ShardSource(find_shards(rest))
+    remote = [os.fspath(path).removeprefix("wds:") for path in given]
+    if any(map(is_remote, remote)):
+        if masks is not None:
+            raise InvalidOption(f"masks={os.fspath(masks)!r} is for images on this machine; copy them first")
+        return _open_remote(remote, modality or "image", reader)
     return _open_files(given, modality, reader, None if masks is None else Path(masks))
+
+
+def _open_remote(given: Sequence[str], modality: str, reader: MaskReader) -> Source:
+    """Open parquet files, shards, or images of a remote store, by their endings."""
+    if not all(map(is_remote, given)):
+        raise InvalidOption("some paths are of this machine and others remote; open them one after the other")
+    tables, endings = (".parquet", ".pq"), MEDIA[modality].extensions
+    files = [file for url in given for file in find_remote(url, {*tables, ".tar", *endings})]
+    kinds = {file.suffix.lower() if file.suffix.lower() in (*tables, ".tar") else modality for file in files}
+    if len(kinds) > 1:
+        raise InvalidOption(
+            f"{given[0]} holds files of several kinds ({', '.join(sorted(kinds))}); name those of one kind"
+        )
+    if kinds <= set(tables):
+        return ParquetSource(files, modality, reader)  # type: ignore[arg-type]
+    if kinds == {".tar"}:
+        return ShardSource(files)  # type: ignore[arg-type]
+    return FolderSource(files, None, modality)  # type: ignore[arg-type]
 
 
 def are_paths(source: Any) -> bool:

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitrail.data.decode import find_images, read_image
+from vitrail.data.decode import decode_image, find_images, read_image
 from vitrail.data.masks import FOREGROUND, MaskReader
 from vitrail.data.media import recording, require
+from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import LABEL, Labels, Source, clean, number_classes
 from vitrail.errors import ImageError, InvalidOption
@@ -49,7 +50,11 @@ class FolderSource(Source):
         return number_classes(self._folders or [None] * len(self))
 
     def read(self, row: int) -> Sample:
-        path = self.paths[row]
+        path: Path | RemoteFile = self.paths[row]
+        if isinstance(path, RemoteFile):
+            data = _fetched(path)
+            content = decode_image(data, path.url) if self.modality == "image" else None
+            return Sample(content or recording(self.modality, data, path.url), self.names[row])
         if self.modality == "image":
             image, mask = read_image(path), None
             if self._masks is not None:
@@ -74,6 +79,14 @@ def _find_masks(paths: Sequence[Path], root: Path | None, folder: Path) -> dict[
             f"{next(iter(names.values()))}.png; expected files of the same names, in the same subfolders"
         )
     return found
+
+
+def _fetched(file: RemoteFile) -> bytes:
+    try:
+        return file.read_bytes()
+    except Exception as error:  # of any file system
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ImageError(f"{file}: could not be read ({why:.200}); check the address and your access") from error
 
 
 def _class_folders(paths: Sequence[Path], root: Path | None) -> list[str] | None:

@@ -144,7 +144,7 @@ def _introduce(loop: Loop, start: int) -> None:
     }
     classes = ", ".join(f"{name}: {text}" for name, text in described.items()) or "no labels"
     text = (
-        f"{count:,} training images{f', {held:,} held out' if held else ''} ({classes}); {config.model} with "
+        f"{count:,} training {loop.loader.dataset.noun}{f', {held:,} held out' if held else ''} ({classes}); {config.model} with "
         f"{parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {loop.per_epoch} steps, batch size "
         f"{config.batch_size}"
     )

@@ -217,9 +217,8 @@ class Loop:
         if len(skipped) > self._unreadable:
             self._unreadable = len(skipped)
             self.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
-            self.note(
-                f"Skipped {len(skipped)} unreadable {self.loader.dataset.noun}: {'; '.join(why for _, why in skipped[:3])}"
-            )
+            reasons = "; ".join(why for _, why in skipped[:3])
+            self.note(f"Skipped {len(skipped)} unreadable {self.loader.dataset.noun}: {reasons}")
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on the held-out data, and write the model if it is the best so far."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,6 +26,9 @@ from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
+if TYPE_CHECKING:
+    from vitrail.adapters.windows import LayerWindows
+
 
 def forward_class(module: nn.Module) -> type:
     """Return the class whose ``forward`` a module runs.
@@ -34,7 +37,7 @@ def forward_class(module: nn.Module) -> type:
     that changes it is another kind of module. Vitrail's own mixins do not count.
     """
     kinds = type(module).__mro__
-    ours = {vars(kind)["_vitrail_swap"][0] for kind in kinds if "_vitrail_swap" in vars(kind)}
+    ours = {mixin for kind in kinds if "_vitrail_swap" in vars(kind) for mixin in vars(kind)["_vitrail_swap"][0].__mro__}
     return next(kind for kind in kinds if "forward" in vars(kind) and kind not in ours)
 
 
@@ -298,6 +301,13 @@ class TrunkAdapter(ABC):
         Layers of a class-attention stage count on from the blocks.
         """
         return self.layout(trunk, size)
+
+    def windows(self, trunk: nn.Module) -> tuple[LayerWindows, ...]:
+        """Return the windows of each block, where attention runs inside windows; their blocks' adapters know these.
+
+        Blocks may then have grids of their own: each begins and ends with all of its tokens.
+        """
+        return ()
 
     def stage(self, trunk: nn.Module) -> Sequence[nn.Module]:
         """Return the blocks of a class-attention stage after the others; each returns its query tokens (B, Q, D)."""

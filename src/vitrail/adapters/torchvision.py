@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, known_block
 from vitrail.adapters.named_block import BlockNames, MlpNames, NamedBlock
+from vitrail.adapters.torchvision_swin import MODULE, TorchvisionSwin
 from vitrail.data.spec import MEAN, STD, InputSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
@@ -75,13 +76,13 @@ class Torchvision(Library):
     heads = {"head": "class"}  # noqa: RUF012
 
     def trunks(self) -> Mapping[str, TrunkAdapter]:
-        return {f"{_MODULE}.VisionTransformer": TorchvisionTrunk()}
+        return {f"{_MODULE}.VisionTransformer": TorchvisionTrunk(), f"{MODULE}.SwinTransformer": TorchvisionSwin()}
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
         """Load a model with its default weights, or with random ones."""
         models = self.imported(name, "torchvision.models")
         if name not in models.list_models():
-            expected = ", ".join(models.list_models(include="vit*"))
+            expected = ", ".join(models.list_models(include=["vit*", "swin*"]))
             raise ModelLoadError(f"torchvision has no model named {name!r}; expected {expected}")
         try:
             return models.get_model(name, weights="DEFAULT" if pretrained else None, **options).eval()

@@ -18,6 +18,7 @@ from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding, has_own_forward
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
 from vitrail.runtime.plan import BlockPlan, Plan
+from vitrail.runtime.windows import WindowedBlock
 
 METHOD = "vitrail_method"
 """Name of the submodule that holds a method with parameters: it is moved, saved and trained with the model."""
@@ -39,14 +40,15 @@ def install(found: Found, plan: Plan) -> None:
     _attach(found.trunk, RESTORER, plan.restorer)
     _attach(found.trunk, FORESIGHT, plan.foresight)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
-        block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
+        is_last = index == plan.depth - 1 if plan.tiling is None else plan.tiling.ends(index)
+        block._vitrail = BlockPlan(plan, index, is_last, parts)  # type: ignore[assignment]
     if is_new:
         found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
         swap(found.trunk, found.adapter.entry_points())
         for conv in patch_convolutions(embedding(found)):
             swap(conv, PatchProduct)
         for block in found.blocks:
-            swap(block, MergedBlock)
+            swap(block, MergedBlock if plan.tiling is None else WindowedBlock)
     if plan.shortening is not None:
         for part, mixin in plan.shortening.mixins():
             part._vitrail_shortening = plan.shortening  # type: ignore[assignment]

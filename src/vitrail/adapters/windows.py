@@ -208,6 +208,13 @@ class LayerWindows:
         height, width = patches[-2:]
         return -(-height // self.step), -(-width // self.step)
 
+    def kind(self, patches: Sequence[int]) -> tuple[object, ...] | None:
+        """Return what is the same for blocks whose tokens fall into the same windows; None for one that does not merge."""
+        if self.windows is None:
+            return None
+        size, shift = self.windows.on(self.grid(patches))
+        return self.step, self.order, size, shift, any(shift) and self.windows.pads_first
+
     def sequence(self, grid: Size, device: torch.device) -> Tensor | None:
         """Return where the token of each cell of the grid, row by row, is in the sequence; None for the same place."""
         if not self.order:
@@ -311,3 +318,8 @@ def relative_index(tile: Tile, device: torch.device) -> Tensor:
     cells = torch.tensor(tile.cells(), device=device)
     between, window = cells[: tile.tokens, None] - cells, tile.window
     return (between[..., 0] + window[0] - 1) * (2 * window[1] - 1) + between[..., 1] + window[1] - 1
+
+
+def flat_tokens(x: Tensor) -> Tensor:
+    """Return tokens (B, H, W, D) or (B, N, D) as (B, N, D)."""
+    return x.flatten(1, 2) if x.dim() == 4 else x

@@ -20,7 +20,7 @@ from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.layout import first_class_token
-from vitrail.runtime.plan import Plan
+from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import Reading, SideTokens, advance, prepare, widen
 from vitrail.runtime.trace import TracedPass, record
 from vitrail.tokens import TokenLayout, TokenSpan
@@ -63,6 +63,10 @@ class Carried:
     def sent(self, tokens: Tensor | None) -> Carried:
         """Return the state as the outgoing tokens carry it; ``tokens`` as in the attribute."""
         return replace(self, r=self.state.r, tokens=tokens)
+
+    def ends(self, mine: BlockPlan) -> bool:
+        """Return whether tokens are restored behind a block."""
+        return mine.is_last
 
     def restore(self, x: Tensor) -> Tensor:
         """Return merged tokens at full length."""

@@ -78,7 +78,7 @@ class MergedBlock:
         call = mine.parts.read_call(args, kwargs)
         x, after = vitrail_slot.carried.run(mine.parts, self, x, call)  # type: ignore[arg-type]
         expose = after.expose
-        is_shown = mine.is_last or (expose if isinstance(expose, bool) else mine.index in expose)
+        is_shown = after.ends(mine) or (expose if isinstance(expose, bool) else mine.index in expose)
         output = after.restore(x) if after.plan.unmerge and is_shown else x
         vitrail_slot.passed = Passed(x, output, after)
         return mine.parts.returned(output)
@@ -231,7 +231,7 @@ def refuse_changes(plan: Plan, entered: Pass) -> None:
 def _send(mine: BlockPlan, out: Tensor, passed: Passed) -> Tensor:
     """Set the state on the outgoing tokens; those of the last block are ordinary tokens again."""
     carried = passed.carried
-    if mine.is_last:
+    if carried.ends(mine):
         if carried.side is not None:
             deliver(carried.side)
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:

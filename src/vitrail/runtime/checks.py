@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from vitrail.adapters import Found
-from vitrail.errors import AlreadyApplied, UnsupportedModel
+from vitrail.errors import AlreadyApplied, InvalidOption, UnsupportedModel
+from vitrail.merging import Method
 from vitrail.runtime.layout import MARK
 
 
@@ -103,6 +105,26 @@ def refuse_windowed(found: Found, what: str) -> None:
         raise UnsupportedModel(
             f"the attention of {type(found.trunk).__name__} runs inside windows, where no token is seen by all others: "
             f"{what} is not supported for it; merging, recording and counting are"
+        )
+
+
+def refuse_in_windows(found: Found, method: Method, options: Sequence[str]) -> None:
+    """Raise if a method, or one of the given options, cannot serve windows, where tokens merge and are restored."""
+    trunk = type(found.trunk).__name__
+    if options:
+        raise InvalidOption(
+            f"{trunk} merges inside windows and restores all tokens behind them, so it does not take "
+            f"{', '.join(options)}; leave it out"
+        )
+    reason = None
+    if not method.static:
+        reason = "decides for each image how many tokens merge, and all windows must merge the same share"
+    elif method.decides or next(method.parameters(), None) is not None:
+        reason = "is trained for blocks of one width that see all tokens"
+    if reason is not None:
+        raise UnsupportedModel(
+            f"method {method.label} {reason}; {trunk} merges inside windows, by a static method without parameters "
+            "such as tome, energy or grid"
         )
 
 

@@ -120,9 +120,10 @@ class CostModel:
         behind = sum(weights * (patches // group) for weights, group in self.behind)
         found |= {"patches": self.per_patch * patches + behind, "rest": self.fixed}
         merges: list[tuple[Tile, tuple[int, ...]]] = []
+        starts = {start for start, _ in tiling.runs(grid)}
         for index, block in enumerate(self.blocks):
             layer = tiling.layers[index]
-            if tiling.begins(index):
+            if index in starts:
                 merges = []
             if layer.pooling is not None:
                 for name, one in layer.pooling.cost(layer.grid(grid)).items():

@@ -40,8 +40,7 @@ def install(found: Found, plan: Plan) -> None:
     _attach(found.trunk, RESTORER, plan.restorer)
     _attach(found.trunk, FORESIGHT, plan.foresight)
     for index, (block, parts) in enumerate(zip(found.blocks, found.block_adapters, strict=True)):
-        is_last = index == plan.depth - 1 if plan.tiling is None else plan.tiling.ends(index)
-        block._vitrail = BlockPlan(plan, index, is_last, parts)  # type: ignore[assignment]
+        block._vitrail = BlockPlan(plan, index, index == plan.depth - 1, parts)  # type: ignore[assignment]
     if is_new:
         found.trunk._vitrail_adapter = found.adapter  # type: ignore[assignment]
         swap(found.trunk, found.adapter.entry_points())

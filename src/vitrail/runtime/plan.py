@@ -227,9 +227,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The plan as seen by one block: the plan, its index, whether tokens are restored behind it, and its adapter.
-
-    They are restored behind the last block, and where attention runs inside windows, behind the last one of a run.
+    """The plan as seen by one block: the plan, its index, whether it is the last block, and its adapter.
 
     A block's forward reads no index but ``is_last``: a compiler specializes on what is read, so all blocks between the
     first and the last share one compiled graph.

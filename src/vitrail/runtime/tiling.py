@@ -35,17 +35,14 @@ class Tiling:
             raise UnsupportedModel(f"the adapter of {type(found.trunk).__name__} does not know the windows of all blocks")
         return cls(layers)
 
-    def begins(self, layer: int) -> bool:
-        """Return whether a block begins a run."""
-        return layer == 0 or self.layers[layer] != self.layers[layer - 1]
+    def run(self, grid: Grid, layer: int) -> tuple[int, int]:
+        """Return the first block of the run that a block is in, and the one behind its last, for a patch grid."""
+        return next(run for run in self.runs(grid) if run[0] <= layer < run[1])
 
-    def ends(self, layer: int) -> bool:
-        """Return whether a block ends a run."""
-        return layer == len(self.layers) - 1 or self.begins(layer + 1)
-
-    def runs(self) -> list[tuple[int, int]]:
-        """Return the first block of each run, and the one behind its last."""
-        starts = [layer for layer in range(len(self.layers)) if self.begins(layer)]
+    def runs(self, grid: Grid) -> list[tuple[int, int]]:
+        """Return the first block of each run, and the one behind its last, for a patch grid."""
+        kinds = [one.kind(grid) for one in self.layers]
+        starts = [layer for layer, kind in enumerate(kinds) if not layer or kind is None or kind != kinds[layer - 1]]
         return list(zip(starts, [*starts[1:], len(self.layers)], strict=True))
 
     def tiles(self, grid: Grid, layer: int) -> tuple[Tile, ...]:
@@ -56,7 +53,7 @@ class Tiling:
     def room(self, method: Method, grid: Grid) -> RunsRoom:
         """Return how many tokens can merge in the largest tile of each block."""
         pieces = []
-        for start, stop in self.runs():
+        for start, stop in self.runs(grid):
             tiles = self.tiles(grid, start)
             pieces.append((stop - start, _room(method, tiles[0]) if tiles else None))
         most = max((room.tokens for _, room in pieces if room is not None), default=1)
@@ -70,7 +67,7 @@ class Tiling:
         ``per_layer`` is for the largest tile; the others merge the same share, rounded down. Layers outside of the
         block's run merge nothing.
         """
-        start, stop = next(run for run in self.runs() if run[0] <= layer < run[1])
+        start, stop = self.run(grid, layer)
         found = []
         tiles = self.tiles(grid, layer)
         for tile in tiles:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from vitrail.adapters.base import BlockAdapter, BlockCall
 from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
-from vitrail.adapters.windows import LayerWindows, Tile, WindowedAdapter
+from vitrail.adapters.windows import LayerWindows, Tile, WindowedAdapter, flat_tokens
 from vitrail.errors import BrokenPass
 from vitrail.merging import Assignment, MergeState
-from vitrail.runtime.block_forward import Carried
+from vitrail.merging.method import Projections
+from vitrail.runtime.block_forward import Carried, pad_keys
 from vitrail.runtime.carry import MergedBlock, Slot, planned, refuse_changes
 from vitrail.runtime.guide import current_guide, method_maps
 from vitrail.runtime.plan import BlockPlan, Plan
@@ -59,6 +60,7 @@ class WindowCarried(Carried):
         shape: shape of the tokens as the model passes them.
         lengths: number of tokens present in each tile; None where the tokens are as the model passes them.
         begun: the block that began this run.
+        last: the block that ends it.
     """
 
     tiles: tuple[Tile, ...] = ()
@@ -67,6 +69,7 @@ class WindowCarried(Carried):
     shape: tuple[int, ...] = ()
     lengths: tuple[int, ...] | None = None
     begun: int = 0
+    last: int = 0
 
     def run(self, parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall) -> tuple[Tensor, Carried]:
         assert isinstance(parts, WindowedAdapter)
@@ -92,6 +95,9 @@ class WindowCarried(Carried):
         pieces = replace(self, lengths=None)._split(x)
         return self._join([one.remerge(tokens) for one, tokens in zip(self.batches, pieces, strict=True)])
 
+    def ends(self, mine: BlockPlan) -> bool:
+        return mine.index == self.last
+
     def enter(self, added: SideTokens, layer: int, x: Tensor) -> Carried:
         raise BrokenPass("added tokens do not run inside windows")
 
@@ -113,7 +119,7 @@ class WindowCarried(Carried):
         """Return the present tokens of each batch of tiles (B · tiles, N, D)."""
         lengths = self.lengths
         if lengths is None:
-            x, lengths = _flat(x).index_select(1, self._places), tuple(tile.tokens for tile in self.tiles)
+            x, lengths = flat_tokens(x).index_select(1, self._places), tuple(tile.tokens for tile in self.tiles)
         counts = [tile.count for tile in self.tiles]
         pieces = x.split([count * length for count, length in zip(counts, lengths, strict=True)], 1)
         return [
@@ -190,8 +196,8 @@ def _begin(mine: BlockPlan, x: Tensor) -> WindowCarried | None:
     if not per_layer[mine.index]:
         return None
     grid = tiling.layers[mine.index].grid(layout.grid)
-    run = next(start for start, stop in tiling.runs() if start <= mine.index < stop)
-    if _flat(x).shape[1] != prod(grid) or any(per_layer[run : mine.index]):
+    run, stop = tiling.run(layout.grid, mine.index)
+    if flat_tokens(x).shape[1] != prod(grid) or any(per_layer[run : mine.index]):
         raise BrokenPass(
             f"block {mine.index} of a merged model received tokens of shape {tuple(x.shape)} without the state of "
             f"their pass, where it expects a grid of {grid[0]} × {grid[1]} for this input. Something between the blocks "
@@ -217,6 +223,7 @@ def _begin(mine: BlockPlan, x: Tensor) -> WindowCarried | None:
         places=torch.cat(places),
         shape=tuple(x.shape),
         begun=mine.index,
+        last=stop - 1,
     )
 
 
@@ -228,9 +235,41 @@ def _begin_tile(
     return Carried(mine.plan, layout, state, state.r, None, entered.expose, padding=tile.padding)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """Return tokens (B, H, W, D) or (B, N, D) as (B, N, D)."""
-    return x.flatten(1, 2) if x.dim() == 4 else x
+def attention_in_windows(
+    parts: BlockAdapter,
+    block: nn.Module,
+    layer: LayerWindows,
+    patches: tuple[int, int, int],
+    qkv: Projections,
+    queries: Sequence[int],
+) -> Tensor:
+    """Compute the attention rows (B, H, Q, N) of the tokens at some patches, as an unmerged block has them.
+
+    ``qkv`` are those of the block's grid (B, H, N, d), row by row; a row is 0 outside of the token's window.
+    """
+    assert isinstance(parts, WindowedAdapter)
+    assert layer.windows is not None
+    (q, k, _), grid = qkv, layer.grid(patches)
+    cells = [(query // patches[2] // layer.step) * grid[1] + query % patches[2] // layer.step for query in queries]
+    rows = q.new_zeros(*q.shape[:2], len(cells), q.shape[2])
+    scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
+    for tile in layer.windows.tiles(grid):
+        position = parts.window_position(block, tile)
+        for place in tile.places(q.device):
+            here = {cell: index for index, cell in enumerate(place.tolist())}
+            found = [index for index, cell in enumerate(cells) if cell in here]
+            if not found:
+                continue
+            own = q[:, :, place]
+            keys = pad_keys(parts, block, k[:, :, place], k[:, :, place], tile.padding)[0] if tile.padding else k[:, :, place]
+            bias = None if position is None else position.query_bias(0, None, own)
+            asked = [here[cells[index]] for index in found]
+            scores = (own[:, :, asked] @ keys.transpose(-1, -2)) * scale
+            weights = parts.weigh(block, scores, None if bias is None else bias[..., asked, :])
+            full = rows.new_zeros(*rows.shape[:2], len(found), rows.shape[3])
+            full[..., place] = weights[..., : len(place)]
+            rows[:, :, found] = full
+    return rows
 
 
 def _at_layer(values: Tensor, layout: TokenLayout, grid: tuple[int, int], step: int) -> Tensor:

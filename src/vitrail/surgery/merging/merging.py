@@ -22,6 +22,7 @@ from vitrail.runtime.checks import (
     embedding,
     merged_trunk,
     refuse_merged,
+    refuse_in_windows,
     refuse_packed,
     refuse_replaced_forward,
 )
@@ -144,6 +145,9 @@ def merge(
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
     chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches, layout.grid)))
+    if plan.tiling is not None:
+        refused = {"protect": protect, "restore": restore, "foresight": foresight, "unmerge=False": not unmerge or None}
+        refuse_in_windows(found, chosen, [name for name, value in refused.items() if value is not None])
     if restorer is not None:
         restorer.check(shape)
         restorer.build(shape)

@@ -119,7 +119,7 @@ def refuse_in_windows(found: Found, method: Method, options: Sequence[str]) -> N
     reason = None
     if not method.static:
         reason = "decides for each image how many tokens merge, and all windows must merge the same share"
-    elif method.decides or next(method.parameters(), None) is not None:
+    elif method.decides or method.relaxes or next(method.parameters(), None) is not None:
         reason = "is trained for blocks of one width that see all tokens"
     if reason is not None:
         raise UnsupportedModel(

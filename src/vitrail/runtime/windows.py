@@ -39,7 +39,7 @@ class WindowedBlock(MergedBlock):
     """Mixin in front of a library's block whose attention runs inside windows."""
 
     def _vitrail_receive(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Carried | None:
-        return _receive(self._vitrail, x)
+        return _receive(self._vitrail, self, x)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, *args: Any, vitrail_slot: Slot | None = None, **kwargs: Any) -> Any:
         if vitrail_slot is None:
@@ -166,7 +166,7 @@ class WindowCarried(Carried):
         )
 
 
-def _receive(mine: BlockPlan, x: Tensor) -> Carried | None:
+def _receive(mine: BlockPlan, block: nn.Module, x: Tensor) -> Carried | None:
     """Return the state that the incoming tokens carry, or a new one; None for a block that merges nothing."""
     carried: Any = getattr(x, CARRIER, None)
     # gradient checkpointing repeats a block on the tokens that it had
@@ -176,12 +176,12 @@ def _receive(mine: BlockPlan, x: Tensor) -> Carried | None:
     continues = isinstance(carried, WindowCarried) and carried.plan is mine.plan and carried.state.layer == mine.index
     if continues and (repeated or carried.begun < mine.index):
         return carried
-    carried = _begin(mine, x)
+    carried = _begin(mine, block, x)
     setattr(x, CARRIER, _UNCHANGED if carried is None else carried)
     return carried
 
 
-def _begin(mine: BlockPlan, x: Tensor) -> WindowCarried | None:
+def _begin(mine: BlockPlan, block: nn.Module, x: Tensor) -> WindowCarried | None:
     """Start a run with this block, if it merges anything."""
     plan, entered = mine.plan, current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
@@ -202,6 +202,13 @@ def _begin(mine: BlockPlan, x: Tensor) -> WindowCarried | None:
             f"block {mine.index} of a merged model received tokens of shape {tuple(x.shape)} without the state of "
             f"their pass, where it expects a grid of {grid[0]} × {grid[1]} for this input. Something between the blocks "
             "replaced the tensor, or the model's input size changed after merging"
+        )
+    assert isinstance(mine.parts, WindowedAdapter)
+    windows, known = mine.parts.windows(block), tiling.layers[mine.index].windows
+    if windows is None or known is None or windows.on(grid) != known.on(grid):
+        raise BrokenPass(
+            f"the windows of block {mine.index} changed after merging; remove the merging before the model's window or "
+            "input size is changed, and merge again"
         )
     plan.check_ready()
     merges = tiling.merges(plan.method, layout.grid, per_layer, mine.index)

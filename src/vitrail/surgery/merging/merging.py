@@ -144,10 +144,10 @@ def merge(
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
-    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches, layout.grid)))
     if plan.tiling is not None:
         refused = {"protect": protect, "restore": restore, "foresight": foresight, "unmerge=False": not unmerge or None}
         refuse_in_windows(found, chosen, [name for name, value in refused.items() if value is not None])
+    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches, layout.grid)))
     if restorer is not None:
         restorer.check(shape)
         restorer.build(shape)

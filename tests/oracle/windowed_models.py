@@ -169,7 +169,9 @@ def describe_hf_swin(model: Any, image: Tensor) -> Windowed:
             _, tall, wide, _ = places.shape
             places = torch.roll(places, (-shift, -shift), (1, 2))
             mask = None if small else layer.get_attn_mask(tall, wide, torch.float64, torch.device("cpu"))
-            windows = windows_of(hf_swin.window_partition(places, window).flatten(1), None if mask is None else mask == 0)
+            windows = windows_of(
+                hf_swin.window_partition(places, window).flatten(1), None if mask is None else mask == 0
+            )
             attention = layer.attention
             heads = attention.num_attention_heads
 

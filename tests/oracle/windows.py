@@ -67,7 +67,7 @@ Step = Block | Callable[[Tensor], Tensor]
 
 
 def run(steps: Sequence[Step], tokens: Tensor, counts: Sequence[int], *, proportional: bool = True) -> Tensor:
-    """Run the steps on the tokens (N, D) of one image; ``counts`` has the merges of each block, one that is None too."""
+    """Run the steps on the tokens (N, D) of one image; ``counts`` has the merges of each block."""
     wanted, index = list(counts), 0
     while index < len(steps):
         step = steps[index]
@@ -151,7 +151,7 @@ def _mean(values: list[float]) -> float:
 
 
 def windows_of(indices: Tensor, seen: Tensor | None) -> list[Window]:
-    """Windows from one more than the index of the token in each cell (windows, cells), 0 for padding, and their masks."""
+    """Windows from one more than the token's index in each cell (windows, cells), 0 for padding, and their masks."""
     return [
         Window(
             [None if one == 0 else one - 1 for one in own.tolist()],

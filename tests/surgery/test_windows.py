@@ -423,8 +423,8 @@ def test_guides_reach_the_windows() -> None:
     layers = {layer: torch.cat([own.flatten() for at, own in seen if at == layer]) for layer, _ in seen}
     for layer in (0, 1):
         assert layers[layer].sort().values.tolist() == sorted([*range(64)] * 2)
-    means = [[8 * (2 * i) + 2 * j + 4.5 for j in range(4)] for i in range(4)]  # of 2 × 2 patches
-    assert layers[2].sort().values.tolist() == sorted(sum(means, []) * 2)
+    means = [8 * (2 * i) + 2 * j + 4.5 for i in range(4) for j in range(4)]  # of 2 × 2 patches
+    assert layers[2].sort().values.tolist() == sorted(means * 2)
 
 
 def test_windows_of_every_kind_hold_every_token_once() -> None:

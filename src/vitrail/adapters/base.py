@@ -37,7 +37,9 @@ def forward_class(module: nn.Module) -> type:
     that changes it is another kind of module. Vitrail's own mixins do not count.
     """
     kinds = type(module).__mro__
-    ours = {mixin for kind in kinds if "_vitrail_swap" in vars(kind) for mixin in vars(kind)["_vitrail_swap"][0].__mro__}
+    ours = {
+        mixin for kind in kinds if "_vitrail_swap" in vars(kind) for mixin in vars(kind)["_vitrail_swap"][0].__mro__
+    }
     return next(kind for kind in kinds if "forward" in vars(kind) and kind not in ours)
 
 

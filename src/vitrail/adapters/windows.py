@@ -296,7 +296,9 @@ class DecomposedBias(Position):
 
     def query_bias(self, layer: int, positions: Tensor | None, q: Tensor) -> Tensor:
         cells = torch.tensor(self.tile.cells(), device=q.device)
-        axes = [self._along(table, cells[:, axis], positions, q) for axis, table in enumerate((self.rows, self.columns))]
+        axes = [
+            self._along(table, cells[:, axis], positions, q) for axis, table in enumerate((self.rows, self.columns))
+        ]
         return axes[0] + axes[1]
 
     def _along(self, table: Tensor, cells: Tensor, positions: Tensor | None, q: Tensor) -> Tensor:

@@ -203,7 +203,9 @@ class Schedule:
                 Solution((0,) * layers, (0,) * layers) if one is None else self._solve_keep(layers, one)
                 for layers, one in room.runs(depth)
             ]
-            wanted, possible = ([one for run in found for one in getattr(run, name)] for name in ("wanted", "per_layer"))
+            wanted, possible = (
+                [one for run in found for one in getattr(run, name)] for name in ("wanted", "per_layer")
+            )
             return Solution(tuple(wanted), tuple(possible))
         if self.gflops is not None:
             if cost is None:

@@ -111,9 +111,7 @@ class CostModel:
             found["feed"] += (fed + more) * block.feed
         return found
 
-    def _parts_in_windows(
-        self, tiling: Tiling, grid: Grid, per_layer: Sequence[int], method: Method
-    ) -> dict[str, int]:
+    def _parts_in_windows(self, tiling: Tiling, grid: Grid, per_layer: Sequence[int], method: Method) -> dict[str, int]:
         """Return the cost by part of blocks that merge inside windows; one that merges nothing runs as the model's."""
         patches = prod(grid)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)

@@ -32,7 +32,9 @@ class Tiling:
         if not layers:
             return None
         if len(layers) != len(found.blocks) or not all(isinstance(p, WindowedAdapter) for p in found.block_adapters):
-            raise UnsupportedModel(f"the adapter of {type(found.trunk).__name__} does not know the windows of all blocks")
+            raise UnsupportedModel(
+                f"the adapter of {type(found.trunk).__name__} does not know the windows of all blocks"
+            )
         return cls(layers)
 
     def run(self, grid: Grid, layer: int) -> tuple[int, int]:

@@ -122,10 +122,7 @@ class WindowCarried(Carried):
             x, lengths = flat_tokens(x).index_select(1, self._places), tuple(tile.tokens for tile in self.tiles)
         counts = [tile.count for tile in self.tiles]
         pieces = x.split([count * length for count, length in zip(counts, lengths, strict=True)], 1)
-        return [
-            piece.reshape(-1, length, x.shape[2])
-            for piece, length in zip(pieces, lengths, strict=True)
-        ]
+        return [piece.reshape(-1, length, x.shape[2]) for piece, length in zip(pieces, lengths, strict=True)]
 
     def _join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return the tokens of all tiles, one behind the other (B, …, D)."""
@@ -268,7 +265,11 @@ def attention_in_windows(
             if not found:
                 continue
             own = q[:, :, place]
-            keys = pad_keys(parts, block, k[:, :, place], k[:, :, place], tile.padding)[0] if tile.padding else k[:, :, place]
+            keys = (
+                pad_keys(parts, block, k[:, :, place], k[:, :, place], tile.padding)[0]
+                if tile.padding
+                else k[:, :, place]
+            )
             bias = None if position is None else position.query_bias(0, None, own)
             asked = [here[cells[index]] for index in found]
             scores = (own[:, :, asked] @ keys.transpose(-1, -2)) * scale

@@ -90,7 +90,9 @@ class Sam2Trunk(WindowedTrunk, TransformersTrunk):
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
         """Return the convolutions of the neck, where it is part of the model: one for each stage, the last one first."""
-        necks = [one.neck for one in model.modules() if hasattr(one, "neck") and getattr(one, "backbone", None) is trunk]
+        necks = [
+            one.neck for one in model.modules() if hasattr(one, "neck") and getattr(one, "backbone", None) is trunk
+        ]
         steps = [self.windows(trunk)[end].step for end in trunk.stage_ends]
         return [(conv, step * step) for neck in necks for conv, step in zip(neck.convs, reversed(steps), strict=True)]
 

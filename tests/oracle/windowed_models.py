@@ -244,10 +244,7 @@ def describe_hiera(model: Any, image: Tensor) -> Windowed:
             continue
         units = length // attention.window_size if attention.use_mask_unit_attn else 1
         cells = [[place * units + unit for place in range(length // units)] for unit in range(units)]
-        if units > 1:  # row by row inside a unit, as an image has them
-            cells = [_by_rows(own, model, length) for own in cells]
-        else:
-            cells = [_by_rows(cells[0], model, length)]
+        cells = [_by_rows(own, model, length) for own in cells]  # as an image has them
         everything = torch.ones(length // units, length // units, dtype=torch.bool)
         scale = attention.head_dim**-0.5
         parts = Parts(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Literal
 
@@ -144,7 +145,7 @@ def _strips(side: int, step: int, shift: int, pads_first: bool) -> list[Strip]:
     found: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
     for start in range(0, padded, step):
         inside = sorted({start, start + step, *(edge for edge in edges if start < edge < start + step)})
-        for begin, end in zip(inside, inside[1:], strict=False):
+        for begin, end in pairwise(inside):
             held = [cell for cell in range(begin, end) if places[cell] is not None]
             if held:
                 empty = [cell for cell in range(begin, end) if places[cell] is None]
@@ -209,7 +210,7 @@ class LayerWindows:
         return -(-height // self.step), -(-width // self.step)
 
     def kind(self, patches: Sequence[int]) -> tuple[object, ...] | None:
-        """Return what is the same for blocks whose tokens fall into the same windows; None for one that does not merge."""
+        """Return what blocks with the same windows have in common; None for a block that does not merge."""
         if self.windows is None:
             return None
         size, shift = self.windows.on(self.grid(patches))
@@ -316,7 +317,7 @@ class DecomposedBias(Position):
 
 
 def relative_index(tile: Tile, device: torch.device) -> Tensor:
-    """Return the index (tokens, tokens + padding) into a table of relative positions (2h − 1) · (2w − 1) of a window."""
+    """Return the index (tokens, tokens + padding) into a window's table of (2h − 1) · (2w − 1) relative positions."""
     cells = torch.tensor(tile.cells(), device=device)
     between, window = cells[: tile.tokens, None] - cells, tile.window
     return (between[..., 0] + window[0] - 1) * (2 * window[1] - 1) + between[..., 1] + window[1] - 1

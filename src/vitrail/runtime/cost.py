@@ -13,7 +13,7 @@ from vitrail.adapters.base import BlockAdapter
 from vitrail.adapters.windows import Tile, WindowedAdapter, Windows
 from vitrail.merging import Method, ToMe
 from vitrail.runtime.checks import biased_layers
-from vitrail.runtime.tiling import Grid, Tiling
+from vitrail.runtime.windows.tiling import Grid, Tiling
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vitrail.runtime.carry import MergedBlock
 from vitrail.runtime.checks import embedding, has_own_forward
 from vitrail.runtime.dense_forward import PatchProduct, patch_convolutions
 from vitrail.runtime.plan import BlockPlan, Plan
-from vitrail.runtime.windows import WindowedBlock
+from vitrail.runtime.windows.block import WindowedBlock
 
 METHOD = "vitrail_method"
 """Name of the submodule that holds a method with parameters: it is moved, saved and trained with the model."""

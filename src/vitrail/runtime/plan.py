@@ -24,7 +24,7 @@ from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.shortening import Shortening
 from vitrail.runtime.side_tokens import SideTokens
-from vitrail.runtime.tiling import Tiling
+from vitrail.runtime.windows.tiling import Tiling
 from vitrail.tokens import TokenLayout
 
 Grid = tuple[int, int, int]

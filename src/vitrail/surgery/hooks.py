@@ -29,7 +29,7 @@ from vitrail.runtime.checks import refuse_packed
 from vitrail.runtime.layout import MARK, added_to, layout_of
 from vitrail.runtime.side_tokens import Reading, prepare, side_bias
 from vitrail.runtime.trace import eagerly
-from vitrail.runtime.windows import attention_in_windows
+from vitrail.runtime.windows.attention import attention_in_windows
 from vitrail.tokens import TokenLayout
 
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
@@ -91,7 +91,7 @@ class Recording:
         norms: their L2 norms in float32 (B, N).
         q: queries (B, H, N, d) after their norm and before rotary position; ``k`` and ``v`` likewise.
         attention: attention rows of the queries (B, H, Q, N); each sums to one. Inside windows a query is a patch, the
-            row is that of the block's token at its place, 0 outside its window, and padding has the rest.
+            row is that of the block's token there, 0 outside its window, and padding has the rest.
         mlp: inputs of the MLP's last linear layer (B, N, hidden).
     """
 
@@ -257,7 +257,7 @@ class Recorder:
         """Record queries, keys, values and attention of a block whose attention runs inside windows."""
         if windows.windows is None:
             raise InvalidOption(
-                f"q, k, v and attention of block {layer} cannot be recorded: it pools its queries, so that fewer tokens "
+                f"q, k, v and attention of block {layer} cannot be recorded: it pools its queries, so fewer tokens "
                 "leave it than enter; choose other layers"
             )
         qkv = parts.qkv(block, parts.attend_norm(block, self._by_rows(windows, x)))
@@ -292,7 +292,7 @@ class Recorder:
             position = self.found.adapter.position(self.found.trunk, self._current(layer).layout.grid)
         q, k = rotated(parts, block, qkv, call.rope, position, state)
         q, k = _unmerge_heads(state, q), repeat_heads(q, k, k)[0]
-        bias = position_bias(position, state)
+        bias = position_bias(position, state, qkv[0])
         if bias is not None:
             bias = _unmerge_heads(state, bias.unsqueeze(0) if bias.dim() == 3 else bias)
         rows, extra = queries, 0

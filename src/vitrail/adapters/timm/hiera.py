@@ -1,4 +1,4 @@
-"""timm's ``Hiera``: attention inside mask units, then over all tokens; blocks that pool their queries run as they are."""
+"""timm's ``Hiera``: attention inside mask units, then over all tokens; blocks that pool queries run as they are."""
 
 from __future__ import annotations
 

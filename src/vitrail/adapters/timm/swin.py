@@ -1,4 +1,4 @@
-"""timm's ``SwinTransformer`` and ``SwinTransformerV2``: attention inside shifted windows, patch merging between stages."""
+"""timm's ``SwinTransformer`` and ``SwinTransformerV2``: shifted windows, and patch merging between stages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SwinV2Block(SwinBlock):
 
 
 class TimmSwin(WindowedTrunk):
-    """``SwinTransformer``: the grid of a block is that of its stage; inputs of one size, unless ``strict_img_size=False``."""
+    """``SwinTransformer``; inputs of one size, unless ``strict_img_size=False``."""
 
     block_classes: Mapping[type | str, BlockAdapter] = MappingProxyType(
         {"timm.models.swin_transformer.SwinTransformerBlock": SwinBlock(_SWIN)}

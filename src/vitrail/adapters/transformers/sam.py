@@ -1,4 +1,4 @@
-"""transformers: SAM's image encoder, with windows, some blocks over all tokens, and positions that depend on queries."""
+"""transformers: SAM's image encoder: windows, some blocks over all tokens, positions that depend on queries."""
 
 from __future__ import annotations
 

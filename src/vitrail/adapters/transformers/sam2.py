@@ -89,7 +89,7 @@ class Sam2Trunk(WindowedTrunk, TransformersTrunk):
         return (trunk.patch_embed,)
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
-        """Return the convolutions of the neck, where it is part of the model: one for each stage, the last one first."""
+        """Return the convolutions of the neck, where there is one: one for each stage, the last one first."""
         necks = [
             one.neck for one in model.modules() if hasattr(one, "neck") and getattr(one, "backbone", None) is trunk
         ]

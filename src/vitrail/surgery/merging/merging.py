@@ -21,8 +21,8 @@ from vitrail.runtime.checks import (
     check_changeable,
     embedding,
     merged_trunk,
-    refuse_merged,
     refuse_in_windows,
+    refuse_merged,
     refuse_packed,
     refuse_replaced_forward,
 )

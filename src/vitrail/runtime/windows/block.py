@@ -21,14 +21,13 @@ from vitrail.adapters.forward_pass import CARRIER, Pass, current_pass
 from vitrail.adapters.windows import LayerWindows, Tile, WindowedAdapter, flat_tokens
 from vitrail.errors import BrokenPass
 from vitrail.merging import Assignment, MergeState
-from vitrail.merging.method import Projections
-from vitrail.runtime.block_forward import Carried, pad_keys
+from vitrail.runtime.block_forward import Carried
 from vitrail.runtime.carry import MergedBlock, Slot, planned, refuse_changes
 from vitrail.runtime.guide import current_guide, method_maps
 from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import SideTokens
-from vitrail.runtime.tiling import Tiling
 from vitrail.runtime.trace import TracedPass, is_tracking, record, update
+from vitrail.runtime.windows.tiling import Tiling
 from vitrail.tokens import TokenLayout
 
 _UNCHANGED = "runs as it is"
@@ -197,8 +196,8 @@ def _begin(mine: BlockPlan, block: nn.Module, x: Tensor) -> WindowCarried | None
     if flat_tokens(x).shape[1] != prod(grid) or any(per_layer[run : mine.index]):
         raise BrokenPass(
             f"block {mine.index} of a merged model received tokens of shape {tuple(x.shape)} without the state of "
-            f"their pass, where it expects a grid of {grid[0]} × {grid[1]} for this input. Something between the blocks "
-            "replaced the tensor, or the model's input size changed after merging"
+            f"their pass, where it expects a grid of {grid[0]} × {grid[1]} for this input. Something between the "
+            "blocks replaced the tensor, or the model's input size changed after merging"
         )
     assert isinstance(mine.parts, WindowedAdapter)
     windows, known = mine.parts.windows(block), tiling.layers[mine.index].windows
@@ -237,47 +236,6 @@ def _begin_tile(
     layout = TokenLayout((), (1, *tile.shape))
     state = MergeState(per_layer, mine.index, 0, guide=guide, grid=layout.grid)
     return Carried(mine.plan, layout, state, state.r, None, entered.expose, padding=tile.padding)
-
-
-def attention_in_windows(
-    parts: BlockAdapter,
-    block: nn.Module,
-    layer: LayerWindows,
-    patches: tuple[int, int, int],
-    qkv: Projections,
-    queries: Sequence[int],
-) -> Tensor:
-    """Compute the attention rows (B, H, Q, N) of the tokens at some patches, as an unmerged block has them.
-
-    ``qkv`` are those of the block's grid (B, H, N, d), row by row; a row is 0 outside of the token's window.
-    """
-    assert isinstance(parts, WindowedAdapter)
-    assert layer.windows is not None
-    (q, k, _), grid = qkv, layer.grid(patches)
-    cells = [(query // patches[2] // layer.step) * grid[1] + query % patches[2] // layer.step for query in queries]
-    rows = q.new_zeros(*q.shape[:2], len(cells), q.shape[2])
-    scale = parts.attention_scale(block) or q.shape[-1] ** -0.5
-    for tile in layer.windows.tiles(grid):
-        position = parts.window_position(block, tile)
-        for place in tile.places(q.device):
-            here = {cell: index for index, cell in enumerate(place.tolist())}
-            found = [index for index, cell in enumerate(cells) if cell in here]
-            if not found:
-                continue
-            own = q[:, :, place]
-            keys = (
-                pad_keys(parts, block, k[:, :, place], k[:, :, place], tile.padding)[0]
-                if tile.padding
-                else k[:, :, place]
-            )
-            bias = None if position is None else position.query_bias(0, None, own)
-            asked = [here[cells[index]] for index in found]
-            scores = (own[:, :, asked] @ keys.transpose(-1, -2)) * scale
-            weights = parts.weigh(block, scores, None if bias is None else bias[..., asked, :])
-            full = rows.new_zeros(*rows.shape[:2], len(found), rows.shape[3])
-            full[..., place] = weights[..., : len(place)]
-            rows[:, :, found] = full
-    return rows
 
 
 def _at_layer(values: Tensor, layout: TokenLayout, grid: tuple[int, int], step: int) -> Tensor:

@@ -144,6 +144,9 @@ class BlockAdapter(ABC):
     biased: bool = False
     """Whether the scores have a position bias, from `Position.bias` of the trunk: blocks do not run by themselves."""
 
+    rotates: bool = False
+    """Whether the block computes its rotation table itself; `Position.table` of the trunk replaces it: likewise."""
+
     def returned(self, tokens: Tensor) -> Any:
         """Return what the block returns for its output tokens."""
         return (tokens, *(None,) * (self.tuple_length - 1)) if self.tuple_length else tokens
@@ -341,6 +344,10 @@ class TrunkAdapter(ABC):
     def behind(self, model: nn.Module, trunk: nn.Module) -> Sequence[tuple[nn.Module, int]]:
         """Return the parts of a model behind the blocks that run on every patch, or once for several, with how many."""
         return ()
+
+    def pairs_behind(self, model: nn.Module, trunk: nn.Module) -> int:
+        """Count the multiply-adds for every pair of patches behind the blocks (pooling in which patches attend)."""
+        return 0
 
     def visual_tokens(self, model: nn.Module, trunk: nn.Module) -> VisualTokens:
         """Return what a model around this trunk passes to its language model for each image.

@@ -201,7 +201,7 @@ def _dense_forward(
         elif r:
             x, state = _reduce_before(parts, block, x, call, carried, state)
         r = 0
-    if call.rope is not None:
+    if call.rope is not None or parts.rotates:
         entered = state
 
         def rotate(qkv: Projections) -> tuple[Tensor, Tensor]:
@@ -321,11 +321,12 @@ def rotated(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys with rotary position, by the model's own table until tokens have merged."""
     q, k, v = qkv
+    merged = None if state.size is None else state.positions
+    if position is not None and (parts.rotates if table is None else merged is not None):
+        own = position.table(state.layer, merged)
+        table = table if own is None else own
     if table is None:
         return q, k
-    if state.size is not None and position is not None and state.positions is not None:
-        merged = position.table(state.layer, state.positions)
-        table = table if merged is None else merged
     return parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
 
 

@@ -114,8 +114,8 @@ def _begin(mine: BlockPlan, x: Tensor) -> Carried:
     """Start a pass, with what the model's entry point left, or without where blocks are called by themselves."""
     plan, entered = mine.plan, current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
-        if mine.parts.biased:
-            raise BrokenPass("the position bias of these blocks belongs to their model; call the model instead")
+        if mine.parts.biased or mine.parts.rotates:
+            raise BrokenPass("the position inside these blocks belongs to their model; call the model instead")
         entered = Pass(None, plan.layout)
     else:
         _refuse_changes(plan, entered)

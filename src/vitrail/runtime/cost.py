@@ -42,6 +42,7 @@ class CostModel:
         fixed: weights outside of blocks that are applied once.
         late: number of tokens that entered after the first block, for each block.
         behind: weights that are applied once for several patches, with how many (a projector to a language model).
+        pairs_behind: multiply-adds for every pair of patches behind the blocks.
     """
 
     per_patch: int
@@ -49,6 +50,7 @@ class CostModel:
     blocks: tuple[BlockCost, ...]
     late: tuple[int, ...]
     behind: tuple[tuple[int, int], ...] = ()
+    pairs_behind: int = 0
 
     @classmethod
     def of(cls, model: nn.Module, found: Found) -> CostModel:
@@ -64,6 +66,7 @@ class CostModel:
             blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
             late=late_tokens(found),
             behind=tuple((_weights(part), patches) for part, patches in behind),
+            pairs_behind=found.adapter.pairs_behind(model, found.trunk),
         )
 
     def parts(
@@ -83,7 +86,7 @@ class CostModel:
         start = kept = special + patches
         extra = list(side) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
-        behind = sum(weights * (patches // group) for weights, group in self.behind)
+        behind = sum(weights * (patches // group) for weights, group in self.behind) + self.pairs_behind * patches**2
         found |= {"patches": self.per_patch * patches + behind, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late

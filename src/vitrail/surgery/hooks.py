@@ -260,7 +260,7 @@ class Recorder:
         if carried is not None:
             state, position = carried.state, carried.position
             call, size = read_mask(call, carried, qkv[1].shape[2]), attention_size(carried.plan, state)
-        elif parts.biased:
+        elif parts.biased or parts.rotates:
             position = self.found.adapter.position(self.found.trunk, self._current(layer).layout.grid)
         q, k = rotated(parts, block, qkv, call.rope, position, state)
         q, k = _unmerge_heads(state, q), repeat_heads(q, k, k)[0]

@@ -67,6 +67,8 @@ def test_time_registers(
     refuse_packed(found, "adding test-time registers")
     if any(biased_layers(found)):
         raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")
+    if any(parts.rotates for parts in found.block_adapters):
+        raise UnsupportedModel("the blocks of this model count positions from the first token, so registers shift them")
     known = neurons if isinstance(neurons, RegisterNeurons) else None
     if is_int(neurons):
         if data is None:

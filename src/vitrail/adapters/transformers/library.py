@@ -21,10 +21,14 @@ FAMILIES = (
     "beit",
     "clip",
     "dinov3",
+    "pixio",
     "qwen_vl",
+    "radio",
     "siglip2",
     "video",
     "vit",
+    "vit_mae",
+    "vjepa2",
     "vlm",
 )
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""

@@ -19,7 +19,7 @@ class OrderedMae(hf.ViTMAEModel):
 
     def forward(self, pixel_values: Tensor, noise: Tensor | None = None, **kwargs: Any) -> Any:
         height, width = (side // 8 for side in pixel_values.shape[2:])
-        noise = torch.arange(height * width).expand(len(pixel_values), -1) if noise is None else noise
+        noise = torch.arange(height * width).expand(pixel_values.shape[0], -1) if noise is None else noise
         return super().forward(pixel_values, noise=noise, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""transformers: the vision towers of CLIP, MetaCLIP 2, SigLIP and SigLIP 2, alone or inside models with text or a head."""
+"""transformers: the vision towers of CLIP, MetaCLIP 2, SigLIP and SigLIP 2, alone or beside text or a head."""
 
 from __future__ import annotations
 

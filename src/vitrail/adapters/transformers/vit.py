@@ -1,4 +1,4 @@
-"""transformers: ViT, DeiT, I-JEPA, ViT-MSN, DINOv2 with and without registers, and TIPSv2, which differ by name alone."""
+"""transformers: ViT, DeiT, I-JEPA, ViT-MSN, DINOv2 with and without registers, and TIPSv2."""
 
 from __future__ import annotations
 

@@ -17,10 +17,7 @@ from vitrail.errors import UnsupportedInput, UnsupportedModel
 
 _MODULE = f"{MODELS}.vit_mae.modeling_vit_mae"
 _LAYER = f"{_MODULE}.ViTMAELayer"
-_MASKED = (
-    "leaves patches out at random, so that the tokens are no grid of patches; set model.config.mask_ratio = 0 to encode "
-    "whole images"
-)
+_MASKED = "leaves patches out, so that its tokens are no grid; set model.config.mask_ratio = 0 to encode whole images"
 
 
 class MaeEntryPoint(TransformersEntryPoint):
@@ -44,7 +41,7 @@ class MaeEntryPoint(TransformersEntryPoint):
 
 def in_order(images: Tensor, patches: int) -> Tensor:
     """Return the noise (B, P) that leaves patches in order."""
-    return torch.arange(patches, dtype=torch.float32, device=images.device).expand(len(images), -1)
+    return torch.arange(patches, dtype=torch.float32, device=images.device).expand(images.shape[0], -1)
 
 
 class MaeTrunk(VitTrunk):

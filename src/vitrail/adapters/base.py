@@ -295,6 +295,14 @@ class TrunkAdapter(ABC):
     def layout(self, trunk: nn.Module, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout before the first block, for inputs of a size in pixels or of the model's own."""
 
+    def windows(self, trunk: nn.Module, layout: TokenLayout) -> Sequence[tuple[TokenLayout, int]]:
+        """Return the windows in which the tokens of an image merge, each kind with how many there are; often none."""
+        return ()
+
+    def window_sizes(self, trunk: nn.Module) -> Sequence[int | None]:
+        """Return, for each block, how many patches a window has in which they attend; None where all of them do."""
+        return (None,) * len(self.blocks(trunk))
+
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
         """Return the token layout inside a block, where tokens enter between blocks; −1 is the last block.
 

@@ -24,6 +24,7 @@ class BlockCost:
         pair: multiply-adds for every pair of tokens: the channels of all heads, twice, and talking heads.
         feature: channels by which tokens are compared.
         bias: heads with a position bias, which merged tokens pool: two products with the shares of all tokens.
+        window: patches that attend to each other; None for all. Images are counted as whole windows.
     """
 
     attend: int
@@ -31,6 +32,11 @@ class BlockCost:
     pair: int
     feature: int
     bias: int = 0
+    window: int | None = None
+
+    def attended(self, length: int, patches: int) -> float:
+        """Return to how many of the present tokens each attends, of an input of this many patches."""
+        return length if self.window is None or self.window >= patches else length * self.window / patches
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,15 @@ class CostModel:
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)) + pooled,
             fixed=_rest(rest) - pooled,
-            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
+            blocks=tuple(
+                map(
+                    _block_cost,
+                    found.block_adapters,
+                    found.blocks,
+                    biased_layers(found),
+                    found.adapter.window_sizes(found.trunk),
+                )
+            ),
             late=late_tokens(found),
             behind=tuple((_weights(part), patches) for part, patches in behind),
             pairs_behind=found.adapter.pairs_behind(model, found.trunk),
@@ -91,16 +105,23 @@ class CostModel:
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late
             if not isinstance(r, int) or r:  # a tensor while numbers are learned
-                found["matching"] += method.flops(length, block.feature)
+                found["matching"] += self._matching(method, length, patches, block.feature)
             fed = length - r
             length = fed if method.place == "before" else length
             found["projections"] += (length + more) * block.attend
-            found["attention"] += (length * length + more * (length + more)) * block.pair
+            found["attention"] += round(length * block.attended(length, patches)) * block.pair
+            found["attention"] += more * (length + more) * block.pair
             found["attention"] += length * more * block.pair if read else 0
             found["attention"] += block.bias * length * start * (start + length) if length < start else 0
             kept -= 0 if method.scope == "block" else r
             found["feed"] += (fed + more) * block.feed
         return found
+
+    def _matching(self, method: Method, length: int, patches: int, feature: int) -> int:
+        """Return the cost of a reduction, which happens inside windows where some block has them."""
+        window = min((block.window for block in self.blocks if block.window is not None), default=patches)
+        count = max(1, patches // window)
+        return count * method.flops(length // count, feature)
 
     def total(
         self,
@@ -121,11 +142,11 @@ def late_tokens(found: Found) -> tuple[int, ...]:
     return tuple(layout.num_special - layouts[0].num_special for layout in layouts)
 
 
-def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool) -> BlockCost:
+def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool, window: int | None) -> BlockCost:
     heads, channels = parts.head_shape(block)
     attend, feed = (sum(map(_weights, roots)) for roots in (parts.attend_parts(block), parts.feed_parts(block)))
     pair = 2 * heads * channels + parts.pair_weights(block)
-    return BlockCost(attend, feed, pair, channels, heads if biased else 0)
+    return BlockCost(attend, feed, pair, channels, heads if biased else 0, window)
 
 
 def _per_patch(root: nn.Module) -> int:

@@ -140,6 +140,10 @@ def merge(
         raise InvalidOption(
             f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
+    if mask is not None and found.adapter.windows(found.trunk, layout):
+        raise InvalidOption(
+            "protect= is not supported for this model: tokens merge inside windows, each by the share of the image"
+        )
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
@@ -593,7 +597,7 @@ class Merging(Handle):
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )
-        return self._plan.solve(layout.num_patches, layout.grid).per_layer
+        return self._plan.merges_of(self.found, layout)
 
     @property
     def method(self) -> Method:

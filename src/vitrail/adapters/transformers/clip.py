@@ -37,6 +37,7 @@ _LAYER = NamedBlock(LAYER_NAMES)
 class ClipTrunk(TransformersTrunk):
     """The vision tower of CLIP and MetaCLIP 2: a class token, and a norm before the blocks."""
 
+    norm = "post_layernorm"
     block_classes: Mapping[type | str, BlockAdapter] = {
         f"{MODELS}.clip.modeling_clip.CLIPEncoderLayer": _LAYER,
         f"{MODELS}.metaclip_2.modeling_metaclip_2.MetaClip2EncoderLayer": _LAYER,

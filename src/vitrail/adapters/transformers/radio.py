@@ -34,6 +34,7 @@ class RadioEntryPoint(TransformersEntryPoint):
 class RadioTrunk(TransformersTrunk):
     """C-RADIO: any size, and images with values from 0 to 1, which the model normalizes itself."""
 
+    norm = ""
     interpolates = True
     block_classes: Mapping[type | str, BlockAdapter] = {f"{_MODULE}.RadioLayer": _LAYER}
     mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)

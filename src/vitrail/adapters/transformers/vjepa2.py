@@ -73,6 +73,7 @@ class VJepaTrunk(VideoTrunk):
     """The encoder of V-JEPA 2: patches alone, of clips of any number of frames."""
 
     argument = "pixel_values_videos"
+    norm = "encoder.layernorm"
     block_classes: Mapping[type | str, BlockAdapter] = {f"{_MODULE}.VJEPA2Layer": VJepaBlock(_LAYER)}
     nested_classes = block_classes
     mean, std = MEAN, STD

@@ -23,6 +23,7 @@ from vitrail.adapters.forward_pass import ForwardEntry
 from vitrail.adapters.position import Position as Position
 from vitrail.adapters.position import Rotary as Rotary
 from vitrail.data.spec import InputSpec
+from vitrail.data.targets import TargetSpec
 from vitrail.errors import ModelLoadError, UnsupportedModel
 from vitrail.tokens import Role, TokenLayout
 
@@ -448,6 +449,7 @@ class ModelRequest:
         image_size: size of the inputs in pixels; None for the model's own.
         drop_path: stochastic depth rate; None for the model's own.
         options: for the library's constructor.
+        targets: what label columns hold that hold no classes; a dense one needs a head of its own.
     """
 
     classes: Mapping[str, tuple[str, ...]]
@@ -455,6 +457,7 @@ class ModelRequest:
     image_size: int | tuple[int, ...] | None = None
     drop_path: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    targets: Mapping[str, TargetSpec] = field(default_factory=dict)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -457,6 +457,10 @@ class Library(ABC):
         """Return the input specification that any model of the library declares, with a supported trunk or without."""
         return None
 
+    def declared_classes(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the class names that the library keeps with a model of its own; empty if there are none."""
+        return ()
+
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         """Return the options with which `load` builds a model for inputs of another size."""
         return {}

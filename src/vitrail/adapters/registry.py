@@ -183,6 +183,11 @@ def declared_spec(model: nn.Module) -> InputSpec | None:
         return next((spec for spec in declared if spec is not None), None)
 
 
+def declared_classes(model: nn.Module) -> tuple[str, ...]:
+    """Return the class names that a model's own library keeps with it; empty if there are none."""
+    return next((names for one in _imported() if (names := one.declared_classes(model))), ())
+
+
 def head_names() -> dict[str, str]:
     """Return the attribute names of the linear heads of all imported libraries, each with the role that it reads."""
     return {name: role for one in _imported() for name, role in one.heads.items()}

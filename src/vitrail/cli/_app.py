@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": "Find artifact tokens in a model: whether there are any, where, from which layer on, what they encode.",
     "compare": "Compare two reports, or two models, which are inspected on the same images first.",
     "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
+    "serve": "Serve a model over HTTP: classes and embeddings of images, in shared batches, within limits.",
     "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
 }
 """What each command does. Its file has the function of its name, whose docstring says more, and the examples."""

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from vitrail.errors import InvalidOption
+
 MAX_SIDE = 4096
 
 
@@ -89,6 +91,24 @@ Limit = Annotated[
     int, typer.Option(min=0, metavar="N", help="Maximum number of images, spread over the data; 0 for all.")
 ]
 Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
+
+
+MERGES = "Merge tokens: r=8, keep=0.5,schedule=decreasing, or a result of vitrail tune, such as tune.json."
+Merge = Annotated[str | None, typer.Option("--merge", metavar="MERGE", help=MERGES)]
+
+
+def read_merge_option(text: str) -> dict[str, Any]:
+    """Return keyword arguments for ``vitrail.merge`` from ``--merge``: options, or the file that tuning wrote."""
+    from vitrail.training.config.syntax import read_merge
+    from vitrail.tuning.result import Tuning
+
+    if text.endswith(".json"):
+        return dict(Tuning.load(text).config)
+    plan = read_merge(text)
+    assert plan is not None
+    if plan.from_epoch or plan.over_epochs:
+        raise InvalidOption("--merge: from_epoch and over_epochs are for training; pass only options such as r=8")
+    return plan.options
 
 
 def merge_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -164,15 +164,14 @@ async def drive(
 def alone(model: str, merge: str | None, images: Sequence[bytes]) -> torch.Tensor:
     """Return the embedding of each image, run alone in this process."""
     import vitrail
-    from vitrail.cli._shared.options import read_merge_option
-    from vitrail.data.decode import decode_image
     from vitrail.serve import ServedModel
+    from vitrail.surgery.saving import apply, read_settings
 
     loaded = vitrail.load_model(model)
     if merge is not None:
-        vitrail.merge(loaded, **read_merge_option(merge))
+        apply(read_settings(merge), loaded)
     served = ServedModel(loaded, model)
-    return torch.stack([served([served.prepare(decode_image(one, "image"))])[0].embedding for one in images])
+    return torch.stack([served([served.prepare(one, "image")])[0].embedding for one in images])
 
 
 class ServerProcess:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.data.decode import decode_image
 from vitrail.serve import Answer, Limits
 from vitrail.tokens import Role, TokenLayout, TokenSpec
 
@@ -21,18 +22,19 @@ from vitrail.tokens import Role, TokenLayout, TokenSpec
 class FakeModel:
     """A model whose embedding is the image's mean color, so that an answer shows whose it is."""
 
-    name, merging, is_classifier, width = "fake", {"r": 2}, True, 3
-    classes = {"label": ("red", "green", "blue")}  # noqa: RUF012
+    name, merging, width = "fake", {"r": 2}, 3
     layout = TokenLayout.from_specs([TokenSpec("cls", Role.CLASS)], (1, 2, 2))
 
     def __init__(self) -> None:
+        self.classes = {"label": ("red", "green", "blue")}
         self.batches: list[int] = []
         self.free = threading.Event()  # cleared, the model blocks
         self.free.set()
         self.entered = threading.Semaphore(0)
         self.error: Exception | None = None
 
-    def prepare(self, image: Image.Image) -> Tensor:
+    def prepare(self, data: bytes, name: str, max_pixels: int) -> Tensor:
+        image = decode_image(data, name, max_pixels)
         pixel = image.resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))
         return torch.tensor(pixel, dtype=torch.float32)
 

@@ -156,7 +156,7 @@ def test_other_routes_methods_and_options() -> None:
 
 def test_model_without_classes_does_not_predict() -> None:
     async def check(client: Client, model: FakeModel) -> None:
-        model.is_classifier = False
+        model.classes = {}
         reply = await client.post("/predict", png())
         assert (reply.status, reply.error) == (404, "no_classes")
         assert (await client.post("/embed", png())).status == 200

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vitrail._wording import kind_of
-from vitrail.adapters.registry import find, head_names
+from vitrail.adapters.registry import head_names
 from vitrail.errors import UnsupportedInput
 from vitrail.heads.by_role import Heads
 
@@ -43,46 +42,6 @@ def head_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
             handles.append(part.register_forward_hook(linear(roles[name])))
     try:
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def pooled_features(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
-    """Record what the head for the model's own classes reads; yield a function that returns it, (B, D), after a pass.
-
-    Of several heads, such as those of class and distillation token, it is the mean. The function returns None for
-    models without such a head: their output is pooled already, or all tokens.
-    """
-    found = find(model)
-    classes = found.adapter.num_classes(model, found.trunk)
-    other = {part for block in found.blocks for part in block.modules()}
-    other |= {part for heads in model.modules() if isinstance(heads, Heads) for part in heads.children()}
-    read: list[Tensor] = []
-    handles = []
-
-    def by_role(heads: nn.Module, args: tuple[Any, ...]) -> None:
-        assert isinstance(heads, Heads)
-        if heads.pools:
-            read.append(heads.pooled(*args))
-
-    def linear(_: nn.Module, args: tuple[Any, ...]) -> None:
-        if args[0].dim() == 2:
-            read.append(args[0])
-
-    def take() -> Tensor | None:
-        mean = torch.stack(read).mean(0) if len(read) > 1 else next(iter(read), None)
-        read.clear()
-        return mean
-
-    for part in model.modules():
-        if isinstance(part, Heads):
-            handles.append(part.register_forward_pre_hook(by_role))
-        elif classes and getattr(part, "out_features", 0) == classes and part not in other:
-            handles.append(part.register_forward_pre_hook(linear))
-    try:
-        yield take
     finally:
         for handle in handles:
             handle.remove()

@@ -88,8 +88,7 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the class names of a trained model, by label column.
 
     They are known for models that training saved and `load_model` or ``load_trained`` loaded, for copies of them and
-    for modules that contain one; and for models of transformers whose configuration names them, as the column
-    ``label``. For any other model the dict is empty.
+    for modules that contain one. For any other model the dict is empty.
 
     Example:
         >>> model = vitrail.load_model("vitrail:runs/student")  # doctest: +SKIP
@@ -99,11 +98,6 @@ def class_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     labels: dict[str, Any] = next(
         (vars(part)[LABELS_ATTRIBUTE] for part in model.modules() if LABELS_ATTRIBUTE in vars(part)), {}
     )
-    if not labels:
-        from vitrail.adapters.registry import declared_classes
-
-        declared = declared_classes(model)
-        return {"label": declared} if declared else {}
     return {question: tuple(classes) for question, classes in labels.get("classes", {}).items()}
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 import vitrail
 from vitrail._wording import counted
-from vitrail.bench.config import DTYPES
-from vitrail.cli._shared import console, options
+from vitrail.cli._shared import console, options, whole_datasets
 from vitrail.cli._shared.model import load
 from vitrail.cli._shared.prediction import cost_of
 from vitrail.cli._shared.ranks import command
 from vitrail.serve.limits import Limits
 from vitrail.serve.model import ServedModel
 from vitrail.serve.server import bound_socket, check_installed, run
+from vitrail.surgery.saving import apply
 
 DEFAULTS = Limits()
 
@@ -64,9 +64,8 @@ def serve(
     ] = DEFAULTS.grace_seconds,
     decoders: Annotated[int, typer.Option(min=1, metavar="N", help="Threads that decode images.")] = DEFAULTS.decoders,
     size: options.Size = None,
-    dtype: Annotated[
-        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="By default the model's own.", show_default=False)
-    ] = None,
+    fit: whole_datasets.Fit = "crop",
+    precision: whole_datasets.Precision = None,
     random_weights: options.RandomWeights = False,
     device: options.Device = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
@@ -91,17 +90,15 @@ def serve(
             grace_seconds=grace,
             decoders=decoders,
         )
-        settings = None if merge is None else options.read_merge_option(merge)
         with bound_socket(host, port) as opened:  # before the model is loaded, which may take long
             with console.err.status(f"Loading {model}"):
                 loaded = load(model, "serve", random=random_weights, size=size, device=device)
-                merging = None if settings is None else vitrail.merge(loaded.model, **settings)
-                served = ServedModel(
-                    loaded.model, model, size=loaded.size, dtype=None if dtype is None else DTYPES[dtype]
-                )
+                handles = {} if merge is None else apply(merge, loaded.model)
+                served = ServedModel(loaded.model, model, size=loaded.size, precision=precision, fit=fit)
             if random_weights:
                 console.note(f"{model} has random weights: its answers mean nothing.")
-            if merging is None:
+            merging = handles.get("merge")
+            if not isinstance(merging, vitrail.Merging):
                 console.say(f"{model}, not merged, on {loaded.device.type}")
             else:
                 cost = cost_of(loaded, merging)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail._wording import kind_of
+from vitrail.adapters.registry import named_classes
 from vitrail.adapters.saved import class_names
 from vitrail.errors import ExportError, VitrailError, VitrailWarning
 from vitrail.heads import Output
@@ -53,6 +54,11 @@ class PlainModel(nn.Module):
 
     def class_names(self, outputs: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
         """Return the class names of those outputs that score classes with names."""
+        if not self.names:
+            found = {
+                name: named_classes(self.model, value.shape[1]) for name, value in outputs.items() if value.dim() == 2
+            }
+            return {name: names for name, names in found.items() if names is not None}
         own = {task.name: {task.name, *task.heads, *(["logits"] if task.own else [])} for task in self.tasks}
         return {
             output: names

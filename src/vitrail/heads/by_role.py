@@ -108,11 +108,6 @@ class Heads(nn.Module):
         fuse = mean_of_softmaxes if self._fuse == "softmax" else mean
         return Output(self._combine(by_role, fuse), by_role, features)
 
-    @property
-    def pools(self) -> bool:
-        """Whether there are :meth:`pooled` features; not with task tokens alone."""
-        return bool(self._main or self._distilled)
-
     def pooled(self, features: Tensor, layout: TokenLayout) -> Tensor:
         """Return the input of the fused heads as one vector per sample (B, D), averaged over the heads."""
         self._check(features, layout)

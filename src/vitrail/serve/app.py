@@ -80,7 +80,7 @@ def create_app(model: ServedModel, limits: Limits | None = None) -> FastAPI:
     @route("/predict", IMAGES)
     async def predict(request: Request) -> Response:
         """Return the most likely classes of each image."""
-        if not model.is_classifier:
+        if not model.classes:
             raise BadRequest(404, "no_classes", f"{model.name} has no classes, so it cannot predict; use /embed")
         top = _whole(request, "top", TOP)
         names, answers = await _answers(service, request, _read(request, service.limits))
@@ -209,13 +209,12 @@ def _check_asked(asked: dict[str, Any], model: ServedModel) -> None:
 
 
 def _classes(model: ServedModel, answer: Answer, top: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the most likely classes by label column; ``class`` is None where the model has no names."""
+    """Return the most likely classes by label column."""
     found = {}
     for column, scores in answer.scores.items():
-        names = model.classes.get(column)
         likely, places = scores.topk(min(top, len(scores)))
         found[column] = [
-            {"class": names[index] if names else None, "index": index, "probability": probability}
+            {"class": model.classes[column][index], "index": index, "probability": probability}
             for probability, index in zip(likely.tolist(), places.tolist(), strict=True)
         ]
     return found

@@ -1,23 +1,28 @@
-"""The model of a server: one pass over a batch gives the class scores and the embedding of each image."""
+"""The model of a server: one pass over a batch gives the class scores and the embedding of each image.
+
+Both are those of ``vitrail predict`` and ``vitrail embed`` for the same image, preprocessed alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from vitrail.adapters import find
-from vitrail.adapters.outputs import output_tensor, pooled_features
 from vitrail.adapters.registry import sized
 from vitrail.adapters.saved import class_names
-from vitrail.data.spec import to_tensor
+from vitrail.data.decode import MAX_PIXELS, decode_image
+from vitrail.data.sample import Sample
+from vitrail.embedding.embedder import Features, cast_model, parse_tokens
+from vitrail.embedding.predictor import find_targets
+from vitrail.embedding.reading import Fit, Preparation
 from vitrail.errors import NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.training.evaluation.outputs import forward_output
-from vitrail.training.objective.targets import assign_targets
 
 
 class Answer(NamedTuple):
@@ -25,7 +30,7 @@ class Answer(NamedTuple):
 
     Attributes:
         scores: probabilities of the classes (C,), by label column; empty for a model without classes.
-        embedding: what its classification head reads, or its pooled output (D,), in float32.
+        embedding: its class token, or the mean of its patches (D,), in float32.
     """
 
     scores: Mapping[str, Tensor]
@@ -39,60 +44,64 @@ class ServedModel:
         model: a supported model that takes images.
         name: what answers and metrics call it.
         size: input size in pixels, height and width; by default the model's own.
-        dtype: dtype to run in; by default the model's own.
+        precision: ``float32``, ``float16`` or ``bfloat16``; None leaves it as it is.
+        fit: ``crop`` the center of images, or ``stretch`` whole images.
+
+    Attributes:
+        classes: names of the classes by label column, numbers where there are none; empty without classes.
+        width: length of an embedding.
+        merging: the options of the model's merging; None if it is not merged.
     """
 
     def __init__(
-        self, model: nn.Module, name: str, *, size: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        name: str,
+        *,
+        size: tuple[int, ...] | None = None,
+        precision: str | None = None,
+        fit: Fit = "crop",
     ) -> None:
         found = find(model)
         self.spec, self.layout = sized(found, size, name)
         if self.spec.modality != "image":
             raise UnsupportedInput(f"{name} takes {self.spec.modality} inputs; a server takes images")
-        self.name = name
-        self.model = model.eval() if dtype is None else model.eval().to(dtype)
-        self.classes = class_names(model)
-        self._targets = assign_targets(model, self.classes) if self.classes else ()
-        self._count = found.adapter.num_classes(model, found.trunk)
+        self.name, self.model = name, cast_model(model, precision)
         try:
             self.merging: dict[str, Any] | None = Merging.of(model).config
         except NotApplied:
             self.merging = None
-        (answer,) = self([torch.zeros(self.spec.shape)])
-        self.width = len(answer.embedding)
+        self._preparation = Preparation(self.spec, fit)
+        (wanted,) = parse_tokens(found, ())
+        self._features, self._column = Features(model, found, [wanted]), wanted.name
+        is_classifier = bool(class_names(model)) or found.adapter.num_classes(model, found.trunk) > 0
+        self._call = partial(forward_output, model) if is_classifier else found.trunk
+        example, output = self._run([torch.zeros((3, *self.spec.size), dtype=torch.uint8)])
+        outputs = getattr(output, "logits", None)
+        self._targets = ()
+        if is_classifier:
+            self._targets = find_targets(model, None if outputs is None else outputs.shape[1], None)
+        self.classes = {target.name: target.classes for target in self._targets}
+        self.width = example.shape[1]
 
-    @property
-    def is_classifier(self) -> bool:
-        """Whether the model scores classes."""
-        return self._count > 0 or bool(self.classes)
+    def prepare(self, data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Tensor:
+        """Decode an image, and return it as the model's input in bytes (3, H, W)."""
+        return self._preparation(lambda: Sample(decode_image(data, name, max_pixels), name))
 
-    def prepare(self, image: Image.Image) -> Tensor:
-        """Return an image as the model takes it (3, H, W)."""
-        return to_tensor([image], self.spec)[0]
-
-    @torch.inference_mode()
     def __call__(self, images: Sequence[Tensor]) -> list[Answer]:
         """Return an answer for each prepared image, in their order."""
-        weight = next(value for value in self.model.parameters() if value.is_floating_point())
-        batch = torch.stack(list(images)).to(weight.device, weight.dtype, non_blocking=True)
-        with pooled_features(self.model) as take:
-            output: Any = forward_output(self.model, batch) if self.is_classifier else self.model(batch)
-            pooled = take()
-        embeddings = self._pool(output) if pooled is None else pooled
-        columns = {name: scores.float().softmax(1).cpu() for name, scores in self._scores(output).items()}
+        embeddings, output = self._run(images)
+        columns: dict[str, Tensor] = {}
+        for target in self._targets:
+            logits = output.logits if target.own else output.by_role[target.name]
+            columns[target.name] = target.read(logits).float().softmax(1).cpu()
         rows = embeddings.float().cpu()
         return [Answer({name: scores[i] for name, scores in columns.items()}, rows[i]) for i in range(len(images))]
 
-    def _scores(self, output: Any) -> dict[str, Tensor]:
-        if self._targets:
-            return {one.name: one.read(output.logits if one.own else output.by_role[one.name]) for one in self._targets}
-        return {"label": output.logits} if self.is_classifier else {}
-
-    def _pool(self, output: Any) -> Tensor:
-        """Return the output of a model without a head as one vector per image: of all tokens, the first special one."""
-        values = output_tensor(output)
-        if values.dim() == 2:
-            return values
-        if values.dim() == 3 and self.layout.num_special:
-            return values[:, 0]
-        return values.flatten(1, -2).mean(1)
+    @torch.inference_mode()
+    def _run(self, images: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Return embeddings (B, D), and the output of the model or its trunk."""
+        weight = next(value for value in self.model.parameters() if value.is_floating_point())
+        batch = torch.stack(list(images)).to(weight.device, non_blocking=True)
+        found, output = self._features.run(self._call, self.spec.normalize(batch).to(weight.dtype))
+        return found[self._column], output

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.data.decode import decode_image
 from vitrail.errors import ImageError, ImageTooLarge
 from vitrail.serve.batcher import Batcher, Overloaded, Stopped
 from vitrail.serve.limits import Admission, Limits
@@ -100,7 +99,7 @@ class Service:
 
     def _decode(self, upload: Upload) -> Tensor:
         try:
-            return self.model.prepare(decode_image(upload.data, upload.name, self.limits.max_pixels))
+            return self.model.prepare(upload.data, upload.name, self.limits.max_pixels)
         except ImageTooLarge as error:
             raise BadRequest(413, "too_many_pixels", str(error)) from error
         except ImageError as error:

@@ -60,13 +60,10 @@ class Transformers(Library):
             preprocessor_config(name, "video" if takes in ("video", ("video",)) else "image", download=True)
         return model.eval()
 
-    def declared_classes(self, model: nn.Module) -> tuple[str, ...]:
-        """Return the names in the configuration of a classifier, unless they are placeholders, as in a new one."""
-        config: Any = getattr(model, "config", None)
-        if not any(kind in type(model).__name__ for kind in CLASSIFIERS) or not hasattr(config, "id2label"):
-            return ()
-        names = tuple(str(config.id2label[index]) for index in sorted(config.id2label))
-        return () if names == tuple(f"LABEL_{index}" for index in range(len(names))) else names
+    def class_names(self, model: Any) -> tuple[str, ...] | None:
+        names: dict[Any, str] = getattr(getattr(model, "config", None), "id2label", None) or {}
+        known = names and not all(re.fullmatch(r"LABEL_\d+", str(name)) for name in names.values())
+        return tuple(str(names[number]) for number in sorted(names)) if known else None
 
     def uses_hub(self, name: str, pretrained: bool) -> bool:
         return not Path(name).is_dir()

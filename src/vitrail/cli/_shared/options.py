@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from vitrail.errors import InvalidOption
+from vitrail.errors import VitrailError
+from vitrail.surgery.saving import Settings, read_settings
 
 MAX_SIDE = 4096
 
@@ -61,8 +62,19 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
+def parse_merge(text: str) -> Settings:
+    """Parse ``r=8``, the JSON of ``vitrail tune``, or a directory of ``merging.save``."""
+    try:
+        return read_settings(text)
+    except VitrailError as error:
+        raise typer.BadParameter(f"--merge: {error}") from error
+
+
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, vitrail:RUN, or vitrail:tiny."
+    ),
 ]
 METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its name and options."
 Method = Annotated[Any, typer.Option(metavar="NAME", parser=parse_method, help=METHODS)]
@@ -80,6 +92,8 @@ Proportional = Annotated[
 ]
 SIZES = "Input size in pixels, if the model supports another one."
 Size = Annotated[Any, typer.Option(metavar="N or HxW", parser=parse_size, help=SIZES)]
+MERGES = "Merge tokens: r=8 or keep=0.5,method=energy, the JSON of vitrail tune, or a directory of merging.save."
+Merge = Annotated[Any, typer.Option("--merge", metavar="SETTINGS", parser=parse_merge, help=MERGES)]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Use random weights (always the same) instead of a download.")
 ]
@@ -91,24 +105,6 @@ Limit = Annotated[
     int, typer.Option(min=0, metavar="N", help="Maximum number of images, spread over the data; 0 for all.")
 ]
 Folder = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Output directory.")]
-
-
-MERGES = "Merge tokens: r=8, keep=0.5,schedule=decreasing, or a result of vitrail tune, such as tune.json."
-Merge = Annotated[str | None, typer.Option("--merge", metavar="MERGE", help=MERGES)]
-
-
-def read_merge_option(text: str) -> dict[str, Any]:
-    """Return keyword arguments for ``vitrail.merge`` from ``--merge``: options, or the file that tuning wrote."""
-    from vitrail.training.config.syntax import read_merge
-    from vitrail.tuning.result import Tuning
-
-    if text.endswith(".json"):
-        return dict(Tuning.load(text).config)
-    plan = read_merge(text)
-    assert plan is not None
-    if plan.from_epoch or plan.over_epochs:
-        raise InvalidOption("--merge: from_epoch and over_epochs are for training; pass only options such as r=8")
-    return plan.options
 
 
 def merge_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,11 @@ def comparison_sentence(a: Values, b: Values) -> str:
         more = "as many" if left == right else "A has more" if left > right else "B has more"
         return f"Both models have artifact tokens: {left:.2%} of A's patch tokens, {right:.2%} of B's; {more}."
     if a["verdict"] == b["verdict"]:
-        return "Neither model gives a clear answer." if a["verdict"] == "uncertain" else "Neither model has artifact tokens."
+        return (
+            "Neither model gives a clear answer."
+            if a["verdict"] == "uncertain"
+            else "Neither model has artifact tokens."
+        )
     answers = {
         "artifacts": "has artifact tokens",
         "content": "has no artifact tokens (its high norms are content)",

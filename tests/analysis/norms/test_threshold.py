@@ -82,7 +82,9 @@ def test_planted_artifacts_are_found_at_the_stated_rate_with_the_right_share(bul
 @pytest.mark.parametrize("family", HEAVY)
 @pytest.mark.parametrize("tokens", always([NUM_TOKENS], [588, NUM_TOKENS]))
 def test_clean_distributions_are_flagged_in_at_most_two_percent_of_draws(family, tokens, monkeypatch):
-    monkeypatch.setattr(threshold, "_power", lambda *given: ((1.0,) * 4,) * 4)  # it tells "none" from "uncertain", when all is found
+    monkeypatch.setattr(
+        threshold, "_power", lambda *given: ((1.0,) * 4,) * 4
+    )  # it tells "none" from "uncertain", when all is found
     alarms = [
         find_threshold(tensor(HEAVY[family](np.random.default_rng(seed), tokens))).verdict == "artifacts"
         for seed in range(200)

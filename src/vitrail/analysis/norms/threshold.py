@@ -14,7 +14,15 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.analysis.norms._histogram import EDGES, LOG_BIN, NUM_BINS, Counts, count_norms, quantile
-from vitrail.analysis.norms._valley_test import MAX_SHARE, MIN_OUTLIERS, MIN_RATIO, MIN_SHARE, Tail, critical_value, p_value
+from vitrail.analysis.norms._valley_test import (
+    MAX_SHARE,
+    MIN_OUTLIERS,
+    MIN_RATIO,
+    MIN_SHARE,
+    Tail,
+    critical_value,
+    p_value,
+)
 from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption
 
@@ -167,7 +175,9 @@ def examine(counts: Counts, *, false_alarm: float) -> Finding:
         return replace(nothing, at=_robust_bin(counts), method="robust", reason=why)
     if power[SHARES.index(USUAL[0])][MULTIPLES.index(USUAL[1])] < 0.5:
         kind = f"{USUAL[0]:.0%} of the tokens at {USUAL[1]:g} times the norm"
-        why = f"no second mode, but the usual artifacts ({kind}) could not have been seen: too few tokens, or too spread"
+        why = (
+            f"no second mode, but the usual artifacts ({kind}) could not have been seen: too few tokens, or too spread"
+        )
         return nothing.doubt(why)
     far = [value for row in power for multiple, value in zip(MULTIPLES, row, strict=True) if multiple >= 3]
     why = "no small group of tokens above the bulk"

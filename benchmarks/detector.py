@@ -3,9 +3,9 @@
     python benchmarks/detector.py              # all tables; norms of the models are computed once, in a few minutes
     python benchmarks/detector.py --draws 20   # coarser rates
 
-Untrained and trained models run on images of two datasets and on canvases without content: any alarm is false. Then norms
-are drawn, from families of distributions and from such a model, and a share of the tokens gets a multiple of its norm; or
-rectangles of tokens, objects, get a common one.
+Untrained and trained models run on images of two datasets and on canvases without content: any alarm is false. Then
+norms are drawn, from families of distributions and from such a model, and a share of the tokens gets a multiple of its
+norm; or rectangles of tokens, objects, get a common one.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def clean_models(number: int) -> str:
                 layers += sum(layer.verdict == "artifacts" for layer in found.per_layer)
                 cells.append(f"{found.verdict} ({by_norm.verdict})")
             rows.append([name, *cells])
-            print(rows[-1], flush=True)
+            sys.stdout.write(f"{rows[-1]}\n")
     text = table(["model", *IMAGE_SETS], rows)
     return (
         f"{text}\n\n{runs} runs: {alarms} alarms after the last layer, {layers} in any layer; {alone} by norms alone."
@@ -163,7 +163,7 @@ def power(draws: int, number: int) -> str:
                     found = rates(draw, images, draws, partial(plant, share=share, multiple=multiple))
                     cells.append(interval(found["artifacts"], draws))
                 rows.append(cells)
-                print(rows[-1], flush=True)
+                sys.stdout.write(f"{rows[-1]}\n")
     return table(["norms", "images", "share", *(f"{multiple:g}×" for multiple in MULTIPLES)], rows)
 
 

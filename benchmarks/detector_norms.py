@@ -1,7 +1,8 @@
 """Norms that the detector is measured on: untrained and trained models on images, kept as arrays.
 
-Each model runs once over each set of images; norms of the patches that enter the first block and of those that leave each
-block are kept in ``runs/detector/`` (not part of the checkout), so that statistics can be computed again in seconds.
+Each model runs once over each set of images; norms of the patches that enter the first block and of those that leave
+each block are kept in ``runs/detector/`` (not part of the checkout), so that statistics can be computed again in
+seconds.
 """
 
 from __future__ import annotations

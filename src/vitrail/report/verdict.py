@@ -51,8 +51,8 @@ def confidence_sentence(norms: Values) -> str:
         if not norms.get("power"):  # a report from before power was part of it
             return f"Confidence: {value}, the probability that typical artifacts would have been found in these images."
         return (
-            f"Confidence: {value}, the probability that artifacts of an unknown kind (0.1 to 5 % of the tokens at 3 to 10 "
-            f"times the norm) would have been found in these images. {visible_sentence(norms['power'])}"
+            f"Confidence: {value}, the probability that artifacts of an unknown kind (0.1 to 5 % of the tokens at 3 to "
+            f"10 times the norm) would have been found in these images. {visible_sentence(norms['power'])}"
         )
     return "Confidence: none. These images do not support either answer."
 
@@ -123,8 +123,8 @@ def recommendations(norms: Values, registers: Values, cure: Values) -> list[str]
         advice.append("Nothing needs to be done about artifacts: use patch tokens as they are.")
         if norms["verdict"] == "content":
             advice.append(
-                "The tokens with high norms are patches that were bright or contrasted from the embedding on, or objects "
-                "whose patches have high norms together. The norm maps show which."
+                "The tokens with high norms are patches that were bright or contrasted from the embedding on, or "
+                "objects whose patches have high norms together. The norm maps show which."
             )
         if num_registers:
             advice.append("The model has registers. Use `vitrail.ablate` to see whether they keep its patches clean.")

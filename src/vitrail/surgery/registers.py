@@ -2,8 +2,8 @@
 
 Jiang et al. (NeurIPS 2025) found that a few MLP neurons produce a model's artifacts. `find_register_neurons` finds the
 neurons with the largest activations at artifacts. `test_time_registers` moves their activations to appended tokens, in
-each image by itself, by one of two rules (see `MOVES`). The appended tokens start as zeros behind the model's own special
-tokens and are dropped after the last block.
+each image by itself, by one of two rules (see `MOVES`). The appended tokens start as zeros behind the model's own
+special tokens and are dropped after the last block.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from vitrail.surgery.recording import Images, input_axes, stream
 
 Move = Literal["layer", "neuron"]
 MOVES: tuple[Move, ...] = get_args(Move)
-"""How activations move. "layer", as the authors' released code does: the neurons of a layer share one value, their largest
-activation over all tokens, and only patches get zero. "neuron", as the paper's text says: each neuron moves its own largest
-activation, by magnitude, and all other tokens get zero, the class token among them."""
+"""How activations move. "layer", as the authors' released code does: the neurons of a layer share one value, their
+largest activation over all tokens, and only patches get zero. "neuron", as the paper's text says: each neuron moves
+its own largest activation, by magnitude, and all other tokens get zero, the class token among them."""
 
 LEAST_FACTOR = 2.0
 """Smallest ratio between the mean norms of artifacts and of other patches."""

@@ -103,8 +103,8 @@ def analyze_norms(
     Args:
         norms: (L, B, P), norms of patch tokens after each layer, before the final norm layer.
         layout: layout of the tokens; its grid shapes the maps and says which patches are neighbors.
-        entry: (B, P), norms of the patches that enter the first block, as ``vitrail.record`` returns them. Without these, high
-            norms that the patch embedding gives are not told from artifacts.
+        entry: (B, P), norms of the patches that enter the first block, as ``vitrail.record`` returns them. Without
+            these, high norms that the patch embedding gives are not told from artifacts.
         layers: indices of the L layers; by default 0 to L - 1. The verdict is that of the last one.
         images: indices of the B images, for ``not_finite``; by default 0 to B - 1.
         false_alarm: how often a clean layer may get the verdict "artifacts".
@@ -317,8 +317,8 @@ class _LayerCounts:
 def _explained(found: Finding, high: Finding, share: float) -> Finding:
     """Return the verdict on high norms where no token is prominent."""
     why = (
-        f"{share:.2%} of the tokens have a high norm, but content explains it: they had it when they entered the model, "
-        "share it with their neighbors, or are whole images"
+        f"{share:.2%} of the tokens have a high norm, but content explains it: they had it when they entered the "
+        "model, share it with their neighbors, or are whole images"
     )
     return replace(found, verdict="content", method=high.method, reason=why)
 

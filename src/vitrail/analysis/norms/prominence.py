@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RANK = 3
-"""The neighbor that a token is compared with: up to two adjacent artifacts still stand out, but not a patch at the corner
-of an object, which has three neighbors in it."""
+"""The neighbor that a token is compared with: up to two adjacent artifacts still stand out, but not a patch at the
+corner of an object, which has three neighbors in it."""
 
 SMALLEST = 1e-30
 """Norms are at least this where they divide."""

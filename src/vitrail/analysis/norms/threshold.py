@@ -161,7 +161,8 @@ def examine(counts: Counts, *, false_alarm: float) -> Finding:
         if share < MIN_SHARE:
             return found.doubt(f"a few tokens stand apart, but fewer than one in {1 / MIN_SHARE:,.0f}")
         if share <= MAX_SHARE and ratio >= MIN_RATIO:
-            why = f"a second mode at {ratio:.3g} times the typical value, apart from the bulk, with {share:.2%} of the tokens"
+            where = f"at {ratio:.3g} times the typical value, apart from the bulk"
+            why = f"a second mode {where}, with {share:.2%} of the tokens"
             return replace(found, verdict="artifacts", confidence=1 - found.p_value, reason=why)
     for limit, share, why in (
         (critical_value(false_alarm), 0.5, f"a second mode with more than {MAX_SHARE:.0%} of the tokens: no outliers"),
@@ -199,8 +200,8 @@ def _limit(false_alarm: float, shoulder: bool) -> float:
 def _power(counts: Counts, false_alarm: float) -> tuple[tuple[float, ...], ...]:
     """Return the probability of finding artifacts, by share and multiple: plant them in the bulk, and test.
 
-    Tokens far above the bulk are left out first, since artifacts that are there would help to find others. Each value is
-    the smallest of those for shares and multiples at least as large, so that it never falls.
+    Tokens far above the bulk are left out first, since artifacts that are there would help to find others. Each value
+    is the smallest of those for shares and multiples at least as large, so that it never falls.
     """
     bulk = counts.copy()
     bulk[_robust_bin(counts) :] = 0

@@ -1,7 +1,7 @@
 """Linear probes: multinomial logistic regression and ridge regression, in torch.
 
-They run on the device of the features, in float32 (float64 for float64 features), in chunks, and give the same result
-each time on the same device, which is why scikit-learn is only their oracle. Features are standardized by the training
+They run on the device of the features, in chunks, and give the same result each time on the same device, which is why
+scikit-learn is only their oracle. Features are in float32 (float64 for float64 features), losses and gradients in float64. Features are standardized by the training
 rows. The penalty is chosen on a held-out part of the training images, then the model is fitted to all training rows.
 
 A penalty is the factor λ of ``mean loss + λ/2 · ‖W‖²`` for classifiers, and of ``mean squared error + λ · ‖W‖²`` for
@@ -32,11 +32,12 @@ MAX_STEPS, MAX_PRODUCTS = 50, 300
 """A fit ends after so many Newton steps; each takes at most so many products with the Hessian."""
 
 TOLERANCE = 1e-4
-"""A fit has converged when the next Newton step would change the scores by less: as root mean square over rows, weighted by how
-uncertain the predictions are. Unlike a bound on the gradient, this means the same for every penalty."""
+"""A fit has converged when the next Newton step would change the scores by less: as root mean square over rows,
+weighted by how uncertain the predictions are. Unlike a bound on the gradient, this means the same for every penalty."""
 
 FORCING = 0.1
-"""Newton steps are solved until the residual has fallen to this share of the gradient, and more closely near the minimum."""
+"""Newton steps are solved until the residual has fallen to this share of the gradient, and more closely near the
+minimum."""
 
 RIDGE_PENALTIES = (1e2, 1e1, 1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 """Penalties that a regressor chooses from."""
@@ -236,9 +237,9 @@ class _Spectrum:
 def _minimize(x: Tensor, y: Tensor, start: Tensor, penalty: float) -> tuple[Tensor, bool]:
     """Minimize the loss from parameters (D+1, C), biases last; return the minimum, and whether the solver converged.
 
-    Newton's method: each step is solved by preconditioned conjugate gradients, and shortened until the loss falls enough. The
-    squared size of a step in the metric of the Hessian is the mean square change of the scores, and it ends the search.
-    """
+    Newton's method: each step is solved by preconditioned conjugate gradients, and shortened until the loss falls
+    enough. The squared size of a step in the metric of the Hessian is the mean square change of the scores, and it
+    ends the search."""
     spectrum, params = _Spectrum.of(x), start.double()
     loss, gradient, curvature = _logistic_loss(x, y, params, penalty)
     for _ in range(MAX_STEPS):
@@ -260,7 +261,7 @@ def _minimize(x: Tensor, y: Tensor, start: Tensor, penalty: float) -> tuple[Tens
 def _newton_step(
     x: Tensor, params: Tensor, gradient: Tensor, spectrum: _Spectrum, curvature: float, penalty: float
 ) -> tuple[Tensor, float]:
-    """Return a step (D+1, C) and its square in the metric of the Hessian: the decrease that the quadratic model expects."""
+    """Return a step (D+1, C) and its square in the metric of the Hessian: the decrease expected from it."""
     step, residual = torch.zeros_like(gradient), -gradient
     direction = spectrum.solve(residual, curvature, penalty)
     size = first = float((residual * direction).sum())

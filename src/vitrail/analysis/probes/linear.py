@@ -2,8 +2,8 @@
 
 They run on the device of the features, in chunks, and give the same result each time on the same device, which is why
 scikit-learn is only their oracle. Features are in float32 (float64 for float64 features), losses and gradients in
-float64. Features are standardized by the training rows. The penalty is chosen on a held-out part of the training images,
-then the model is fitted to all training rows.
+float64. Features are standardized by the training rows. The penalty is chosen on a held-out part of the training
+images, then the model is fitted to all training rows.
 
 A penalty is the factor λ of ``mean loss + λ/2 · ‖W‖²`` for classifiers, and of ``mean squared error + λ · ‖W‖²`` for
 regressors; biases are free. In scikit-learn's terms, with n rows: ``C = 1 / (λ n)`` (for two classes, where it keeps

@@ -57,7 +57,7 @@ def _draw_glass(image: Image.Image, groups: Any) -> dict[str, Image.Image]:
 MEDIA = {
     "image": Medium(
         "images",
-        (*RANDOM_INPUTS, "merge", "tune", "demo", "inspect"),
+        (*RANDOM_INPUTS, "merge", "tune", "demo", "inspect", "web"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
         draw=_draw_glass,

@@ -75,15 +75,15 @@ def _write(loaded: Loaded, folder: Path) -> None:
 
 def _serve(loaded: list[Loaded], host: str, port: int, opens: bool) -> None:
     try:
+        import fastapi  # noqa: F401
         import uvicorn
-
-        from vitrail.web.server import LOCAL, create_app
     except ImportError as error:
         raise InvalidOption(
             f"vitrail web needs fastapi and uvicorn ({error}); install them with pip install 'vitrail[web]', or write "
             "plain files with --static DIR"
         ) from error
     from vitrail.web.cache import Cache
+    from vitrail.web.server import LOCAL, create_app
 
     cache = Cache()
     views = [_views(one, cache=cache) for one in loaded]

@@ -1,8 +1,8 @@
 """One ONNX graph of a model for the page in the browser: merges per layer are an input, what views show are outputs.
 
-The three parts of a model (what comes before the blocks, a block, what comes behind them) are traced by ``torch.export``
-from the model's own modules and the library's own matching, with their weights as arguments. Each part is a function of
-the graph; the block's is called once for each layer, with that layer's weights.
+The three parts of a model (before the blocks, a block, behind them) are traced by ``torch.export`` from the model's own
+modules and the library's own matching, with their weights as arguments. Each part is a function of the graph; the
+block's is called once for each layer, with that layer's weights.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Step(nn.Module):
         group = position.clone()
         group[:, ::2] = torch.where(rank(best) < r, 2 * partner + 1, position[:, ::2])
         target = torch.where(r > 0, place_by_kind(group, mask), position)  # a layer without merges reorders nothing
-        merges = r.item()
+        merges: Any = r.item()  # a number; a symbol while it is traced
         torch._check(merges >= 0)
         torch._check(merges < length)
         return Assignment(target, length - merges)
@@ -151,15 +151,17 @@ def _trace(name: str, part: nn.Module, inputs: Mapping[str, Tensor], free: Mappi
     """Trace a part with ``count`` outputs; ``free`` has the free axes of each input."""
     onnx = import_module("onnx")
     weights = {key: value.detach() for key, value in part.state_dict().items() if value.is_floating_point()}
-    shapes = ({key: None for key in weights}, tuple(free.get(one) for one in inputs))
+    shapes = (dict.fromkeys(weights), tuple(free.get(one) for one in inputs))
     arguments = [f"w.{key}" for key in weights]
     outputs = [f"out.{index}" for index in range(count)]
-    with explained(f"torch cannot convert the {name} of this model to ONNX"), torch.no_grad(), warnings.catch_warnings():
+    with (
+        explained(f"torch cannot convert the {name} of this model to ONNX"),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # about what is kept while tracing
         with quiet("torch.onnx", "torch.fx", "torch._export", "onnxscript", "onnx_ir"):
-            program = torch.export.export(
-                _Pure(part), (weights, *inputs.values()), dynamic_shapes=shapes, strict=False
-            )
+            program = torch.export.export(_Pure(part), (weights, *inputs.values()), dynamic_shapes=shapes, strict=False)
             made = torch.onnx.export(
                 program, dynamo=True, verbose=False, opset_version=OPSET,
                 input_names=[*arguments, *inputs], output_names=outputs,
@@ -168,9 +170,7 @@ def _trace(name: str, part: nn.Module, inputs: Mapping[str, Tensor], free: Mappi
     graph = made.model_proto.graph
     read = {value for node in graph.node for value in node.input}
     used = tuple(key for key, argument in zip(weights, arguments, strict=True) if argument in read)
-    constants = [
-        onnx.helper.make_node("Constant", [], [one.name], value=_plain(one)) for one in graph.initializer
-    ]
+    constants = [onnx.helper.make_node("Constant", [], [one.name], value=_plain(one)) for one in graph.initializer]
     nodes = [*constants, *graph.node]
     for node in nodes:
         del node.metadata_props[:]
@@ -193,7 +193,8 @@ def _plain(tensor: Any) -> Any:
 def check_model(model: nn.Module) -> Found:
     """Return the trunk of a model whose graph can be built; raise ``ExportError`` for others."""
     found = find(model)
-    spec, layouts = found.adapter.input_spec(found.trunk), [found.adapter.layout_in(found.trunk, layer) for layer in (0, -1)]
+    spec = found.adapter.input_spec(found.trunk)
+    layouts = [found.adapter.layout_in(found.trunk, layer) for layer in (0, -1)]
     obstacles = {
         "it does not take images": spec.modality != "image" or bool(spec.axes),
         "its attention has a position bias": any(biased_layers(found)),
@@ -205,8 +206,8 @@ def check_model(model: nn.Module) -> Found:
     wrong = [why for why, is_so in obstacles.items() if is_so]
     if wrong:
         raise ExportError(
-            f"a static page cannot run this {type(found.trunk).__name__}: {wrong[0]}. Use vitrail web without --static, "
-            "or a plain ViT such as vitrail:tiny"
+            f"a static page cannot run this {type(found.trunk).__name__}: {wrong[0]}. Use vitrail web without "
+            "--static, or a plain ViT such as vitrail:tiny"
         )
     return found
 

@@ -74,7 +74,12 @@ class Setting:
         made = cls(**given)
         number = isinstance(made.value, int | float) and not isinstance(made.value, bool) and math.isfinite(made.value)
         whole = made.by != "r" or (number and made.value == int(made.value) and 0 <= made.value <= 100_000)
-        if made.by not in ("r", "keep", "") or not number or not whole or (made.by == "keep" and not 0 < made.value <= 1):
+        if (
+            made.by not in ("r", "keep", "")
+            or not number
+            or not whole
+            or (made.by == "keep" and not 0 < made.value <= 1)
+        ):
             raise InvalidOption("by is r, with a whole number, keep, with a share above 0 and at most 1, or empty")
         if made.schedule not in SCHEDULES or not isinstance(made.method, str) or made.method not in METHODS:
             raise InvalidOption(f"a setting has a known method, and a schedule of {', '.join(SCHEDULES)}")
@@ -83,9 +88,9 @@ class Setting:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``vitrail.merge``."""
-        amount = {"r": {"r": int(self.value)}, "keep": {"keep": float(self.value)}, "": {}}[self.by]
+        amounts: dict[str, dict[str, Any]] = {"r": {"r": int(self.value)}, "keep": {"keep": float(self.value)}, "": {}}
         planned = {"schedule": self.schedule} if self.by and self.schedule != "constant" else {}
-        return {**amount, **planned, "method": self.method}
+        return {**amounts[self.by], **planned, "method": self.method}
 
 
 class Readout(NamedTuple):
@@ -161,10 +166,10 @@ class ModelViews:
         most = self.layout.num_patches // len(self.found.blocks)
         plans: dict[str, Any] = {}
         for by, values in (("r", range(most + 1)), ("keep", KEEPS)):
-            tables: dict[str, list[list[int] | None]] = {}
-            for schedule in SCHEDULES:
-                tables[schedule] = [self._plan(by, value, schedule) for value in values]
-            plans[by] = {"values": list(values), "merges": tables}
+            tables = {value: [self._plan(by, value, schedule) for schedule in SCHEDULES] for value in values}
+            offered = [value for value, merges in tables.items() if None not in merges]
+            merges = {schedule: [tables[value][at] for value in offered] for at, schedule in enumerate(SCHEDULES)}
+            plans[by] = {"values": offered, "merges": merges}
         return plans
 
     def _plan(self, by: str, value: float, schedule: str) -> list[int] | None:
@@ -180,7 +185,8 @@ class ModelViews:
         """Yield the methods that need no training, ToMe first; ``amount`` is whether they take r or keep."""
         for name in sorted(vitrail.list_methods(), key=lambda name: (name != "tome", name)):
             about = (getdoc(METHODS[name]) or name).split("\n\n")[0].replace("\n", " ")
-            for options in ({"keep": 0.5}, {}):
+            choices: tuple[dict[str, Any], ...] = ({"keep": 0.5}, {})
+            for options in choices:
                 try:
                     with vitrail.merge(self.model, method=name, **options), torch.no_grad():
                         pass
@@ -284,9 +290,9 @@ class ModelViews:
             raise UnsupportedInput("the step by step view shows ToMe; choose method tome")
         watched = _Watched()
         options = {**setting.options, "method": watched}
-        with self._locked(), vitrail.kernels.reference(), _quiet(), vitrail.merge(self.model, **options):
-            with self._states() as states:
-                self._run(batch)
+        reference = vitrail.kernels.reference()
+        with self._locked(), reference, _quiet(), vitrail.merge(self.model, **options), self._states() as states:
+            self._run(batch)
         before = states[layer - 1] if layer else None
         entered = self.layout.num_tokens if before is None or before.size is None else before.size.shape[1]
         groups = torch.arange(self.layout.num_tokens)
@@ -325,7 +331,7 @@ class ModelViews:
         }
 
     def registers(self, image: str, batch: Tensor, layer: int) -> dict[str, Any]:
-        """Return the norms of the patches without and with a test-time register, whose neurons are found on the image."""
+        """Return the norms of the patches without and with a test-time register; its neurons are found on the image."""
         with self._locked():
             before = vitrail.record(self.model, batch, "norms", device="cpu").norms
             plain = self._heads(self._run(batch))

@@ -1,5 +1,7 @@
 """The page of `vitrail web` as a FastAPI application: it serves its own files, and what views show of uploaded images.
 
+Only this file imports FastAPI, which must find the types of its handlers at the top of a module.
+
 Nothing is written. An image is known by the hash of its bytes and kept only while the cache has room; the page uploads
 it again when it is gone. Requests of other sites are refused: a page open in the same browser can reach localhost, too.
 """
@@ -8,15 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 from PIL import Image
 
 from vitrail._checks import is_int
-from vitrail.data import decode_image
+from vitrail.data.decode import decode_image
 from vitrail.errors import ImageError, InvalidOption, VitrailError
 from vitrail.web.cache import Cache
 from vitrail.web.files import TYPES, page_files, sample_list
@@ -45,7 +51,7 @@ HEADERS = {
 }
 
 
-def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] = LOCAL) -> Any:
+def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] = LOCAL) -> FastAPI:
     """Return the application for some models, the first of which the page starts with.
 
     Args:
@@ -54,10 +60,6 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
         hosts: names by which this server may be called; requests to others are refused, since a foreign name that
             resolves to this machine would pass for the same site.
     """
-    from fastapi import FastAPI, Request, Response
-    from fastapi.concurrency import run_in_threadpool
-    from fastapi.responses import JSONResponse
-
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     by_name, files = {one.name: one for one in models}, page_files()
     decoding = threading.Lock()  # one image at a time: a large one takes hundreds of megabytes while it is decoded
@@ -93,7 +95,7 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
             raise InvalidOption(f"this server has {', '.join(by_name)}; got {str(name)[:100]!r}")
         return by_name[name]
 
-    @app.get("/api/models")
+    @app.get("/api/models", response_model=None)
     def list_models() -> dict[str, Any]:
         return {"models": list(by_name), "samples": sample_list(), "upload_bytes": MAX_UPLOAD}
 
@@ -149,8 +151,6 @@ def create_app(models: Sequence[ModelViews], cache: Cache, hosts: Sequence[str] 
         return Response(files[name], media_type=TYPES[name[name.rfind(".") :]])
 
     async def _json(request: Request) -> dict[str, Any]:
-        import json
-
         try:
             given = json.loads(await body(request, MAX_REQUEST))
         except (ValueError, ImageError, RecursionError):

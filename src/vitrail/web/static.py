@@ -22,7 +22,7 @@ VENDOR = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm.gz", "LICENSE"
 """ONNX Runtime Web; the page unpacks the WebAssembly itself, so that any web space may serve it."""
 
 TOLERANCE = 1e-2
-"""Largest difference of the graph's logits from the model's, relative to the largest: its weights are half precision."""
+"""Largest difference of the logits from the model's, relative to the largest: the weights are in half precision."""
 
 
 def write_static(views: ModelViews, folder: Path) -> list[Path]:

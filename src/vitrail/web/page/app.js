@@ -12,7 +12,7 @@ const KEPT = 600; // answers that are kept
 const find = (id) => document.getElementById(id);
 
 const DEFAULTS = {
-  tab: "explore", image: "", model: "", method: "tome", by: "r", value: 8, schedule: "constant",
+  tab: "explore", image: "", model: "", method: "tome", by: "r", value: 16, schedule: "constant",
   layer: -1, head: "mean", query: 0, paint: "glass", stage: 0, pair: 0,
   method2: "tome", by2: "r", value2: 0, schedule2: "constant", model2: "",
 };

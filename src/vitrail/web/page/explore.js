@@ -36,7 +36,7 @@ export class Explore {
     this.patch = h("p", { id: "patch", class: "patch", "aria-live": "polite" });
     this.paint = pills("What is painted", PAINTS, state.paint, (paint) => app.update({ paint }));
     this.controls = settingControls(app);
-    this.layer = slider("Layer", info.layers - 1, state.layer, (at) => `${at} of 0 to ${app.info.layers - 1}`, (layer) => app.update({ layer }), { id: "layer" });
+    this.layer = slider("Layer", info.layers - 1, state.layer, (at) => `${at} (0 to ${app.info.layers - 1})`, (layer) => app.update({ layer }), { id: "layer" });
     this.head = choice("Head", [], "", (head) => app.update({ head }), { id: "head" });
     this.token = choice("Token", [], "", (query) => app.update({ query: Number(query) }), { id: "token" });
     const stage = h("div", { class: "stage-box" },
@@ -57,13 +57,15 @@ export class Explore {
       this.answersCard,
       card("Tokens and cost", h("p", { class: "soft" }, "Tokens behind each layer; the line is the unmerged model."), this.chart, this.cost),
       card("Special tokens side by side", h("p", { class: "soft" }, "What each attends to in this layer. Choose one to see it large."), this.tokens, this.alike),
+    );
+    const below = h("div", { class: "pair" },
       card("Norms of the tokens", this.norms, this.verdict),
       info.views.includes("registers")
         ? card("Test-time registers", h("p", { class: "soft" }, "Moves the neurons of high-norm patches onto an appended token, without training."),
             h("button", { type: "button", id: "try-registers", onclick: () => this.#tryRegisters() }, "Try on this image"), this.registers)
         : card("Test-time registers", h("p", { class: "soft" }, "This page runs in your browser and cannot change the model. Run vitrail web on your own machine for them.")),
     );
-    document.getElementById("panel-explore").append(h("div", { class: "two" }, stage, cards));
+    document.getElementById("panel-explore").append(h("div", { class: "two" }, stage, cards), below);
   }
 
   data() {
@@ -297,12 +299,11 @@ export class Explore {
     const { app } = this;
     const setting = app.setting();
     if (!setting.by) return;
-    const { values, merges } = app.info.plans[setting.by];
+    const { values } = app.info.plans[setting.by];
     const here = values.indexOf(setting.value);
-    const order = values.map((value, at) => [Math.abs(at - here), value, at]).sort((a, b) => a[0] - b[0]);
-    for (const [, value, at] of order) {
+    const order = values.map((value, at) => [Math.abs(at - here), value]).sort((a, b) => a[0] - b[0]);
+    for (const [, value] of order) {
       if (turn !== this.turn) return;
-      if (setting.method === "tome" && !merges[setting.schedule][at]) continue;
       await app.ask("result", { setting: { ...setting, value } }).catch(() => null);
     }
     this.canvas.dataset.ahead = JSON.stringify([app.image, setting.method, setting.by, setting.schedule]);

@@ -5,7 +5,7 @@
 #   ARGS="-k merge -x"   extra arguments for pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lowest test-installed check format clean
+.PHONY: help demo test test-lowest test-installed check docs format clean
 
 VENV := .venv
 CONSTRAINTS := constraints.txt
@@ -23,6 +23,7 @@ help:
 	@echo "make test     run all checks and tests; ARGS=--cov also measures coverage"
 	@echo "make test-lowest  run the tests with the lowest supported versions of the dependencies"
 	@echo "make check    check formatting, lint, types and imports between layers"
+	@echo "make docs     build the documentation site in site/, with all links checked"
 	@echo "make format   format the code and apply automatic lint fixes"
 	@echo "make clean    remove .venv, caches and the output of the demo"
 
@@ -46,12 +47,15 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-lowest .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache demo
+	rm -rf .venv .venv-lowest .coverage .coverage.* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache demo site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An existing .venv is reused.

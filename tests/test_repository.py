@@ -35,6 +35,19 @@ NOT_AT_IMPORT = {
 # Spelt in halves, so that this file passes its own test.
 FORBIDDEN = ["/wo" + "rk/", "/ro" + "ot/", "extra-index" + "-url"]
 
+ELSEWHERE = {"docs/adapters.md", "docs/tokens.md", "docs/training.md"}
+"""Pages whose examples run in tests of their own."""
+
+SLOW = {"docs/export.md"}
+"""Pages whose examples take minutes."""
+
+PAGES = [
+    pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page
+    for page in ("README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
+    if page not in ELSEWHERE and "```python" in (ROOT / page).read_text(encoding="utf-8")
+]
+"""Pages with Python examples."""
+
 IMPORT_PROBE = """
 import contextlib, io, json, runpy, sys
 import torch
@@ -83,6 +96,7 @@ def test_newest_changelog_entry_is_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     released = re.findall(r"^## \[?(\d+\.\d+\.\d+[^\]\s]*)\]?", text, re.MULTILINE)
     assert released[0] == vitrail.__version__
+    assert f"version: {vitrail.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_import_loads_nothing_optional(fresh_import: dict[str, Any]) -> None:
@@ -135,17 +149,10 @@ def test_readme_shows_the_two_commands_on_its_first_screen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::vitrail.errors.VitrailWarning")
-@pytest.mark.parametrize(
-    "page",
-    [
-        *("README.md", "docs/data.md", "docs/guidance.md", "docs/inspect.md", "docs/merging.md", "docs/methods.md"),
-        *("docs/restoring.md", "docs/speed.md", "docs/tuning.md", "docs/vlm.md"),
-    ],
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_examples_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = code_blocks(page, "python")
-    assert blocks, f"{page} has no Python example"
     namespace: dict[str, Any] = {"__name__": "page"}
     for line, code in blocks:
         # The padding makes a traceback name the page's own line.

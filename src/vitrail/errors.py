@@ -13,6 +13,7 @@
     ├── ModelLoadError       a model could not be built, read or written
     ├── TrainingError        training cannot continue, or a run directory cannot be read
     │   └── Diverged         the loss is no longer finite
+    ├── EmbeddingError       embeddings or predictions could not be written, read or resumed
     ├── ExportError          a model could not be exported, or the exported file computes something else
     └── ReportError          a report could not be written or read
 
@@ -78,6 +79,10 @@ class TrainingError(VitrailError):
 
 class Diverged(TrainingError):
     """The loss is no longer finite."""
+
+
+class EmbeddingError(VitrailError):
+    """Embeddings or predictions could not be written, read, resumed or mixed."""
 
 
 class ExportError(VitrailError):

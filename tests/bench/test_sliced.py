@@ -5,12 +5,21 @@ import copy
 import pytest
 import timm
 import torch
+from torch import Tensor, nn
 
 import vitrail
 from tests.extras import always
 from tests.surgery.models import ALL, FEW, distance, leaving, main_output, run, trunk_blocks
+from vitrail.adapters import find
 from vitrail.bench._variants import slice_tokens
 from vitrail.surgery.copies import copy_model
+
+
+def input_size(model: nn.Module, images: Tensor) -> tuple[int, ...]:
+    """Return the size of a batch, whatever the model's order of axes."""
+    found = find(model)
+    return tuple(found.adapter.channels_first(found.trunk, images).shape[2:])
+
 
 CASES = [name for name in ALL if "backbone" not in name]  # feature maps of a backbone need every patch
 
@@ -21,7 +30,7 @@ def test_full_lengths_are_the_library_model(name: str) -> None:
     model, images = case.model(), case.images()
     sliced = copy.deepcopy(model)
     with torch.no_grad(), vitrail.merge(copy.deepcopy(model), r=0) as merging:
-        lengths = merging.tokens_per_layer(tuple(images.shape[-2:]))
+        lengths = merging.tokens_per_layer(input_size(model, images))
         slice_tokens(sliced, lengths)
         assert distance(run(sliced, images, case), run(model, images, case)) <= max(case.tolerance, 1e-12)
 
@@ -30,7 +39,7 @@ def test_full_lengths_are_the_library_model(name: str) -> None:
 def test_token_counts_equal_merged(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
-    size = tuple(images.shape[-2:])
+    size = input_size(model, images)
     merged, sliced = copy.deepcopy(model), copy.deepcopy(model)
     merging = vitrail.merge(merged, r=2, unmerge=False)
     expected = merging.tokens_per_layer(size)
@@ -71,7 +80,7 @@ def test_compiles_in_one_graph(name: str) -> None:
     case = ALL[name]
     model, images = case.model(), case.images()
     with vitrail.merge(copy.deepcopy(model), r=2) as merging:
-        slice_tokens(model, merging.tokens_per_layer(tuple(images.shape[-2:])))
+        slice_tokens(model, merging.tokens_per_layer(input_size(model, images)))
     with torch.no_grad():
         expected = run(model, images, case)
         compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)

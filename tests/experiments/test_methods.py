@@ -120,7 +120,12 @@ def test_repeated_commands_do_nothing(finished: Path) -> None:
     before = {path: path.read_bytes() for path in finished.glob("*.jsonl")}
     for command in ("train", "learn", "measure", "tune", "dense", "time"):
         assert "/tome/" not in invoke(finished, command, "--methods", METHODS)
-    assert {path: path.read_bytes() for path in finished.glob("*.jsonl")} == before
+    for path, rows in before.items():
+        again = path.read_bytes()
+        added = [json.loads(line)["variant"] for line in again.removeprefix(rows).splitlines()]
+        # a search by measured time may fail once and succeed the next time
+        assert again.startswith(rows)
+        assert set(added) <= {LATENCY}
 
 
 def test_no_time_is_reported(tmp_path: Path, finished: Path) -> None:

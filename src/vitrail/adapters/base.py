@@ -369,6 +369,24 @@ class TrunkAdapter(ABC):
         images = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
         return tuple(images.shape[2:]), None
 
+    def savers(self, model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
+        """Return the parts of a model that contain the trunk and save themselves by ``save_pretrained``."""
+        return ()
+
+    def config(self, trunk: nn.Module) -> Mapping[str, Any]:
+        """Return the options that the trunk was built with, as plain data; empty where its library keeps none."""
+        return {}
+
+    norm: str = ""
+    """Attribute of the trunk that holds the norm behind the last block; empty where there is none."""
+
+    def final_norm(self, trunk: nn.Module) -> nn.Module:
+        """Return the norm behind the last block; the identity where tokens leave the trunk as the last block does."""
+        found: Any = trunk
+        for part in self.norm.split(".") if self.norm else ("",):
+            found = getattr(found, part, None)
+        return nn.Identity() if found is None else found
+
     def check(self, trunk: nn.Module) -> None:  # noqa: B027  (most trunks have nothing more to check)
         """Raise ``UnsupportedModel`` where something besides the blocks is not supported."""
 
@@ -383,6 +401,11 @@ class TrunkAdapter(ABC):
     def num_classes(self, model: nn.Module, trunk: nn.Module) -> int:
         """Return the number of classes of a model around this trunk, or of the trunk itself; 0 for none."""
         return 0
+
+
+def around(model: nn.Module, trunk: nn.Module, kind: type) -> list[nn.Module]:
+    """Return the parts of a model, itself included, that are of a class and contain the trunk."""
+    return [part for part in model.modules() if isinstance(part, kind) and any(one is trunk for one in part.modules())]
 
 
 def beside_tower(model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
@@ -455,6 +478,10 @@ class Library(ABC):
 
     def declared_spec(self, model: nn.Module) -> InputSpec | None:
         """Return the input specification that any model of the library declares, with a supported trunk or without."""
+        return None
+
+    def class_names(self, model: nn.Module) -> tuple[str, ...] | None:
+        """Return the names of the classes that a model of the library was published with; None if unknown."""
         return None
 
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ _MODULE = "torchvision.models.vision_transformer"
 class TorchvisionTrunk(TrunkAdapter):
     """``VisionTransformer``: a class token, and inputs of one size."""
 
+    norm = "encoder.ln"
+
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.encoder.layers)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, copy_weights, known_block
+from vitrail.adapters.base import BlockAdapter, Library, ModelRequest, TrunkAdapter, around, copy_weights, known_block
 from vitrail.adapters.forward_pass import FeaturesEntry, hand_over
 from vitrail.adapters.named_block import TIMM_NAMES, NamedBlock
 from vitrail.adapters.position import Position, Rotary
@@ -72,6 +72,8 @@ class VitrailEntryPoint(FeaturesEntry):
 class VitrailTrunk(TrunkAdapter):
     """``ViT``."""
 
+    norm = "norm"
+
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.blocks)
 
@@ -110,6 +112,12 @@ class VitrailTrunk(TrunkAdapter):
             return InputSpec(config.image, (0.0,) * config.in_chans, (1.0,) * config.in_chans, modality, scale=1.0)
         colors = (MEAN, STD) if config.in_chans == 3 else ((0.5,) * config.in_chans,) * 2
         return InputSpec(config.image, colors[0], colors[1], modality)
+
+    def savers(self, model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
+        return around(model, trunk, ViT)
+
+    def config(self, trunk: Any) -> Mapping[str, Any]:
+        return trunk.config.to_dict()
 
     def entry_points(self) -> type:
         return VitrailEntryPoint

@@ -21,6 +21,8 @@ COMMANDS = {
     "tune": "Find the largest merge within a tolerance, or the best within a budget, on your images.",
     "inspect": "Find artifact tokens in a model: whether there are any, where, from which layer on, what they encode.",
     "compare": "Compare two reports, or two models, which are inspected on the same images first.",
+    "embed": "Compute features of every image of a dataset, to a file; resumable, on one machine or a Ray cluster.",
+    "predict": "Write the most likely classes of every image of a dataset to a file.",
     "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
     "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
 }

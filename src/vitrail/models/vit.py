@@ -255,12 +255,13 @@ class ViT(nn.Module):
         for spec in self.config.tokens:
             nn.init.normal_(self.tokens[spec.name], std=spec.std)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Write ``config.json`` and ``model.safetensors`` into a directory, each atomically.
 
-        Also writes ``labels.json`` (class names) if the model was loaded with one.
+        Also writes ``labels.json`` (class names) if the model was loaded with one, and ``vitrail.json`` while it is
+        merged or has added tokens. ``state_dict`` holds weights to write instead of the model's own.
         """
-        states = self.state_dict()
+        states = self.state_dict() if state_dict is None else state_dict
         with torch.device("meta"):
             own = ViT(self.config).state_dict()
         if foreign := [name for name in states if name not in own]:

@@ -28,6 +28,12 @@ RESTORER = "vitrail_restorer"
 FORESIGHT = "vitrail_foresight"
 """Name of the submodule that holds a network that foresees attention."""
 
+TOKENS = "vitrail_tokens"
+"""Name of the submodule that holds added tokens."""
+
+OURS = (METHOD, RESTORER, FORESIGHT, TOKENS)
+"""Submodules of a trunk that are not the model's own."""
+
 
 def install(found: Found, plan: Plan) -> None:
     """Make a model run by a plan, in place of the plan that it may have."""

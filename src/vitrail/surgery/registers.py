@@ -26,11 +26,15 @@ from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
 from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged, refuse_packed
 from vitrail.runtime.layout import MARK
 from vitrail.surgery._handle import HookHandle
+from vitrail.surgery._pretrained import attach, detach
 from vitrail.surgery.hooks import Recording, check_layers
 from vitrail.surgery.recording import Images, input_axes, stream
 
 LEAST_FACTOR = 2.0
 """Smallest ratio between the mean norms of artifacts and of other patches."""
+
+MOST_REGISTERS = 1024
+"""Most tokens that are appended: each image computes them in every block."""
 
 
 def test_time_registers(
@@ -57,8 +61,8 @@ def test_time_registers(
             remove no artifacts.
     """
     found = find(model)
-    if not is_int(registers, 1):
-        raise InvalidOption(f"registers must be an integer, 1 or more; got {registers!r}")
+    if not is_int(registers, 1) or registers > MOST_REGISTERS:
+        raise InvalidOption(f"registers must be an integer from 1 to {MOST_REGISTERS}; got {registers!r}")
     if control is not None and not is_int(control):
         raise InvalidOption(f"control must be a random seed, an integer; got {control!r}")
     TestTimeRegisters._refuse_twice(found)
@@ -108,6 +112,7 @@ class TestTimeRegisters(HookHandle):
             hooks.append(last.register_forward_pre_hook(partial(self._move, some)))
         self._attach([*hooks, blocks[-1].register_forward_hook(self._drop)])
         self._shift(self.registers)
+        attach(self.model, found)
 
     active = renamed_property("active", "is_active")
 
@@ -119,6 +124,16 @@ class TestTimeRegisters(HookHandle):
         """Remove the registers and stop moving activations."""
         super().remove()
         self._shift(-self.registers)
+        detach(self.model)
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return self.config, {}
+
+    @classmethod
+    def from_saved(cls, model: nn.Module, options: dict[str, Any], tensors: dict[str, Tensor]) -> TestTimeRegisters:
+        if not isinstance(options.get("neurons"), Mapping):
+            raise ValueError("registers: neurons by layer are missing")
+        return test_time_registers(model, neurons=options["neurons"], registers=options.get("registers", 1))
 
     def _shift(self, by: int) -> None:
         for block, parts in zip(self.found.blocks, self.found.block_adapters, strict=True):

@@ -6,6 +6,8 @@ import inspect
 import re
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,24 @@ class Timm(Library):
         config: Any = getattr(model, "pretrained_cfg", None) or {}
         known = config.get("mean") and config.get("std") and len(config["mean"]) == 3
         return declared(config) if known else None
+
+    def class_names(self, model: Any) -> tuple[str, ...] | None:
+        """Return the names of ImageNet's classes, for models whose published head predicts these."""
+        if not getattr(model, "pretrained_cfg", None):
+            return None
+        data: Any = import_module("timm.data")
+        subset = data.infer_imagenet_subset(model)
+        if subset is None:
+            return None
+        info = data.ImageNetInfo(subset)
+        return tuple(str(info.index_to_description(number)) for number in range(info.num_classes()))
+
+    def restores(self, config: Mapping[str, Any]) -> bool:
+        return super().restores(config) or "pretrained_cfg" in config  # of timm's own save_for_hf
+
+    def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+        is_own = "pretrained_cfg" in config
+        return self.load(f"{_LOCAL}{folder}") if is_own else super().restore(folder, config)
 
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"img_size": size}

@@ -36,6 +36,7 @@ _LAYER = NamedBlock(LAYER_NAMES)
 class ClipTrunk(TransformersTrunk):
     """CLIP's vision tower: a class token, and a norm before the blocks."""
 
+    norm = "post_layernorm"
     block_classes: Mapping[type | str, BlockAdapter] = {f"{MODELS}.clip.modeling_clip.CLIPEncoderLayer": _LAYER}
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 

@@ -60,6 +60,11 @@ class Transformers(Library):
             preprocessor_config(name, "video" if takes in ("video", ("video",)) else "image", download=True)
         return model.eval()
 
+    def class_names(self, model: Any) -> tuple[str, ...] | None:
+        names: dict[Any, str] = getattr(getattr(model, "config", None), "id2label", None) or {}
+        known = names and not all(re.fullmatch(r"LABEL_\d+", str(name)) for name in names.values())
+        return tuple(str(names[number]) for number in sorted(names)) if known else None
+
     def uses_hub(self, name: str, pretrained: bool) -> bool:
         return not Path(name).is_dir()
 

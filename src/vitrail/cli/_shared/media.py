@@ -26,6 +26,9 @@ SIDE = 1600
 RANDOM_INPUTS = ("bench", "export")
 """Commands that read no data: they run models on random inputs of the right shape."""
 
+WHOLE_DATASETS = ("embed", "predict")
+"""Commands that run a model on every sample of a dataset, of any medium."""
+
 
 @dataclass(frozen=True)
 class Medium:
@@ -40,7 +43,7 @@ class Medium:
     """
 
     noun: str
-    commands: Sequence[str] = RANDOM_INPUTS
+    commands: Sequence[str] = (*RANDOM_INPUTS, *WHOLE_DATASETS)
     check: Callable[[Path], int] = lambda path: 1
     batch: Callable[[Any, InputSpec], Tensor] = lambda values, spec: spec.normalize(values[None])
     draw: Callable[[Any, Any], dict[str, Image.Image]] = lambda values, groups: {}
@@ -57,7 +60,7 @@ def _draw_glass(image: Image.Image, groups: Any) -> dict[str, Image.Image]:
 MEDIA = {
     "image": Medium(
         "images",
-        (*RANDOM_INPUTS, "merge", "tune", "demo", "inspect", "web"),
+        (*RANDOM_INPUTS, *WHOLE_DATASETS, "merge", "tune", "demo", "inspect", "web"),
         check=check_image,
         batch=lambda image, spec: to_tensor([image], spec),
         draw=_draw_glass,

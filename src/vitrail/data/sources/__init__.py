@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitrail.data.decode import EXTENSIONS, find_images, has_images
 from vitrail.data.media import MEDIA, check_modality, modality_of
+from vitrail.data.remote import find_remote, is_remote
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Labels, Source, distinct, matching
 from vitrail.data.sources.folder import FolderSource
@@ -59,9 +60,30 @@ def open_source(source: Any, columns: Sequence[str] = (), modality: str | None =
             return open_hub(rest)
         if kind == "torchvision":
             return open_torchvision(rest, columns)
-        if kind == "wds":
+        if kind == "wds" and not is_remote(rest):
             return ShardSource(find_shards(rest))
+    remote = [os.fspath(path).removeprefix("wds:") for path in given]
+    if any(map(is_remote, remote)):
+        return _open_remote(remote, modality or "image")
     return _open_files(given, modality)
+
+
+def _open_remote(given: Sequence[str], modality: str) -> Source:
+    """Open parquet files, shards, or images of a remote store, by their endings."""
+    if not all(map(is_remote, given)):
+        raise InvalidOption("some paths are of this machine and others remote; open them one after the other")
+    tables, endings = (".parquet", ".pq"), MEDIA[modality].extensions
+    files = [file for url in given for file in find_remote(url, {*tables, ".tar", *endings})]
+    kinds = {file.suffix.lower() if file.suffix.lower() in (*tables, ".tar") else modality for file in files}
+    if len(kinds) > 1:
+        raise InvalidOption(
+            f"{given[0]} holds files of several kinds ({', '.join(sorted(kinds))}); name those of one kind"
+        )
+    if kinds <= set(tables):
+        return ParquetSource(files, modality)  # type: ignore[arg-type]
+    if kinds == {".tar"}:
+        return ShardSource(files)  # type: ignore[arg-type]
+    return FolderSource(files, None, modality)  # type: ignore[arg-type]
 
 
 def are_paths(source: Any) -> bool:

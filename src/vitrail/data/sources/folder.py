@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitrail.data.decode import read_image
+from vitrail.data.decode import decode_image, read_image
 from vitrail.data.media import recording, require
+from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import Sample
 from vitrail.data.sources.base import LABEL, Labels, Source, clean, number_classes
-from vitrail.errors import InvalidOption
+from vitrail.errors import ImageError, InvalidOption
 
 
 class FolderSource(Source):
@@ -37,10 +38,22 @@ class FolderSource(Source):
         return number_classes(self._folders or [None] * len(self))
 
     def read(self, row: int) -> Sample:
-        path = self.paths[row]
+        path: Path | RemoteFile = self.paths[row]
+        if isinstance(path, RemoteFile):
+            data = _fetched(path)
+            content = decode_image(data, path.url) if self.modality == "image" else None
+            return Sample(content or recording(self.modality, data, path.url), self.names[row])
         if self.modality == "image":
             return Sample(read_image(path), self.names[row])
         return Sample(recording(self.modality, path), self.names[row])
+
+
+def _fetched(file: RemoteFile) -> bytes:
+    try:
+        return file.read_bytes()
+    except Exception as error:  # of any file system
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ImageError(f"{file}: could not be read ({why:.200}); check the address and your access") from error
 
 
 def _class_folders(paths: Sequence[Path], root: Path | None) -> list[str] | None:

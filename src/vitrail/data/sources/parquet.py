@@ -17,6 +17,7 @@ import numpy as np
 
 from vitrail.data.decode import EXTENSIONS, decode_image, decode_values
 from vitrail.data.media import MEDIA, recording, require
+from vitrail.data.remote import RemoteFile
 from vitrail.data.sample import UNKNOWN, Box, Sample
 from vitrail.data.sources.base import LABEL, MAX_CLASSES, Labels, Source, clean, likely_label, number_classes
 from vitrail.errors import ImageError, InvalidOption
@@ -281,7 +282,8 @@ def _open(path: Path) -> Any:
         raise ImageError(f"{path}: there is no such file; expected a parquet file")
     _arrow()
     reader: Any = import_module("pyarrow.parquet")
-    return _guarded(path, partial(reader.ParquetFile, path, memory_map=True))
+    remote = isinstance(path, RemoteFile)
+    return _guarded(path, lambda: reader.ParquetFile(path.open("rb") if remote else path, memory_map=not remote))
 
 
 def _guarded(path: Path, read: Callable[[], Any]) -> Any:

@@ -127,7 +127,7 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
     """Yield the headers of a shard, with the content of short files that are no images."""
     try:
         end = 0
-        with tarfile.open(path, "r:") as tar:
+        with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # shards are long, and headers are not needed again
                 end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

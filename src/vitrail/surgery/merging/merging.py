@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
-from vitrail.merging import Method, ModelShape, Schedule
+from vitrail.merging import Method, Schedule
 from vitrail.merging.foresight import Foresight, as_foresight
 from vitrail.merging.restoring import FitOptions, Restorer, as_restorer
 from vitrail.runtime.checks import (
@@ -28,11 +28,12 @@ from vitrail.runtime.checks import (
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.install import install, uninstall
-from vitrail.runtime.layout import added_to, first_class_token
+from vitrail.runtime.layout import added_to, model_shape
 from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.shortening import Shortening
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
+from vitrail.surgery._pretrained import attach, detach
 from vitrail.surgery.merging.calibration import Calibration, calibrate
 from vitrail.surgery.merging.guidance import (
     By,
@@ -47,6 +48,7 @@ from vitrail.surgery.merging.guidance import (
 from vitrail.surgery.merging.payoff import Payoff, measure_payoff
 from vitrail.surgery.merging.prompts import Inputs, shorten_prompts
 from vitrail.surgery.merging.restoration import RestorationError, calibrate_restorer, restoration_error
+from vitrail.surgery.merging.saved import merge_options, saved_merge
 from vitrail.surgery.merging.trained_methods import read_method, save_method
 from vitrail.surgery.recording import Images, evaluating
 from vitrail.tokens import TokenLayout
@@ -132,7 +134,7 @@ def merge(
     _refuse_amounts(chosen, [name for name, value in given.items() if value is not None])
     required = chosen.budgeted and not chosen.decides
     wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=required, layers=layers)
-    shape = _model_shape(found)
+    shape = model_shape(found)
     chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
     mask = None if protect is None else parse_map("protect", protect, layout.grid, resizes).cpu()
@@ -152,6 +154,7 @@ def merge(
     plan.restorer, plan.foresight, plan.shortening = restorer, ahead, shortening
     plan.change(wanted)
     install(found, plan)
+    attach(model, found)
     return Merging(model, found, plan)
 
 
@@ -172,29 +175,6 @@ def _shortening(model: nn.Module, found: Found, wanted: float) -> Shortening:
         )
     refuse_replaced_forward(tokens.owner, tokens.projector)
     return Shortening(tokens, wanted)
-
-
-def _model_shape(found: Found) -> ModelShape:
-    parts, block = found.block_adapters[0], found.blocks[0]
-    heads, head_width = parts.head_shape(block)
-    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
-    layout, training = found.adapter.layout(found.trunk), found.trunk.training
-    weights = tuple(
-        (f"{index}.{name}", tuple(weight.shape))
-        for index, one in enumerate(found.blocks)
-        for name, weight in one.named_parameters()
-    )
-    return ModelShape(
-        len(found.blocks),
-        int(width),
-        heads,
-        head_width,
-        layout.num_special,
-        first_class_token(layout),
-        layout.grid,
-        training,
-        weights=weights,
-    )
 
 
 @dataclass(eq=False, repr=False)
@@ -532,6 +512,13 @@ class Merging(Handle):
             target = Schedule.parse(self._plan.depth, keep=keep, gflops=gflops, schedule=shape, layers=layers)
         return calibrate(self.model, self.found, self._plan, target, images, batch_size, limit, tolerance)
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return saved_merge(self.config, self._plan)
+
+    @classmethod
+    def from_saved(cls, model: nn.Module, options: dict[str, Any], tensors: dict[str, Tensor]) -> Merging:
+        return merge(model, **merge_options(model, options, tensors))
+
     def save_method(self, path: str | Path) -> None:
         """Write the trained method, without the model, to a safetensors file.
 
@@ -574,6 +561,7 @@ class Merging(Handle):
             uninstall(self.found)
         else:
             install(self.found, Plan.bare(self.found, self._plan.cost, self._plan.added))
+        detach(self.model)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -584,6 +572,7 @@ class Merging(Handle):
         finally:
             refuse_merged(self.model)
             install(self.found, self._plan)
+            attach(self.model, self.found)
 
     def _planned(self, layout: TokenLayout) -> tuple[int, ...]:
         """Return the merges per layer; raise where they depend on the images."""

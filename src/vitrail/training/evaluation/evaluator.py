@@ -25,7 +25,8 @@ from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.merging.trained_methods import load_method, method_file
 from vitrail.surgery.recording import evaluating
-from vitrail.training.config.syntax import read_merge
+from vitrail.surgery.saving import Settings, read_settings
+from vitrail.surgery.saving.changes import merge_arguments
 from vitrail.training.data import expected_of, prepares, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
 from vitrail.training.evaluation.metrics import make_metrics
@@ -43,7 +44,7 @@ def evaluate(
     data: Any,
     *,
     labels: Sequence[str] = (),
-    merge: str | Mapping[str, Any] | None = None,
+    merge: str | Path | Mapping[str, Any] | Settings | None = None,
     size: int | None = None,
     batch: int = 256,
     device: str | None = None,
@@ -64,8 +65,9 @@ def evaluate(
             the data.
         data: labeled images or arrays, as for training. Classes are matched by name.
         labels: columns of labels, among those that the model was trained with; all of them by default.
-        merge: options of `vitrail.merge`, or text such as ``"r=8"``; ``{"r": 0}`` disables merging. A model trained
-            with a learned method is merged by that one, unless ``method`` names another.
+        merge: options of `vitrail.merge`, text such as ``"r=8"``, the JSON of ``vitrail.tune``, or a directory of
+            ``merging.save``; ``{"r": 0}`` disables merging. A model trained with a learned method is merged by that
+            one, unless ``method`` names another.
         size: input size in pixels; by default the model's. A model trained on crops is often better at a larger size.
         batch, device, dtype: how to run the model; ``bf16`` uses autocast.
         keep_data, workers, max_unreadable: how to read images, as for training.
@@ -75,16 +77,11 @@ def evaluate(
     """
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
-    if isinstance(merge, str):
-        plan = read_merge(merge)
-        assert plan is not None
-        if plan.from_epoch or plan.over_epochs:
-            raise InvalidOption("merge: from_epoch and over_epochs are for training; give only options such as r=8")
-        merge = plan.options
+    chosen = None if merge is None else read_settings(merge)
     with distributed(device) as world:
         loaded = load_trained(model) if isinstance(model, str | Path) else model
         net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
-        merge = _with_trained_method(merge, known)
+        options = _with_trained_method(None if chosen is None else merge_arguments(chosen, net), known)
         columns = tuple(labels)
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
@@ -109,13 +106,13 @@ def evaluate(
             rank=world.rank, world_size=world.world_size, keep=keep_data, workers=workers,
             max_unreadable=max_unreadable, progress=lambda done, total: report("reading", done, total),
         )  # fmt: skip
-        notes = [*_notes(known, merge), f"input size {size} × {size} pixels" if size else ""]
+        notes = [*_notes(known, options), f"input size {size} × {size} pixels" if size else ""]
         notes.append(unlabeled_note("data", dataset))
         several = known.classes if known is not None and len(known.classes) > 1 else None
         try:
             found = evaluate_model(
-                net.to(world.device), loader, known=several, prepare=prepares(expects).plain, merge=merge, batch=batch,
-                dtype=DTYPES[dtype], look=look, seconds=seconds,
+                net.to(world.device), loader, known=several, prepare=prepares(expects).plain, merge=options,
+                batch=batch, dtype=DTYPES[dtype], look=look, seconds=seconds,
                 progress=lambda done: report("evaluating", done * world.world_size, count),
             )  # fmt: skip
         finally:

@@ -65,4 +65,4 @@ def test_merged_is_what_the_loops_compute(name: str, proportional: bool) -> None
 def merges(model: nn.Module) -> list[bool]:
     """Whether each block fits: the oracle counts these alone."""
     found = vitrail.adapters.find(model)
-    return [layer.windows is not None for layer in found.adapter.windows(found.trunk)]
+    return [layer.windows is not None for layer in found.adapter.layer_windows(found.trunk)]

@@ -255,10 +255,10 @@ class WindowedTrunk(TrunkAdapter):
     """A trunk whose blocks have grids of their own; `layout` is that of the patches."""
 
     @abstractmethod
-    def windows(self, trunk: nn.Module) -> tuple[LayerWindows, ...]: ...
+    def layer_windows(self, trunk: nn.Module) -> tuple[LayerWindows, ...]: ...
 
     def layout_in(self, trunk: nn.Module, layer: int, size: tuple[int, ...] | None = None) -> TokenLayout:
-        return TokenLayout.of(grid=(1, *self.windows(trunk)[layer].grid(self.layout(trunk, size).grid)))
+        return TokenLayout.of(grid=(1, *self.layer_windows(trunk)[layer].grid(self.layout(trunk, size).grid)))
 
 
 @dataclass(frozen=True)

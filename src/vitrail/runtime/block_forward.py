@@ -98,33 +98,74 @@ def merged_forward(
     parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried
 ) -> tuple[Tensor, Tensor | None, MergeState]:
     """Run one block; return the tokens, the side tokens, and the state for the next block."""
-    state, side, added = carried.state, carried.side, carried.plan.added
-    call = read_mask(call, carried, x.shape[1])
-    if carried.plan.foresight is not None:
-        state = carried.plan.foresight.look(x, state)
+    side, added = carried.side, carried.plan.added
+    call, state = prepare_block(parts, block, x, call, carried)
     gate = added.gate(state.layer) if added is not None and side is not None else None
-    if not torch.compiler.is_compiling():
-        carried.plan.report_hooks(parts.attend_parts(block))
-    state = _with_positions(state, carried, x, call.rope)
     if not parts.biased and call.mask is None and not call.causal and gate is None and not carried.padding:
         dense = dense_block(parts, block, x, carried.plan, state)
         if dense is not None:
             carried = carried if state is carried.state else replace(carried, state=state)
             return _dense_forward(parts, block, dense, x, call, carried)
 
-    method, entered = carried.plan.method, state
-    if method.place == "before":
-        x, state = _reduce_before(parts, block, x, call, carried, state)
-    h = parts.attend_norm(block, x)
-    projected = parts.qkv(block, h)
-    own = attention = Attention.of(parts, block, projected, call, carried, state)
+    attending = attend_block(parts, block, x, call, carried, state)
+    own = attention = attending.attention
     if side is not None:
         reading = prepare(parts, block, side)
         mask = None if call.mask is None else call.mask[-1:]  # side tokens attend to what a patch may attend to
         side = advance(parts, block, side, reading, own.k, own.v, key_bias(own.size, mask, reading.q), gate)
         if gate is not None:
             attention = own.widened(reading, gate)
-    attended = attention.attend(call.causal)
+    x, state = feed_block(attending, attention.attend(call.causal))
+    return x, side, state
+
+
+def prepare_block(
+    parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried
+) -> tuple[BlockCall, MergeState]:
+    """Return the call with the mask of the present tokens, and the state with what the block needs."""
+    call, state = read_mask(call, carried, x.shape[1]), carried.state
+    if carried.plan.foresight is not None:
+        state = carried.plan.foresight.look(x, state)
+    if not torch.compiler.is_compiling():
+        carried.plan.report_hooks(parts.attend_parts(block))
+    return call, _with_positions(state, carried, x, call.rope)
+
+
+class Attending(NamedTuple):
+    """A block whose attention is about to run.
+
+    Attributes:
+        entered, state: the state with which the tokens entered, and after a reduction before attention.
+        x: the tokens (B, N, D); ``h`` their norm, ``projected`` their queries, keys and values.
+    """
+
+    call: BlockCall
+    carried: Carried
+    entered: MergeState
+    state: MergeState
+    x: Tensor
+    h: Tensor
+    projected: Projections
+    attention: Attention
+
+
+def attend_block(
+    parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall, carried: Carried, state: MergeState
+) -> Attending:
+    """Run a block up to its attention."""
+    entered = state
+    if carried.plan.method.place == "before":
+        x, state = _reduce_before(parts, block, x, call, carried, state)
+    h = parts.attend_norm(block, x)
+    projected = parts.qkv(block, h)
+    attention = Attention.of(parts, block, projected, call, carried, state)
+    return Attending(call, carried, entered, state, x, h, projected, attention)
+
+
+def feed_block(attending: Attending, attended: Tensor) -> tuple[Tensor, MergeState]:
+    """Run a block from its attended values (B, N, H·d) on; return the tokens and the state for the next block."""
+    call, carried, entered, state, x, h, projected, own = attending
+    parts, block, method = own.parts, own.block, carried.plan.method
     x = parts.add(x, parts.attend_branch(block, parts.attend_output(block, attended, h)))
     if method.place == "between":
         context = _context(carried, state, x, lambda: projected)
@@ -135,7 +176,7 @@ def merged_forward(
     x = parts.add(x, parts.feed_branch(block, parts.feed(block, parts.feed_norm(block, x))))
     if method.scope == "block" and state is not entered:
         x, state = state.next_layer().restore(x, method), replace(entered, archive=state.archive)
-    return x, side, state.next_layer(x)
+    return x, state.next_layer(x)
 
 
 def _reduce_before(
@@ -211,7 +252,7 @@ def _dense_forward(
         elif r:
             x, state = _reduce_before(parts, block, x, call, carried, state)
         r = 0
-    if call.rope is not None:
+    if call.rope is not None or parts.rotates:
         entered = state
 
         def rotate(qkv: Projections) -> tuple[Tensor, Tensor]:
@@ -341,11 +382,12 @@ def rotated(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys with rotary position, by the model's own table until tokens have merged."""
     q, k, v = qkv
+    merged = None if state.size is None else state.positions
+    if position is not None and (parts.rotates if table is None else merged is not None):
+        own = position.table(state.layer, merged)
+        table = table if own is None else own
     if table is None:
         return q, k
-    if state.size is not None and position is not None and state.positions is not None:
-        merged = position.table(state.layer, state.positions)
-        table = table if merged is None else merged
     return parts.rotate(block, q, table).type_as(v), parts.rotate(block, k, table).type_as(v)
 
 

@@ -120,8 +120,8 @@ def _begin(mine: BlockPlan, x: Tensor) -> Carried:
     """Start a pass, with what the model's entry point left, or without where blocks are called by themselves."""
     plan, entered = mine.plan, current_pass()
     if entered is None or getattr(entered.trunk, "_vitrail_plan", None) is not plan:
-        if mine.parts.biased:
-            raise BrokenPass("the position bias of these blocks belongs to their model; call the model instead")
+        if mine.parts.biased or mine.parts.rotates:
+            raise BrokenPass("the position inside these blocks belongs to their model; call the model instead")
         entered = Pass(None, plan.layout)
     else:
         refuse_changes(plan, entered)
@@ -144,7 +144,7 @@ def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
         layout = layout.with_grid((1, 1, patches))
     if entered.grids is not None:
         return _begin_padded(plan, entered, x, entered.grids)
-    per_layer = planned(plan, layout)
+    per_layer = planned(plan, layout, entered.whole)
     if any(per_layer):
         plan.check_ready()
     state = MergeState(
@@ -159,12 +159,13 @@ def _begin_batch(plan: Plan, entered: Pass, x: Tensor) -> Carried:
     return Carried(plan, layout, state, state.r, entered.position, entered.expose, entered.unmasked)
 
 
-def planned(plan: Plan, layout: TokenLayout) -> tuple[int, ...]:
-    """Return how many tokens of an input are planned to merge in each layer."""
+def planned(plan: Plan, layout: TokenLayout, whole: TokenLayout | None = None) -> tuple[int, ...]:
+    """Return how many tokens of an input, or of a window of it, are planned to merge in each layer."""
     if plan.method.decides and plan.method.relaxes and plan.method.training:
         return (layout.num_tokens - 1,) * plan.depth
-    solution = plan.solve(layout.num_patches, layout.grid)
-    plan.report(solution, layout.num_patches)
+    solution = plan.solve((whole or layout).num_patches, (whole or layout).grid)
+    plan.report(solution, (whole or layout).num_patches)
+    solution = solution if whole is None else plan.share(layout, whole)
     return solution.wanted if plan.images_decide else solution.per_layer
 
 

@@ -101,7 +101,7 @@ def refuse_packed(found: Found, what: str) -> None:
 
 def refuse_windowed(found: Found, what: str) -> None:
     """Raise if attention runs inside windows, so that no token is seen by all others."""
-    if found.adapter.windows(found.trunk):
+    if found.adapter.layer_windows(found.trunk):
         raise UnsupportedModel(
             f"the attention of {type(found.trunk).__name__} runs inside windows, where no token is seen by all others: "
             f"{what} is not supported for it; merging, recording and counting are"
@@ -132,7 +132,7 @@ def biased_layers(found: Found) -> list[bool]:
     """Return, for each block, whether its scores have a position bias."""
     if not any(parts.biased for parts in found.block_adapters):
         return [False] * len(found.blocks)
-    if found.adapter.windows(found.trunk):
+    if found.adapter.layer_windows(found.trunk):
         return [parts.biased for parts in found.block_adapters]
     position = found.adapter.position(found.trunk, found.adapter.layout(found.trunk).grid)
     return [position is not None and position.bias(layer, None) is not None for layer in range(len(found.blocks))]

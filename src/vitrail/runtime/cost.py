@@ -27,6 +27,7 @@ class BlockCost:
         feature: channels by which tokens are compared.
         bias: heads with a position bias, which merged tokens pool: two products with the shares of all tokens.
         rows: weights that multiply a token for each row and each column of its window, for its position.
+        window: patches that attend to each other; None for all. Images are counted as whole windows.
     """
 
     attend: int
@@ -35,6 +36,11 @@ class BlockCost:
     feature: int
     bias: int = 0
     rows: int = 0
+    window: int | None = None
+
+    def attended(self, length: int, patches: int) -> float:
+        """Return to how many of the present tokens each attends, of an input of this many patches."""
+        return length if self.window is None or self.window >= patches else length * self.window / patches
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class CostModel:
         late: number of tokens that entered after the first block, for each block.
         behind: weights that are applied once for several patches, with how many (a projector to a language model).
         tiling: the windows of each block; None where attention sees all tokens.
+        pairs_behind: multiply-adds for every pair of patches behind the blocks.
     """
 
     per_patch: int
@@ -55,6 +62,7 @@ class CostModel:
     late: tuple[int, ...]
     behind: tuple[tuple[int, int], ...] = ()
     tiling: Tiling | None = None
+    pairs_behind: int = 0
 
     @classmethod
     def of(cls, model: nn.Module, found: Found) -> CostModel:
@@ -67,10 +75,19 @@ class CostModel:
         return cls(
             per_patch=sum(map(_per_patch, patch_parts)) + pooled,
             fixed=_rest(rest) - pooled,
-            blocks=tuple(map(_block_cost, found.block_adapters, found.blocks, biased_layers(found))),
+            blocks=tuple(
+                map(
+                    _block_cost,
+                    found.block_adapters,
+                    found.blocks,
+                    biased_layers(found),
+                    found.adapter.window_sizes(found.trunk),
+                )
+            ),
             late=late_tokens(found),
             behind=tuple((_weights(part), patches) for part, patches in behind),
             tiling=Tiling.of(found),
+            pairs_behind=found.adapter.pairs_behind(model, found.trunk),
         )
 
     def parts(
@@ -95,16 +112,17 @@ class CostModel:
         start = kept = special + patches
         extra = list(side) or [0] * len(per_layer)
         found = dict.fromkeys(("patches", "projections", "attention", "feed", "matching", "rest"), 0)
-        behind = sum(weights * (patches // group) for weights, group in self.behind)
+        behind = sum(weights * (patches // group) for weights, group in self.behind) + self.pairs_behind * patches**2
         found |= {"patches": self.per_patch * patches + behind, "rest": self.fixed}
         for block, r, late, more in zip(self.blocks, per_layer, self.late, extra, strict=True):
             length = kept + late
             if not isinstance(r, int) or r:  # a tensor while numbers are learned
-                found["matching"] += method.flops(length, block.feature)
+                found["matching"] += self._matching(method, length, patches, block.feature)
             fed = length - r
             length = fed if method.place == "before" else length
             found["projections"] += (length + more) * block.attend
-            found["attention"] += (length * length + more * (length + more)) * block.pair
+            found["attention"] += round(length * block.attended(length, patches)) * block.pair
+            found["attention"] += more * (length + more) * block.pair
             found["attention"] += length * more * block.pair if read else 0
             found["attention"] += block.bias * length * start * (start + length) if length < start else 0
             kept -= 0 if method.scope == "block" else r
@@ -157,6 +175,12 @@ class CostModel:
             return length * (block.rows * width + shares) + merged * length * length * block.bias * width
         return block.bias * length * tile.tokens * (cells + length) if length < tile.tokens else 0
 
+    def _matching(self, method: Method, length: int, patches: int, feature: int) -> int:
+        """Return the cost of a reduction, which happens inside windows where some block has them."""
+        window = min((block.window for block in self.blocks if block.window is not None), default=patches)
+        count = max(1, patches // window)
+        return count * method.flops(length // count, feature)
+
     def total(
         self,
         special: int,
@@ -177,12 +201,12 @@ def late_tokens(found: Found) -> tuple[int, ...]:
     return tuple(layout.num_special - layouts[0].num_special for layout in layouts)
 
 
-def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool) -> BlockCost:
+def _block_cost(parts: BlockAdapter, block: nn.Module, biased: bool, window: int | None) -> BlockCost:
     heads, channels = parts.head_shape(block)
     attend, feed = (sum(map(_weights, roots)) for roots in (parts.attend_parts(block), parts.feed_parts(block)))
     pair = 2 * heads * channels + parts.pair_weights(block)
     rows = parts.row_weights(block) if isinstance(parts, WindowedAdapter) else 0
-    return BlockCost(attend, feed, pair, channels, heads if biased else 0, rows)
+    return BlockCost(attend, feed, pair, channels, heads if biased else 0, rows, window)
 
 
 def _per_patch(root: nn.Module) -> int:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -116,6 +117,25 @@ class Plan:
             solved[key] = solution
         return solution
 
+    def share(self, layout: TokenLayout, whole: TokenLayout) -> Solution:
+        """Return the merges per layer for a window of an image: it keeps the share that the image does."""
+        solution, patches = self.solve(whole.num_patches, whole.grid), layout.num_patches
+        if self.images_decide or self.method.scope == "block":  # each number stands for itself
+            wanted = tuple(-(-patches * min(r, whole.num_patches) // whole.num_patches) for r in solution.wanted)
+        else:
+            left = [whole.num_patches - sum(solution.per_layer[:layer]) for layer in range(self.depth + 1)]
+            kept = [max(1, round(patches * one / whole.num_patches)) for one in left]
+            wanted = tuple(before - after for before, after in pairwise(kept))
+        return Solution(wanted, self.room(patches, layout.grid).cap(wanted))
+
+    def merges_of(self, found: Found, layout: TokenLayout) -> tuple[int, ...]:
+        """Return the merges per layer of an image, those of all its windows together where it has some."""
+        windows = found.adapter.windows(found.trunk, layout)
+        if not windows:
+            return self.solve(layout.num_patches, layout.grid).per_layer
+        shares = [(self.share(window, layout).per_layer, count) for window, count in windows]
+        return tuple(sum(count * merges[layer] for merges, count in shares) for layer in range(self.depth))
+
     def _key(self, patches: int, grid: Grid) -> int | Grid:
         return patches if self.method.any_count and self.tiling is None else grid
 
@@ -182,6 +202,17 @@ class Plan:
                 patches,
                 f"the model costs {(solution.cost or 0) / 1e9:.3g} GFLOPs without merging, which is within "
                 f"gflops={self.schedule.gflops:g}: nothing merges",
+            )
+
+    def report_windows(self, whole: TokenLayout) -> None:
+        """Warn, once for each input size, where merges are planned for an image and too few for any of its windows."""
+        patches = whole.num_patches
+        planned = sum(self.solve(patches, whole.grid).per_layer)
+        if planned and self.method.static and patches not in self.warned:
+            self._warn(
+                patches,
+                f"{planned} merges were requested for an image of {patches} patches, which is less than half a token "
+                "in each window: nothing merges. Tokens of this model merge inside windows; request more",
             )
 
     def _warn(self, patches: int, message: str) -> None:

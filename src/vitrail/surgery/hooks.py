@@ -35,7 +35,7 @@ from vitrail.tokens import TokenLayout
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
 """Activations that each layer has."""
 
-WHAT = ("embedding", *BY_LAYER)
+WHAT = ("embedding", "entry", *BY_LAYER)
 
 
 def watch(
@@ -87,6 +87,7 @@ class Recording:
         layers: the recorded blocks.
         queries: positions of the tokens that attention rows belong to.
         embedding: patches after the patch embedding, before positions (B, P, D).
+        entry: L2 norms in float32 of the patches that enter the first block, with their positions (B, P).
         tokens: outputs of each block, before the final norm (B, N, D).
         norms: their L2 norms in float32 (B, N).
         q: queries (B, H, N, d) after their norm and before rotary position; ``k`` and ``v`` likewise.
@@ -99,6 +100,7 @@ class Recording:
     layers: tuple[int, ...]
     queries: tuple[int, ...] = ()
     embedding: Tensor | None = None
+    entry: Tensor | None = None
     tokens: Layers = field(default_factory=dict)
     norms: Layers = field(default_factory=dict)
     q: Layers = field(default_factory=dict)
@@ -113,7 +115,7 @@ class Recording:
         return {name: getattr(self, name) for name in BY_LAYER}
 
     def __len__(self) -> int:
-        tensors = [self.embedding] if self.embedding is not None else []
+        tensors = [one for one in (self.embedding, self.entry) if one is not None]
         tensors += [tensor for layers in self.by_layer.values() for tensor in layers.values()]
         return len(tensors[0]) if tensors else 0
 
@@ -152,6 +154,8 @@ class Recorder:
             handles.append(adapter.image_module(trunk).register_forward_pre_hook(self._start_pass, with_kwargs=True))
             if "embedding" in self.what:
                 handles.append(adapter.patch_embedding(trunk).register_forward_hook(self._record_embedding))
+            if "entry" in self.what:
+                handles.append(self.found.blocks[0].register_forward_pre_hook(self._record_entry, with_kwargs=True))
             for layer in self.layers:
                 handles += self._hook_block(layer)
             with eagerly():
@@ -173,6 +177,12 @@ class Recorder:
         now = self.passes[-1]
         tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, now.layout)
         self.passes[-1] = replace(now, embedding=self.keep(tokens))
+
+    def _record_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now = self._current(0)
+        x = args[0] if args else kwargs[self.found.block_adapters[0].input_name]
+        patches = x[:, x.shape[1] - now.layout.num_patches :]  # added and late special tokens may not be there yet
+        self.passes[-1] = replace(now, entry=self.keep(patches.float().norm(dim=-1)))
 
     def _hook_block(self, layer: int) -> list[RemovableHandle]:
         block, parts = self.found.blocks[layer], self.found.block_adapters[layer]
@@ -288,7 +298,7 @@ class Recorder:
         if carried is not None:
             state, position = carried.state, carried.position
             call, size = read_mask(call, carried, qkv[1].shape[2]), attention_size(carried.plan, state)
-        elif parts.biased:
+        elif parts.biased or parts.rotates:
             position = self.found.adapter.position(self.found.trunk, self._current(layer).layout.grid)
         q, k = rotated(parts, block, qkv, call.rope, position, state)
         q, k = _unmerge_heads(state, q), repeat_heads(q, k, k)[0]
@@ -332,7 +342,7 @@ class Recorder:
 
     def _windows(self, layer: int) -> LayerWindows | None:
         """Return the windows of a block; None where attention sees all tokens."""
-        windows = self.found.adapter.windows(self.found.trunk)
+        windows = self.found.adapter.layer_windows(self.found.trunk)
         return windows[layer] if windows else None
 
     def _by_rows(self, windows: LayerWindows, tokens: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class TimmHiera(WindowedTrunk):
             height, width = (side // step for side, step in zip(size, trunk.patch_stride, strict=True))
         return TokenLayout.of(grid=(1, height, width))
 
-    def windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
+    def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         found, step, order = [], 1, trunk.unroll.schedule
         for block in trunk.blocks:
             pooling, windows = None, _BLOCK.windows(block)

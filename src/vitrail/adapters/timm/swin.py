@@ -110,7 +110,7 @@ class TimmSwin(WindowedTrunk):
         grid = trunk.patch_embed.grid_size if size is None else trunk.patch_embed.dynamic_feat_size(size)
         return TokenLayout.of(grid=(1, *grid))
 
-    def windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
+    def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         found, step = [], 1
         for stage in trunk.layers:
             step *= 1 if isinstance(stage.downsample, nn.Identity) else 2

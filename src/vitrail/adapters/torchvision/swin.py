@@ -123,7 +123,7 @@ class TorchvisionSwin(WindowedTrunk):
         rows, columns = trunk.features[0][0].stride
         return TokenLayout.of(grid=(1, height // rows, width // columns))
 
-    def windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
+    def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         return tuple(
             LayerWindows(2**stage, self.block_adapter(block).windows(block))  # type: ignore[attr-defined]
             for stage, (blocks, _) in enumerate(self.stages(trunk))

@@ -87,7 +87,7 @@ class SamTrunk(WindowedTrunk, TransformersTrunk):
         rows, columns = trunk.patch_embed.patch_size
         return TokenLayout.of(grid=(1, height // rows, width // columns))
 
-    def windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
+    def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         return tuple(LayerWindows(1, _BLOCK.windows(block)) for block in trunk.layers)
 
     def resizes(self, trunk: Any) -> bool:

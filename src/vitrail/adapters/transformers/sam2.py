@@ -72,7 +72,7 @@ class Sam2Trunk(WindowedTrunk, TransformersTrunk):
         rows, columns = trunk.patch_embed.projection.stride
         return TokenLayout.of(grid=(1, -(-height // rows), -(-width // columns)))
 
-    def windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
+    def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         found, step = [], 1
         for block in trunk.blocks:
             windows, pooling = _BLOCK.windows(block), None
@@ -93,7 +93,7 @@ class Sam2Trunk(WindowedTrunk, TransformersTrunk):
         necks = [
             one.neck for one in model.modules() if hasattr(one, "neck") and getattr(one, "backbone", None) is trunk
         ]
-        steps = [self.windows(trunk)[end].step for end in trunk.stage_ends]
+        steps = [self.layer_windows(trunk)[end].step for end in trunk.stage_ends]
         return [(conv, step * step) for neck in necks for conv, step in zip(neck.convs, reversed(steps), strict=True)]
 
     def elsewhere(self, model: nn.Module, trunk: Any) -> Sequence[nn.Module]:

@@ -100,7 +100,7 @@ class SwinTrunk(WindowedTrunk, TransformersTrunk):
         rows, columns = trunk.embeddings.patch_embeddings.patch_size
         return TokenLayout.of(grid=(1, ceil(height / rows), ceil(width / columns)))
 
-    def windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
+    def layer_windows(self, trunk: Any) -> tuple[LayerWindows, ...]:
         return tuple(
             LayerWindows(2**stage, _BLOCK.windows(block))
             for stage, layer in enumerate(trunk.encoder.layers)
@@ -110,7 +110,7 @@ class SwinTrunk(WindowedTrunk, TransformersTrunk):
     def refuse_small(self, trunk: Any, size: tuple[int, ...]) -> None:
         """Raise for an input that leaves a stage with a grid not larger than its windows."""
         patches = self.layout(trunk, size).grid
-        for layer, block in zip(self.windows(trunk), self.blocks(trunk), strict=True):
+        for layer, block in zip(self.layer_windows(trunk), self.blocks(trunk), strict=True):
             if min(layer.grid(patches)) <= block.window_size:
                 raise UnsupportedInput(
                     f"with images of {size[0]} × {size[1]}, a stage of this backbone has a grid of "

@@ -28,7 +28,7 @@ class Tiling:
     @classmethod
     def of(cls, found: Found) -> Tiling | None:
         """Return the tiling of a model; None where attention sees all tokens."""
-        layers = found.adapter.windows(found.trunk)
+        layers = found.adapter.layer_windows(found.trunk)
         if not layers:
             return None
         if len(layers) != len(found.blocks) or not all(isinstance(p, WindowedAdapter) for p in found.block_adapters):

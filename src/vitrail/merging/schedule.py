@@ -199,14 +199,12 @@ class Schedule:
     def solve(self, depth: int, room: Room, cost: Cost | None = None) -> Solution:
         """Compute the merges of each layer for this many tokens."""
         if self.keep is not None:
-            found = [
+            runs = [
                 Solution((0,) * layers, (0,) * layers) if one is None else self._solve_keep(layers, one)
                 for layers, one in room.runs(depth)
             ]
-            wanted, possible = (
-                [one for run in found for one in getattr(run, name)] for name in ("wanted", "per_layer")
-            )
-            return Solution(tuple(wanted), tuple(possible))
+            asked = [r for run in runs for r in run.wanted]
+            return Solution(tuple(asked), tuple(r for run in runs for r in run.per_layer))
         if self.gflops is not None:
             if cost is None:
                 raise ValueError("a budget needs a cost")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -399,8 +399,8 @@ def attention_size(plan: Plan, state: MergeState) -> Tensor | None:
 
 def pad_keys(parts: BlockAdapter, block: nn.Module, k: Tensor, v: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """Append the keys and values (B, H, N, d) that a block computes from zeros."""
-    width = parts.feed_last(block).out_features
-    _, key, value = parts.qkv(block, k.new_zeros(1, 1, width))  # type: ignore[arg-type]
+    last: Any = parts.feed_last(block)
+    _, key, value = parts.qkv(block, k.new_zeros(1, 1, last.out_features))
     key, value = (one.expand(k.shape[0], k.shape[1], padding, -1) for one in repeat_heads(k, key, value))
     return torch.cat([k, key], 2), torch.cat([v, value], 2)
 

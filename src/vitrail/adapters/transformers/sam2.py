@@ -90,7 +90,7 @@ class Sam2Trunk(WindowedTrunk, TransformersTrunk):
 
     def behind(self, model: nn.Module, trunk: Any) -> Sequence[tuple[nn.Module, int]]:
         """Return the convolutions of the neck, where there is one: one for each stage, the last one first."""
-        necks = [
+        necks: list[Any] = [
             one.neck for one in model.modules() if hasattr(one, "neck") and getattr(one, "backbone", None) is trunk
         ]
         steps = [self.layer_windows(trunk)[end].step for end in trunk.stage_ends]

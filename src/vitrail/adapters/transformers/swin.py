@@ -110,7 +110,8 @@ class SwinTrunk(WindowedTrunk, TransformersTrunk):
     def refuse_small(self, trunk: Any, size: tuple[int, ...]) -> None:
         """Raise for an input that leaves a stage with a grid not larger than its windows."""
         patches = self.layout(trunk, size).grid
-        for layer, block in zip(self.layer_windows(trunk), self.blocks(trunk), strict=True):
+        for layer, one in zip(self.layer_windows(trunk), self.blocks(trunk), strict=True):
+            block: Any = one
             if min(layer.grid(patches)) <= block.window_size:
                 raise UnsupportedInput(
                     f"with images of {size[0]} × {size[1]}, a stage of this backbone has a grid of "

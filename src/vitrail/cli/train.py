@@ -67,8 +67,9 @@ def train(
             with _progress() as on_event:
                 run = training.train(None, on_event=on_event, **limits, **given)
         except Interrupted as stop:
-            console.error(str(stop))
-            raise typer.Exit(3 if isinstance(stop, OutOfTime) else 130) from stop
+            planned = isinstance(stop, OutOfTime)
+            (console.note if planned else console.error)(str(stop))
+            raise typer.Exit(3 if planned else 130) from stop
         _print_next_steps(run)
 
 

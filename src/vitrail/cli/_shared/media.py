@@ -61,7 +61,10 @@ def _batch(recording: Any, spec: InputSpec) -> Tensor:
 
 MEDIA = {
     "image": Medium(
-        "images", (*READING, "demo"), check=check_image, batch=lambda image, spec: to_tensor([image], spec)
+        "images",
+        (*READING, "demo", "serve", "web"),
+        check=check_image,
+        batch=lambda image, spec: to_tensor([image], spec),
     ),
     "audio": Medium("sounds", READING, check=_check_recording(Sound), batch=_batch),
     "video": Medium("video clips", READING, check=_check_recording(Clip), batch=_batch),

@@ -21,6 +21,7 @@ from vitrail.runtime.checks import (
     check_changeable,
     embedding,
     merged_trunk,
+    refuse_in_windows,
     refuse_merged,
     refuse_packed,
     refuse_replaced_forward,
@@ -142,10 +143,17 @@ def merge(
         raise InvalidOption(
             f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
+    if mask is not None and found.adapter.windows(found.trunk, layout):
+        raise InvalidOption(
+            "protect= is not supported for this model: tokens merge inside windows, each by the share of the image"
+        )
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
-    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches)))
+    if plan.tiling is not None:
+        refused = {"protect": protect, "restore": restore, "foresight": foresight, "unmerge=False": not unmerge or None}
+        refuse_in_windows(found, chosen, [name for name, value in refused.items() if value is not None])
+    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches, layout.grid)))
     if restorer is not None:
         restorer.check(shape)
         restorer.build(shape)
@@ -264,14 +272,11 @@ class Merging(Handle):
     def tokens_per_layer(self, size: Size | None = None) -> list[int]:
         """Return the number of tokens that leave each block, special tokens included, for a size in pixels.
 
-        With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left.
+        With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left. Where
+        attention runs inside windows, these are the tokens that each block's MLP works on, in all windows.
         """
         layout = self._layout_for(size)
-        lengths, length = [], layout.num_tokens
-        for merges, late in zip(self._planned(layout), self._plan.cost.late, strict=True):
-            length -= 0 if self.method.scope == "block" else merges
-            lengths.append(length + late)
-        return lengths
+        return self._plan.lengths(layout, self._planned(layout))
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
         """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
@@ -279,7 +284,7 @@ class Merging(Handle):
 
     def _flops(self, layout: TokenLayout, merged: bool = True) -> int:
         per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
-        return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
+        return self._plan.counter(layout.num_special, layout.num_patches, layout.grid)(per_layer)
 
     @property
     def visual_tokens(self) -> int:
@@ -590,7 +595,7 @@ class Merging(Handle):
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )
-        return self._plan.solve(layout.num_patches, layout.grid).per_layer
+        return self._plan.merges_of(self.found, layout)
 
     @property
     def method(self) -> Method:

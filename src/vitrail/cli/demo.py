@@ -24,11 +24,11 @@ from vitrail.cli._shared.output import Names, make_directory, write_image
 from vitrail.cli._shared.prediction import compare_merged, cost_of, predict
 from vitrail.cli._shared.ranks import command
 from vitrail.cli._shared.summary import Cost, Guesses, Result, Summary, markdown_table, write_summary
-from vitrail.data import Dataset, open_dataset, read_image, samples
+from vitrail.data import Dataset, open_dataset, read_image
 from vitrail.data.sample_images import drawings
+from vitrail.drawing.colors import colors
 from vitrail.drawing.predictions import WIDE, Column, prediction_sheet
 from vitrail.errors import ImageError, InvalidOption
-from vitrail.report.page.images import colors
 from vitrail.report.sections.attention import MAX_TOKENS
 from vitrail.tokens import token_names
 from vitrail.training.run_directory import model_of
@@ -37,8 +37,11 @@ EXAMPLES = ("vitrail demo -o demo", "vitrail demo --model runs/student --images 
 
 Costs = dict[str, tuple[Cost, dict[str, Any]]]
 
-STRENGTHS = {"gentle": 0.5, "medium": 0.25, "strong": 0.1}
+STRENGTHS = {f"keep {100 * share:.0f} %": share for share in (0.5, 0.25, 0.1)}
 """Share of patches that remain, by name."""
+
+ALIKE = 0.98
+"""Cosine from which on the attention maps of two tokens are shown as one."""
 
 MOST = 12
 """Most images that are shown."""
@@ -47,14 +50,9 @@ DARKEST = 0.75
 """Brightness of a map over black pixels: little is lost, so that colors stay readable."""
 
 LEGEND = "Bars: the most likely classes; red where merging put another class first."
-MAPS = (
-    " Maps: what each special token attends to, mean over heads, from nothing (violet) to its largest weight (yellow), "
-    "lightly shaded by the image."
-)
-DRAWN = (
-    "The golf ball, the parachute and the church are drawings. Whatever an image shows, the model predicts one of "
-    "its own classes; predictions are shown as they are."
-)
+MAPS = " Maps: attention of a special token, mean over heads, from 0 (violet) to its largest weight (yellow)."
+ALIKE_NOTE = f" Tokens with alike maps (cosine {ALIKE} or more) share one."
+DRAWN = "The images are drawings, since photographs of the model's classes may not be redistributed."
 
 
 def demo(
@@ -79,19 +77,20 @@ def demo(
 
 
 def run_demo(out: Path, model: str, images: Sequence[Path] | None) -> list[Summary]:
-    """Show a model on images from any source, by default the samples and three drawings; return results by strength."""
+    """Show a model on images from any source, by default drawings of its classes; return the results by strength."""
     given = open_dataset(images) if images else None
     skipped: list[dict[str, str]] = []
     if given is not None:
-        good, skipped = find_readable(given)
-        given = given.select(good)
+        readable = find_readable(given)
+        readable.note()
+        given, skipped = given.select(readable.indices), readable.skipped
     loaded = _load(model)
     folder = make_directory(out)
     if given is None:
         drawn = {make_directory(folder / "pictures") / f"{name}.png": source for name, source in drawings().items()}
         for path, source in drawn.items():
             write_image(path, read_image(source))
-        given = open_dataset([*drawn, *samples().values()])
+        given = open_dataset([*drawn])
     if len(given) > MOST:
         console.note(f"Only the first {MOST} of {len(given)} images are shown.")
         given = given.select(range(MOST))
@@ -115,7 +114,7 @@ def _load(name: str) -> Loaded:
     model_of(named(name))  # raises for a directory without a model
     with console.err.status(f"Loading {name}"):
         loaded = load(name, "demo", device="cpu")
-    if not loaded.questions:
+    if not any(question.kind == "classification" for question in loaded.questions):
         raise refused
     return loaded
 
@@ -168,11 +167,15 @@ def _one_sample(
     title, batch = file.stem.removesuffix("-sheet"), loaded.medium.batch(sample, loaded.spec)
     before, small = predict(loaded, batch), ImageOps.contain(sample, (WIDE, WIDE))
     columns: list[Column] = []
+    shared: dict[str, str] = {}
 
     def add_column(shown: Image.Image, name: str, tokens: int, flops: int, guesses: Guesses) -> None:
         detail = f"{tokens} tokens, {flops / 1e9:.3g} GFLOPs"
         pairs = {question: [(one.name, one.probability) for one in best] for question, best in guesses.items()}
-        maps = {token: over(small, values) for token, values in attention_maps(loaded, batch).items()}
+        found = attention_maps(loaded, batch)
+        if not columns:
+            shared.update(distinct(found))
+        maps = {title: over(small, found[token]) for token, title in shared.items()}
         columns.append(Column(shown, name, detail, pairs, maps))
 
     cost, _ = next(iter(costs.values()))
@@ -181,12 +184,14 @@ def _one_sample(
         with vitrail.merge(loaded.model, keep=STRENGTHS[strength]) as merging:
             drawings, result, cost = compare_merged(loaded, merging, sample, f"{title}, {strength}", before)
             glass = next(iter(drawings.values()))
+            assert isinstance(glass, Image.Image)
             add_column(glass, strength, cost.tokens_after[-1], cost.flops_after, result.guesses_after)
         result.files["sheet"] = file.name
         results[strength].append(result)
     size, special = " x ".join(map(str, loaded.spec.size)), loaded.layout.num_special
     detail = f"{loaded.name}, input {size}, {loaded.layout.num_patches} patches and {special} special tokens"
-    return prediction_sheet(title, detail, columns, LEGEND + (MAPS if special else ""))
+    alike = ALIKE_NOTE if len(shared) < special else ""
+    return prediction_sheet(title, detail, columns, LEGEND + (MAPS + alike if special else ""))
 
 
 def attention_maps(loaded: Loaded, batch: Tensor) -> dict[str, np.ndarray]:
@@ -198,6 +203,20 @@ def attention_maps(loaded: Loaded, batch: Tensor) -> dict[str, np.ndarray]:
     maps = token_maps(rows, seen.layout)[0].mean(0)[:MAX_TOKENS].flatten(1, 2).double().cpu().numpy()
     names = token_names(seen.layout.special)
     return {names[query]: values for query, values in zip(seen.queries, maps, strict=False)}
+
+
+def distinct(maps: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return the tokens whose maps differ, with titles that count the tokens whose maps are alike."""
+    groups: dict[str, int] = {}
+    for token, values in maps.items():
+        like = (other for other in groups if _cosine(values, maps[other]) >= ALIKE)
+        first = next(like, token)
+        groups[first] = groups.get(first, 0) + 1
+    return {token: token if count == 1 else f"{token}, {count - 1} alike" for token, count in groups.items()}
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float((a * b).sum() / max(float(np.sqrt((a * a).sum() * (b * b).sum())), 1e-12))
 
 
 def over(image: Image.Image, values: np.ndarray) -> Image.Image:

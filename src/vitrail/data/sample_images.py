@@ -1,7 +1,7 @@
 """Sample images that come with the package: photographs and drawings (see ``samples/SOURCES.md``).
 
-The drawings show a golf ball, a parachute and a church, three of ImageNet's classes, whose photographs may not be
-redistributed. They are drawings: a model's answer to them is not its answer to photographs.
+The drawings show six of ImageNet's classes, whose photographs may not be redistributed. They are drawings: a model's
+answer to them is not its answer to photographs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "samples"
+DRAWN = ("golf-ball", "parachute", "church", "gas-pump", "cassette-player", "garbage-truck")
 
 
 def samples() -> dict[str, Path]:
@@ -23,4 +24,4 @@ def samples() -> dict[str, Path]:
 
 def drawings() -> dict[str, Path]:
     """Return the paths of the drawings by name."""
-    return {name: FOLDER / "drawn" / f"{name}.png" for name in ("golf-ball", "parachute", "church")}
+    return {name: FOLDER / "drawn" / f"{name}.png" for name in DRAWN}

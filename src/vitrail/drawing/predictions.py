@@ -57,14 +57,15 @@ def _parts(column: Column, first: Column) -> list[Image.Image]:
         for rank, (label, share) in enumerate(best):
             changed = rank == 0 and label != first.guesses[name][0][0]
             parts.append(_bar(label, share, CHANGED if changed else LIKELY))
-    size = (WIDE - (ACROSS - 1) * SMALL_GAP) // ACROSS
+    across = min(max(len(column.maps), 2), ACROSS)
+    size = (WIDE - (across - 1) * SMALL_GAP) // across
     tiles = []
     for name, drawn in column.maps.items():
-        tile = ImageOps.contain(drawn, (size, WIDE // ACROSS), Image.Resampling.LANCZOS)
+        tile = ImageOps.contain(drawn, (size, WIDE // across), Image.Resampling.LANCZOS)
         tiles.append(_join([ImageOps.pad(tile, (size, tile.height), color=PAPER), _text(name, NOTE, size)], 4))
     if tiles:
         parts.append(_text("attention in the last layer", NOTE, color=SOFT))
-    return parts + [_join(tiles[start : start + ACROSS], across=True) for start in range(0, len(tiles), ACROSS)]
+    return parts + [_join(tiles[start : start + across], across=True) for start in range(0, len(tiles), across)]
 
 
 def _bar(label: str, share: float, color: tuple[int, int, int]) -> Image.Image:

@@ -12,6 +12,7 @@ from torch import nn
 from vitrail.data.dataset import Dataset
 from vitrail.data.loading.loader import make_loader
 from vitrail.data.spec import InputSpec
+from vitrail.data.targets import TargetSpec
 from vitrail.embedding.ray_engine import Task, map_shards, on_device, portable
 from vitrail.errors import ImageError
 from vitrail.surgery.recording import evaluating
@@ -32,6 +33,7 @@ class Counter:
     dataset: Dataset
     expects: InputSpec
     known: Mapping[str, Sequence[str]] | None
+    targets: Mapping[str, TargetSpec] | None
     merge: Mapping[str, Any] | None
     batch: int
     dtype: torch.dtype | None
@@ -49,7 +51,7 @@ class Counter:
             size = self.expects.size[0] if self.expects.size else 1
             try:
                 loader = make_loader(part, image_size=size, device=device, keep="device", max_unreadable=1.0)
-                metrics = make_metrics(model, loader.classes, torch.device("cpu"), self.known)
+                metrics = make_metrics(model, loader.classes, torch.device("cpu"), self.known, self.targets)
                 with merged_as(model, self.merge), evaluating(model):
                     for _ in count_predictions(
                         model, metrics, loader, batch=self.batch, prepare=prepares(self.expects).plain, dtype=self.dtype
@@ -67,6 +69,7 @@ def evaluate_shards(
     dataset: Dataset,
     expects: InputSpec,
     known: Mapping[str, Sequence[str]] | None,
+    targets: Mapping[str, TargetSpec] | None,
     merge: Mapping[str, Any] | None,
     batch: int,
     dtype: torch.dtype | None,
@@ -76,7 +79,7 @@ def evaluate_shards(
     actors: int | None,
 ) -> Evaluation:
     """Evaluate a model on a cluster; see `vitrail.training.evaluate`."""
-    make = Counter(portable(model), dataset, expects, known, merge, batch, dtype)
+    make = Counter(portable(model), dataset, expects, known, targets, merge, batch, dtype)
     parts: dict[int, Metrics] = {}
     skipped = done = 0
     for shard, (metrics, unreadable) in map_shards(

@@ -10,11 +10,11 @@ import vitrail
 
 PUBLIC = {
     "vitrail": (
-        "Ablation AddedTokens Assignment CapturedModel Context Count Merging Method Recording Reduction "
+        "Ablation AddedTokens Assignment CapturedModel Context Count Embeddings Merging Method Recording Reduction "
         "RegisterNeurons Report Role TestTimeRegisters ToMe TokenLayout TokenSpan TokenSpec Trace ViT ViTConfig ablate "
-        "add_tokens capture class_names compare count create_model errors find_register_neurons from_timm inspect "
-        "list_methods list_models load_method load_model look_ahead merge record register_adapter register_method "
-        "test_time_registers to_timm tune"
+        "add_tokens capture class_names compare count create_model embed errors find_register_neurons from_pretrained "
+        "from_timm inspect list_methods list_models load load_method load_model look_ahead merge predict "
+        "read_embeddings record register_adapter register_method test_time_registers to_timm tune"
     ),
     "vitrail.adapters": (
         "ADAPTERS BlockAdapter BlockCall BlockNames Found InputSpec LIBRARIES Library MlpNames ModelRequest NamedBlock "
@@ -32,7 +32,8 @@ PUBLIC = {
         "Arrays Batch Clip Dataset FrameSampling InputSpec MAX_PIXELS Sample Sound Source Spectrogram as_rgb "
         "check_image find_images open_dataset read_image samples to_tensor"
     ),
-    "vitrail.drawing": "contact_sheet stained_glass",
+    "vitrail.embedding": "Column Embedder Embeddings Predictor Progress embed predict read_embeddings survey_norms",
+    "vitrail.drawing": "contact_sheet draw_groups stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",
     "vitrail.heads": "AttentionPool DecoderHead DenseHead Heads Output",
     "vitrail.merging": (
@@ -43,9 +44,11 @@ PUBLIC = {
         "MODELS ViT ViTConfig create_model from_timm list_models load_timm_state_dict timm_state_dict to_timm"
     ),
     "vitrail.report": "Comparison Report ReportError compare inspect",
+    "vitrail.serve": "Answer Batcher Limits Overloaded ServedModel ServingError Stopped",
     "vitrail.surgery": (
         "Ablation AddedTokens Count Handle Merging Payoff Recording RegisterNeurons TestTimeRegisters Trace ablate "
-        "add_tokens count find_register_neurons load_method look_ahead merge record test_time_registers"
+        "add_tokens count find_register_neurons from_pretrained load load_method look_ahead merge record "
+        "test_time_registers"
     ),
     "vitrail.tokens": "Role TokenLayout TokenSpan TokenSpec check_specs span_names token_names",
     "vitrail.training": "Arrays Config Evaluation Event Labels PRESETS Run evaluate load_trained read_log train",
@@ -56,9 +59,9 @@ SHADOWING: dict[str, set[str]] = {"vitrail.cli": {"app"}, "vitrail.report": {"co
 """Names that still shadow a module; no more may be added."""
 
 ERRORS = (
-    "AlreadyApplied BrokenPass Diverged ExportError ImageError InvalidOption MediaError ModelLoadError NotApplied "
-    "ReportError SaturatedWarning TrainingError UnsupportedInput UnsupportedModel UntrainedMethod VitrailError "
-    "VitrailWarning"
+    "AlreadyApplied BrokenPass Diverged EmbeddingError ExportError ImageError ImageTooLarge InvalidOption MediaError "
+    "ModelLoadError NotApplied ReportError SaturatedWarning ServingError TrainingError UnsupportedInput "
+    "UnsupportedModel UntrainedMethod VitrailError VitrailWarning"
 )
 
 

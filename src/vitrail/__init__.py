@@ -26,6 +26,8 @@ from vitrail.surgery import (
     add_tokens,
     count,
     find_register_neurons,
+    from_pretrained,
+    load,
     load_method,
     look_ahead,
     merge,
@@ -36,6 +38,7 @@ from vitrail.tokens import Role, TokenLayout, TokenSpan, TokenSpec
 
 if TYPE_CHECKING:
     from vitrail.adapters.saved import class_names
+    from vitrail.embedding import Embeddings, embed, predict, read_embeddings
     from vitrail.models import ViT, ViTConfig, create_model, from_timm, list_models, to_timm
     from vitrail.report.comparison import compare
     from vitrail.report.inspection import inspect
@@ -51,6 +54,7 @@ __all__ = [
     "CapturedModel",
     "Context",
     "Count",
+    "Embeddings",
     "Merging",
     "Method",
     "Recording",
@@ -73,16 +77,21 @@ __all__ = [
     "compare",
     "count",
     "create_model",
+    "embed",
     "errors",
     "find_register_neurons",
+    "from_pretrained",
     "from_timm",
     "inspect",
     "list_methods",
     "list_models",
+    "load",
     "load_method",
     "load_model",
     "look_ahead",
     "merge",
+    "predict",
+    "read_embeddings",
     "record",
     "register_adapter",
     "register_method",
@@ -93,6 +102,7 @@ __all__ = [
 
 _LAZY = {
     "vitrail.adapters.saved": ("class_names",),
+    "vitrail.embedding": ("Embeddings", "embed", "predict", "read_embeddings"),
     "vitrail.models": ("ViT", "ViTConfig", "create_model", "from_timm", "list_models", "to_timm"),
     "vitrail.report": ("Report", "compare", "inspect"),
     "vitrail.tuning": ("tune",),

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _TEXTS = {
-    bool: "True or False", int: "an integer", float: "a number", str: "text", bytes: "bytes", type(None): "None",
+    bool: "True or False", int: "a whole number", float: "a number", str: "text", bytes: "bytes", type(None): "None",
     Tensor: "a tensor", nn.Module: "a model, a torch.nn.Module", torch.dtype: "a dtype such as torch.float16",
     torch.device: "a device", dict: "a mapping", abc.Mapping: "a mapping", abc.Callable: "a function",
     abc.Iterable: "values to iterate over",
@@ -214,6 +214,6 @@ def _text(kind: Any) -> str:
         return "a path"
     if kind in _SEQUENCES or origin in _SEQUENCES:
         inside = [one for one in get_args(kind) if one not in (Ellipsis, Any)]
-        several = {int: "integers", float: "numbers", str: "texts"}.get(inside[0] if inside else Any, "values")
+        several = {int: "whole numbers", float: "numbers", str: "texts"}.get(inside[0] if inside else Any, "values")
         return f"a list of {several}"
     return _TEXTS.get(origin or kind, f"a {getattr(kind, '__name__', kind)}")

@@ -45,8 +45,9 @@ def test_one_benchmark_per_value(name: str, values: list[int], monkeypatch: pyte
 
 
 def test_series_use_the_best_modes() -> None:
-    lines = series(results())
+    lines = series(results(), "batch")
     assert lines["unmerged"] == pytest.approx([800.0, 400.0])
+    assert series(results(), "r")["unmerged"] == pytest.approx([600.0, 600.0])  # one model
     assert lines["merged"] == pytest.approx([1000.0, 640.0])
     assert math.isnan(lines["sliced"][0])
     assert lines["sliced"][1] == pytest.approx(8 / 0.012)

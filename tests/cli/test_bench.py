@@ -77,7 +77,7 @@ def test_table(measured: list[BenchConfig]) -> None:
     text = done.stdout.splitlines()
     assert [name for name in COLUMNS if name in text[2]] == list(COLUMNS)
     row = next(line for line in text if "unmerged" in line and "compiled" in line)
-    assert row.split() == ["unmerged", "compiled", "20", "±1%", "400", "0.8", "5", "0.50", "–"]
+    assert row.split() == ["unmerged", "compiled", "20", "±1%", "400", "0.4", "5", "0.50", "–"]
     assert max(len(line) for line in text[2:10]) <= 80
 
 
@@ -197,6 +197,14 @@ def test_failed_sweep_keeps_its_results(tmp_path: Path, monkeypatch: pytest.Monk
     assert "batch 64 does not fit" in done.stderr
     data = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
     assert [entry["config"]["batch"] for entry in data["runs"]] == [1, 8]
+
+
+def test_a_terminal_gets_no_json(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(console.out), "is_terminal", True)
+    done = run(MODEL, "--r", 4, "--json", tmp_path / "bench.json")
+    assert done.exit_code == 0
+    assert not any(line.startswith("{") for line in done.stdout.splitlines())
+    assert json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["config"]["r"] == 4
 
 
 def test_plot_file(measured: list[BenchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

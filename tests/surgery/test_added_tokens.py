@@ -326,7 +326,7 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(ModelLoadError):
         vitrail.AddedTokens.load(deeper, tmp_path / "none")
     with pytest.raises(ModelLoadError, match="could not write"):
-        mix(small()).save(tmp_path / "no" / "such")
+        mix(small()).save(tmp_path / "no" / "such.safetensors")
     assert list(deeper.state_dict()) == keys
 
 
@@ -516,10 +516,11 @@ def test_ddp_wraps_after_tokens_are_added(tmp_path):
 
 def test_added_tokens_are_saved_separately(tmp_path):
     model = create_model("vit_tiny_patch16", image_size=32, patch_size=8, width=32, heads=2, depth=2, num_classes=3)
+    own = list(model.state_dict())
     added = mix(model)
-    with pytest.raises(ModelLoadError, match=r"vitrail_tokens.*AddedTokens\.save"):
-        model.save_pretrained(tmp_path / "model")
-    assert not (tmp_path / "model").exists()
+    model.save_pretrained(tmp_path / "model")  # the model alone, and the tokens beside it
+    assert list(vitrail.ViT.from_pretrained(tmp_path / "model").state_dict()) == own
+    assert vitrail.AddedTokens.of(vitrail.load(tmp_path / "model")).specs == added.specs
     added.save(tmp_path / "tokens.safetensors")
     added.remove()
     model.save_pretrained(tmp_path / "model")

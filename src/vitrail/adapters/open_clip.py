@@ -70,6 +70,8 @@ class OpenClipEntry(ForwardEntry, IntermediatesEntry):
 class OpenClipTrunk(TrunkAdapter):
     """The vision tower: a class token, a norm before the blocks, and class, mean, attention or no pooling."""
 
+    norm = "ln_post"
+
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return list(trunk.transformer.resblocks)
 

@@ -35,6 +35,10 @@ ADAPTERS: dict[type | str, TrunkAdapter] = {}
 """Adapters by trunk class, or by its dotted name. A library's own are added once the library is imported."""
 
 
+SOURCE_ATTRIBUTE = "_vitrail_source"
+"""Attribute of a loaded model that holds the name it was loaded by."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A supported trunk inside a user's model."""
@@ -146,7 +150,9 @@ def load_model(name: str, pretrained: bool = True, **options: Any) -> nn.Module:
     if found is None or not rest:
         known = ", ".join(f"{prefix}:NAME" for prefix in LIBRARIES)
         raise ModelLoadError(f"a model is named {known}; got {shown(given)}")
-    return found.load(rest, pretrained, **options)
+    model = found.load(rest, pretrained, **options)
+    setattr(model, SOURCE_ATTRIBUTE, name if not options else None)
+    return model
 
 
 @checked
@@ -189,6 +195,12 @@ def declared_spec(model: nn.Module) -> InputSpec | None:
     except UnsupportedModel:
         declared = (one.declared_spec(model) for one in _imported())
         return next((spec for spec in declared if spec is not None), None)
+
+
+def named_classes(model: nn.Module, outputs: int) -> tuple[str, ...] | None:
+    """Return the names of the classes that a classifier was published with; None where its library keeps none."""
+    found = (one.class_names(model) for one in _imported())
+    return next((names for names in found if names is not None and len(names) == outputs), None)
 
 
 def head_names() -> dict[str, str]:

@@ -14,9 +14,9 @@ from vitrail.surgery.merging.payoff import BestTime, Payoff
 
 LEGEND = (
     "ms: median time of one step on the whole batch, ± half the interquartile range; all rows are interleaved. "
-    "TFLOP/s: the model's own operations, two per multiply-add. Peak MB: weights, one batch and what a step allocates "
-    "(10⁶ bytes; CUDA only). Ready s: from the unchanged model to its first result, including compilation. Diff: "
-    "relative distance of the output from the eager one."
+    "TMAC/s: 10¹² multiply-adds of the model per second; data sheets count two operations for each. Peak MB: weights, "
+    "one batch and what a step allocates (10⁶ bytes; CUDA only). Ready s: from the unchanged model to its first "
+    "result, including compilation. Diff: relative distance of the output from the eager one."
 )
 NOISE = 0.05
 """Rows with a larger relative spread are unreliable."""

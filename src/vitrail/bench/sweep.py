@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 from torch import nn
@@ -35,10 +36,17 @@ def sweep(
         yield run(replace(config, **{name: value}), model=model, tell=tell_with_value)  # type: ignore[arg-type]
 
 
-def series(results: Sequence[BenchResult]) -> dict[str, list[float]]:
-    """Return the lines of a sweep: throughput of each variant in its best mode, speed-up, efficiency; else NaN."""
+def series(results: Sequence[BenchResult], name: str) -> dict[str, list[float]]:
+    """Return the lines of a sweep: throughput of each variant in its best mode, speed-up, efficiency; else NaN.
+
+    Over ``r`` the unmerged model is the same in all runs, so its throughput is one number, the median of the runs. The
+    ratios are those of each run.
+    """
     best = {variant: [result.best(variant) for result in results] for variant in COLORS}
     lines = {variant: [None if row is None else row.images_per_s for row in rows] for variant, rows in best.items()}
+    unmerged = [value for value in lines["unmerged"] if value is not None]
+    if name == "r" and unmerged:
+        lines["unmerged"] = [median(unmerged)] * len(results)
     lines["speed-up"] = [result.speedup for result in results]
     lines["efficiency"] = [result.efficiency for result in results]
     return {name: [math.nan if value is None else value for value in line] for name, line in lines.items()}
@@ -47,7 +55,7 @@ def series(results: Sequence[BenchResult]) -> dict[str, list[float]]:
 def plot(results: Sequence[BenchResult], name: str, kind: str = "png") -> bytes:
     """Plot throughput, speed-up and efficiency over the swept value; return the file's content."""
     figure = require_matplotlib(kind)(figsize=(10, 4), layout="constrained")
-    values, lines = [getattr(result.config, name) for result in results], series(results)
+    values, lines = [getattr(result.config, name) for result in results], series(results, name)
     left, right = figure.subplots(1, 2)
     for variant in COLORS:
         left.plot(values, lines[variant], "o-", label=variant, color=COLORS[variant])

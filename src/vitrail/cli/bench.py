@@ -20,7 +20,7 @@ from vitrail.cli._shared.output import check_writable, write_atomically, write_t
 from vitrail.cli._shared.ranks import INTERRUPTED, command
 from vitrail.errors import VitrailError
 
-COLUMNS = ("variant", "mode", "ms", "images/s", "TFLOP/s", "peak MB", "ready s", "diff")
+COLUMNS = ("variant", "mode", "ms", "images/s", "TMAC/s", "peak MB", "ready s", "diff")
 EXAMPLES = (
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 256 --dtype bf16 --compile",
     "vitrail bench timm:vit_base_patch16_224 --r 16 --batch 1 --dtype bf16 --compile --graph",
@@ -95,7 +95,7 @@ def bench(
     """Time three variants interleaved: the model as its library runs it; merged; and sliced, the lower bound.
 
     The sliced model has as many tokens as the merged one and the others cut off for free. Prints a table and a summary,
-    and ends with one line of JSON.
+    and ends with one line of JSON where the output goes to a file or a pipe.
     """
     counts = {"r": r, "batch": batch}
     swept = [name for name, values in counts.items() if len(values) > 1]
@@ -128,7 +128,7 @@ def table(result: BenchResult) -> Table:
             row.mode,
             f"{row.ms:.4g} ±{row.spread:.0%}",
             f"{row.images_per_s:.4g}" if row.images_per_s < 1000 else f"{row.images_per_s:.0f}",
-            f"{row.tflops:.3g}",
+            f"{row.tflops / 2:.3g}",
             "–" if row.peak_mb is None else f"{row.peak_mb:.0f}",
             f"{row.ready_s:.2f}",
             "–" if row.difference is None else f"{row.difference:.1e}",
@@ -184,6 +184,7 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
         data = {"sweep": name, "runs": [result.to_dict() for result in results]}
         console.out.print(sweep_table(results, name))
     line = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    shown = not console.out.is_terminal
     try:
         if isinstance(failure, KeyboardInterrupt):
             console.note(f"Interrupted after {len(results)} of {len(values)} values of {name}; no file was written.")
@@ -193,8 +194,12 @@ def _run(config: BenchConfig, name: str, values: Sequence[int], json_file: Path 
                 console.say(f"Plot: {plot_file}")
             if json_file is not None:
                 write_text(json_file, f"{line}\n", "--json")
+    except VitrailError:
+        shown = True  # measuring took minutes
+        raise
     finally:
-        typer.echo(line)  # even if a file could not be written: measuring took minutes
+        if shown:
+            typer.echo(line)
     if isinstance(failure, KeyboardInterrupt):
         raise typer.Exit(INTERRUPTED) from failure
     if failure is not None:

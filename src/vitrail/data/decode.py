@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,16 +20,13 @@ from torch import Tensor
 from vitrail._arguments import checked
 from vitrail._atomic_files import resolved
 from vitrail._checks import as_path, shown
-from vitrail.errors import ImageError, InvalidOption
+from vitrail.errors import ImageError, ImageTooLarge, InvalidOption
 
 MAX_PIXELS = 100_000_000
 """Larger images are refused before they are decoded; a small file can unpack to gigabytes."""
 
 LARGE = 50_000_000
 """Images that take more bytes are decoded one at a time: threads that read ahead would multiply their memory."""
-
-MAX_BYTES = 400_000_000
-"""The same for the bytes that an image takes once decoded, as its pixels may have several, and 16 or 32 bits each."""
 
 EXTENSIONS = frozenset(
     {
@@ -43,6 +41,11 @@ _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA"
 _EXPECTED = "expected an image file such as JPEG, PNG, WebP, TIFF, GIF or BMP"
 
 _CMS: Any = ImageCms  # Pillow's types for it differ between its versions
+
+SCALED_MARGIN = 3
+"""A scaled JPEG keeps this many times the height and width that it is resized to."""
+
+_scaled_to: ContextVar[tuple[int, int] | None] = ContextVar("scaled_to", default=None)
 
 _NEGLIGIBLE = 2
 """Conversions that change no value by more (of 255) are skipped: they would only round."""
@@ -66,11 +69,29 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     return decode_image(as_path("path", path), path)
 
 
-def decode_image(source: Path | bytes, name: str | os.PathLike[str]) -> Image.Image:
+def decode_image(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an image file or its bytes, as :func:`read_image` does; ``name`` is used in errors."""
-    with _opened(source, name) as image, _alone_if_large(image):
+    with _opened(source, name, max_pixels) as image, _alone_if_large(image):
+        size = _scaled_to.get()
+        if size is not None:
+            image.draft(None, (SCALED_MARGIN * size[1], SCALED_MARGIN * size[0]))
         image.load()
         return as_rgb(to_srgb(_to_8_bits(_upright(image))))
+
+
+@contextmanager
+def scaled_decoding(size: tuple[int, int] | None) -> Iterator[None]:
+    """Decode JPEGs at 1/2, 1/4 or 1/8 of their size inside a ``with`` block, where they are then resized to a size.
+
+    The decoded image keeps at least three times the larger of height and width. Resized with antialiasing, it differs
+    from the whole image's by a mean of about one step of 255, more at hard edges; docs/embedding.md has figures. Other
+    formats decode as always.
+    """
+    token = _scaled_to.set(None if size is None else (max(size), max(size)))
+    try:
+        yield
+    finally:
+        _scaled_to.reset(token)
 
 
 def decode_values(data: bytes, name: str) -> np.ndarray:
@@ -165,7 +186,9 @@ def center_square(image: Image.Image, size: int) -> Tensor:
     return torch.from_numpy(np.array(center_crop(image, (size, size)))).permute(2, 0, 1).contiguous()
 
 
-def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def center_crop(
+    image: Image.Image, size: tuple[int, int], how: Image.Resampling = Image.Resampling.BICUBIC
+) -> Image.Image:
     """Return the largest centered part of an image of the aspect ratio of (height, width), resized to it."""
     width, height = image.size
     if (height, width) == size:
@@ -174,7 +197,8 @@ def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     across, down = size[1] * scale, size[0] * scale
     left, top = (width - across) / 2, (height - down) / 2
     box = (left, top, min(left + across, width), min(top + down, height))
-    return image.resize(size[::-1], Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    gap = None if how is Image.Resampling.NEAREST else 3.0
+    return image.resize(size[::-1], how, box=box, reducing_gap=gap)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -292,7 +316,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _opened(source: Path | bytes, name: str | os.PathLike[str]) -> Iterator[Image.Image]:
+def _opened(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """Open an image file or its bytes, and check its size; every error inside becomes an ImageError."""
     if isinstance(source, Path):
         _check_file(source)
@@ -300,12 +324,12 @@ def _opened(source: Path | bytes, name: str | os.PathLike[str]) -> Iterator[Imag
         raise ImageError(f"{name}: the image is empty; {_EXPECTED}. Fetch or export it again")
     with warnings.catch_warnings():  # Pillow warns about odd metadata
         warnings.simplefilter("ignore")
-        with _open(name, source if isinstance(source, Path) else io.BytesIO(source)) as image:
+        with _open(name, source if isinstance(source, Path) else io.BytesIO(source), max_pixels) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
-            if (size := width * height * _bytes_per_pixel(image)) > MAX_BYTES:
-                raise _too_large(name, f"{width} × {height}, {size / 1e6:.0f} MB once decoded")
+            if width * height > max_pixels:
+                raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels", max_pixels)
+            if (size := width * height * _bytes_per_pixel(image)) > 4 * max_pixels:
+                raise _too_large(name, f"{width} × {height}, {size / 1e6:.0f} MB once decoded", max_pixels)
             if width * height == 0:
                 raise ImageError(f"{name}: the image has no pixels ({width} × {height}); export it again")
             try:
@@ -348,13 +372,13 @@ def _check_file(path: Path) -> None:
         raise ImageError(f"{path}: the file is empty; {_EXPECTED}. Fetch or export it again")
 
 
-def _open(name: str | os.PathLike[str], file: Path | IO[bytes]) -> Image.Image:
+def _open(name: str | os.PathLike[str], file: Path | IO[bytes], max_pixels: int) -> Image.Image:
     """Read the header of an image."""
     Image.init()
     try:
         return Image.open(file, formats=[kind for kind in _FORMATS if kind in Image.OPEN])
     except Image.DecompressionBombError as error:
-        raise _too_large(name, str(error)) from error
+        raise _too_large(name, str(error), max_pixels) from error
     except UnidentifiedImageError as error:
         raise ImageError(
             f"{name}: not an image, or its header is damaged; {_EXPECTED}. Convert it to one of these first"
@@ -387,9 +411,9 @@ def _missing(path: Path, expected: str = "") -> ImageError:
     )
 
 
-def _too_large(name: str | os.PathLike[str], size: str) -> ImageError:
-    return ImageError(
-        f"{name}: the image is too large ({size}); expected at most {MAX_PIXELS / 1e6:.0f} megapixels. Scale it down"
+def _too_large(name: str | os.PathLike[str], size: str, max_pixels: int) -> ImageTooLarge:
+    return ImageTooLarge(
+        f"{name}: the image is too large ({size}); expected at most {max_pixels / 1e6:g} megapixels. Scale it down"
     )
 
 

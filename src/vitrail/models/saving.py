@@ -94,7 +94,7 @@ def write_labels(folder: Path, labels: Mapping[str, Any]) -> None:
 
 def read_folder(name: str | Path, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read config and weights from a directory or a repository of the Hugging Face Hub."""
-    files = {file: _find(name, file, hub) for file in (CONFIG, WEIGHTS)}
+    files = {file: find_file(name, file, hub) for file in (CONFIG, WEIGHTS)}
     try:
         values = json.loads(read_text(files[CONFIG]))
         check_sizes(values, str(files[CONFIG]))
@@ -122,7 +122,8 @@ def push_folder(folder: Path, repository: str, private: bool | None = None, toke
     return str(address)
 
 
-def _find(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
+def find_file(name: str | Path, file: str, hub: dict[str, Any]) -> Path:
+    """Return a file of a model in a directory, or of a repository of the Hugging Face Hub, downloaded."""
     text = str(name)
     local = Path(text.removeprefix("local-dir:")).expanduser()
     if local.is_dir():

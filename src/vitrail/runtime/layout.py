@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vitrail.adapters import Found
+from vitrail.merging import ModelShape
 from vitrail.runtime.side_tokens import SideTokens
 from vitrail.tokens import Role, TokenLayout, TokenSpan
 
@@ -28,6 +29,30 @@ def layout_of(found: Found, size: tuple[int, ...] | None = None) -> TokenLayout:
     if added is not None:
         more = tuple(TokenSpan(spec.role, spec.count, spec.name) for spec in added.specs)
     return TokenLayout((*layout.special, *more), layout.grid)
+
+
+def model_shape(found: Found) -> ModelShape:
+    """Return the facts about a model that methods and restorers with parameters need."""
+    parts, block = found.block_adapters[0], found.blocks[0]
+    heads, head_width = parts.head_shape(block)
+    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
+    layout, training = found.adapter.layout(found.trunk), found.trunk.training
+    weights = tuple(
+        (f"{index}.{name}", tuple(weight.shape))
+        for index, one in enumerate(found.blocks)
+        for name, weight in one.named_parameters()
+    )
+    return ModelShape(
+        len(found.blocks),
+        int(width),
+        heads,
+        head_width,
+        layout.num_special,
+        first_class_token(layout),
+        layout.grid,
+        training,
+        weights=weights,
+    )
 
 
 def token_values(found: Found) -> dict[tuple[Role, str], Tensor]:

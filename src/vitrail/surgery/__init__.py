@@ -12,6 +12,7 @@ from vitrail.surgery.hooks import Recording
 from vitrail.surgery.merging import Merging, Payoff, load_method, look_ahead, merge
 from vitrail.surgery.recording import record
 from vitrail.surgery.registers import RegisterNeurons, TestTimeRegisters, find_register_neurons, test_time_registers
+from vitrail.surgery.saving import from_pretrained, load
 
 __all__ = [
     "Ablation",
@@ -28,6 +29,8 @@ __all__ = [
     "add_tokens",
     "count",
     "find_register_neurons",
+    "from_pretrained",
+    "load",
     "load_method",
     "look_ahead",
     "merge",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vitrail._deprecation import renamed_property
 from vitrail.adapters import Found
-from vitrail.errors import AlreadyApplied, NotApplied, UnsupportedModel
+from vitrail.errors import AlreadyApplied, InvalidOption, NotApplied, UnsupportedModel
 
 
 @dataclass(eq=False, repr=False)
@@ -63,6 +64,26 @@ class Handle(ABC):
     @abstractmethod
     def remove(self) -> None:
         """Restore the model; raise :class:`~vitrail.errors.NotApplied` if the change was removed before."""
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return options as plain data, and tensors by name, from which :meth:`from_saved` makes this change again."""
+        raise InvalidOption(f"{type(self).__name__} is not saved with a model: it has no entry in vitrail.json")
+
+    @classmethod
+    def from_saved(cls, model: nn.Module, options: dict[str, Any], tensors: dict[str, Tensor]) -> Handle:
+        """Change a model by what :meth:`saved` returned; raise before it is changed if that does not fit."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Write the settings of all changes of this model into a directory: ``vitrail.json``, tensors beside it.
+
+        ``vitrail.load`` applies them to the model again, and refuses another one. The model itself is not written.
+        """
+        from vitrail.surgery.saving import collect
+
+        self._check_active()
+        self.saved()
+        collect(self.model).write(path)
 
     def __enter__(self) -> Self:
         self._check_active()

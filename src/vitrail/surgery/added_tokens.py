@@ -23,13 +23,14 @@ from vitrail.errors import InvalidOption, ModelLoadError, UnsupportedInput, Unsu
 from vitrail.heads.pooling import linear
 from vitrail.models.saving import check_fit
 from vitrail.models.vit import undecayed
-from vitrail.runtime.checks import check_changeable, extended_trunk, refuse_extended, refuse_packed
+from vitrail.runtime.checks import check_changeable, extended_trunk, refuse_extended, refuse_packed, refuse_windowed
 from vitrail.runtime.cost import CostModel
-from vitrail.runtime.install import install, uninstall
+from vitrail.runtime.install import TOKENS, install, uninstall
 from vitrail.runtime.layout import added_to, layout_of
 from vitrail.runtime.plan import Plan
 from vitrail.runtime.side_tokens import SideTokens, receiving
 from vitrail.surgery._handle import Handle, check_module
+from vitrail.surgery._pretrained import attach, detach
 from vitrail.tokens import Role, TokenLayout, TokenSpec, check_specs
 
 INITIAL_GATE = -10.0
@@ -37,9 +38,6 @@ INITIAL_GATE = -10.0
 
 LARGEST_GATE = 20
 """Largest bias that :meth:`AddedTokens.open` takes."""
-
-MODULE_NAME = "vitrail_tokens"
-"""Name of the module in the trunk that holds the added tokens."""
 
 
 @checked
@@ -147,7 +145,13 @@ class AddedTokens(Handle):
         return added
 
     def save(self, path: str | Path) -> None:
-        """Write the added tokens, without the model, to a safetensors file."""
+        """Write the added tokens, without the model: to a file that ends in ``.safetensors``, for :meth:`load`.
+
+        Any other path is a directory, which gets all changes of the model as :meth:`Handle.save` writes them.
+        """
+        if not Path(path).suffix:
+            super().save(path)
+            return
         from safetensors.torch import save
 
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self.tokens.state_dict().items()}
@@ -196,6 +200,18 @@ class AddedTokens(Handle):
         config: dict[str, Any] = {"tokens": [spec.to_dict() for spec in self.specs]}
         own = [self.tokens.heads[spec.name] for spec in self.specs if spec.outputs(0) != spec.outputs(1)]
         return {**config, "num_classes": own[0].out_features} if own else config
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"tokens": [spec.to_dict() for spec in self.specs]}, self.tokens.state_dict()
+
+    @classmethod
+    def from_saved(cls, model: nn.Module, options: dict[str, Any], tensors: dict[str, Tensor]) -> AddedTokens:
+        found = _find_trunk(model)
+        specs = check_specs(options["tokens"])
+        outputs = _head_outputs(specs, tensors, _width(found), len(found.blocks))
+        added = _apply(model, found, specs, outputs)
+        added.tokens.load_state_dict(tensors)
+        return added
 
     @torch.no_grad()
     def open(self, gate: float | None = None) -> None:
@@ -257,7 +273,8 @@ class AddedTokens(Handle):
             plan.solved.clear()
         else:
             uninstall(self.found)
-        delattr(self.found.trunk, MODULE_NAME)
+        delattr(self.found.trunk, TOKENS)
+        detach(self.model)
 
     def _set_open(self, is_open: bool) -> None:
         self.tokens.turn(is_open)
@@ -279,18 +296,20 @@ def _apply(model: nn.Module, found: Found, specs: tuple[TokenSpec, ...], outputs
     """Check that the tokens fit the model, and add them."""
     check_changeable(model, found)
     refuse_packed(found, "adding tokens")
+    refuse_windowed(found, "adding tokens")
     _check_fits(found, specs)
     weight = next(value for value in found.trunk.parameters() if value.is_floating_point())
     added = AddedModule(specs, outputs, _width(found), len(found.blocks))
     added.to(weight.device, weight.dtype).train(found.trunk.training)
     plan = getattr(found.trunk, "_vitrail_plan", None)
     cost = CostModel.of(model, found)
-    found.trunk.add_module(MODULE_NAME, added)
+    found.trunk.add_module(TOKENS, added)
     if plan is None:
         install(found, Plan.bare(found, cost, added))
     else:
         plan.added = added
         plan.solved.clear()
+    attach(model, found)
     return AddedTokens(model, found, added)
 
 
@@ -363,11 +382,17 @@ def _read(path: Path, width: int, depth: int) -> tuple[tuple[TokenSpec, ...], di
         specs = check_specs(metadata["specs"])
     except (OSError, ValueError, TypeError, KeyError, SafetensorError, InvalidOption) as error:
         raise ModelLoadError(f"{path} has no added tokens ({error}); expected a file of AddedTokens.save") from error
+    return specs, _head_outputs(specs, states, width, depth), states
+
+
+def _head_outputs(specs: tuple[TokenSpec, ...], states: Mapping[str, Tensor], width: int, depth: int) -> dict[str, int]:
+    """Return the number of outputs of each head; raise if weights are not those of such tokens in such a model."""
     outputs = {spec.name: len(states.get(f"heads.{spec.name}.bias", ())) for spec in specs}
     outputs = {name: count for name, count in outputs.items() if count}
-    expected = AddedModule(specs, outputs, width, depth).state_dict()
+    with torch.device("meta"):
+        expected = AddedModule(specs, outputs, width, depth).state_dict()
     check_fit(f"model of {depth} blocks and {width} channels", expected, states)
-    return specs, outputs, states
+    return outputs
 
 
 def _width(found: Found) -> int:

@@ -6,6 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.timm.beit import TimmBeit
 from vitrail.adapters.timm.eva import TimmEva
+from vitrail.adapters.timm.hiera import TimmHiera
+from vitrail.adapters.timm.swin import TimmSwin, TimmSwinV2
 from vitrail.adapters.timm.vit import TimmVisionTransformer, declared
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError
@@ -41,6 +44,9 @@ class Timm(Library):
             "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
             "timm.models.eva.Eva": TimmEva(),
             "timm.models.beit.Beit": TimmBeit(),
+            "timm.models.swin_transformer.SwinTransformer": TimmSwin(),
+            "timm.models.swin_transformer_v2.SwinTransformerV2": TimmSwinV2(),
+            "timm.models.hiera.Hiera": TimmHiera(),
         }
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:
@@ -69,6 +75,24 @@ class Timm(Library):
         config: Any = getattr(model, "pretrained_cfg", None) or {}
         known = config.get("mean") and config.get("std") and len(config["mean"]) == 3
         return declared(config) if known else None
+
+    def class_names(self, model: Any) -> tuple[str, ...] | None:
+        """Return the names of ImageNet's classes, for models whose published head predicts these."""
+        if not getattr(model, "pretrained_cfg", None):
+            return None
+        data: Any = import_module("timm.data")
+        subset = data.infer_imagenet_subset(model)
+        if subset is None:
+            return None
+        info = data.ImageNetInfo(subset)
+        return tuple(str(info.index_to_description(number)) for number in range(info.num_classes()))
+
+    def restores(self, config: Mapping[str, Any]) -> bool:
+        return super().restores(config) or "pretrained_cfg" in config  # of timm's own save_for_hf
+
+    def restore(self, folder: Path, config: Mapping[str, Any]) -> nn.Module:
+        is_own = "pretrained_cfg" in config
+        return self.load(f"{_LOCAL}{folder}") if is_own else super().restore(folder, config)
 
     def size_options(self, size: tuple[int, ...]) -> dict[str, Any]:
         return {"img_size": size}

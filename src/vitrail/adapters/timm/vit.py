@@ -47,6 +47,7 @@ class TimmEntryPoints(FeaturesEntry, IntermediatesEntry):
 class TimmVisionTransformer(TrunkAdapter):
     """``VisionTransformer`` and its subclasses."""
 
+    norm = "norm"
     block_classes: Mapping[type | str, BlockAdapter] = _VIT_BLOCKS
     attention_classes: tuple[str, ...] = ("Attention",)
 

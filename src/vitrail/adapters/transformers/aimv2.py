@@ -36,6 +36,7 @@ _LAYER = NamedBlock(
 class Aimv2Trunk(ClipTrunk):
     """AIMv2's vision tower; native checkpoints take any size, the others their own alone."""
 
+    norm = "rms_norm"
     block_classes: Mapping[type | str, BlockAdapter] = {f"{_MODULE}.Aimv2EncoderLayer": _LAYER}
 
     def special(self, trunk: Any) -> tuple[Role, ...]:

@@ -39,6 +39,7 @@ _LAYER = NamedBlock(
 class Dinov3Trunk(TransformersTrunk):
     """DINOv3 ViT; takes any size, and shifts its coordinates at random in training."""
 
+    norm = "norm"
     interpolates = True
     block_classes: Mapping[type | str, BlockAdapter] = {f"{_MODULE}.DINOv3ViTLayer": _LAYER}
     mean, std = MEAN, STD

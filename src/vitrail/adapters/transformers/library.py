@@ -25,10 +25,17 @@ FAMILIES = (
     "beit",
     "clip",
     "dinov3",
+    "pixio",
     "qwen_vl",
+    "radio",
+    "sam",
+    "sam2",
     "siglip2",
+    "swin",
     "video",
     "vit",
+    "vit_mae",
+    "vjepa2",
     "vlm",
 )
 """Modules of this package with the adapters of a family, as their ``TRUNKS``."""
@@ -76,6 +83,11 @@ class Transformers(Library):
             takes = getattr(model, "input_modalities", ())
             preprocessor_config(name, "video" if takes in ("video", ("video",)) else "image", download=True)
         return model.eval()
+
+    def class_names(self, model: Any) -> tuple[str, ...] | None:
+        names: dict[Any, str] = getattr(getattr(model, "config", None), "id2label", None) or {}
+        known = names and not all(re.fullmatch(r"LABEL_\d+", str(name)) for name in names.values())
+        return tuple(str(names[number]) for number in sorted(names)) if known else None
 
     def uses_hub(self, name: str, pretrained: bool) -> bool:
         return not Path(name).is_dir()

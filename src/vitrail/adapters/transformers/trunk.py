@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from vitrail.adapters.base import BlockAdapter, TrunkAdapter, VisualTokens, known_block, parameters_by_role
+from vitrail.adapters.base import BlockAdapter, TrunkAdapter, VisualTokens, around, known_block, parameters_by_role
 from vitrail.adapters.forward_pass import EntryPoint
 from vitrail.adapters.transformers.projector import patches_per_token, projectors, visual_tokens
 from vitrail.data.spec import InputSpec
@@ -66,6 +67,7 @@ class TransformersTrunk(TrunkAdapter):
 
     modality = "image"
     argument = "pixel_values"
+    norm = "layernorm"
     block_classes: Mapping[type | str, BlockAdapter]
     nested_classes: Mapping[type | str, BlockAdapter] = MappingProxyType({})
     exposes = False
@@ -132,6 +134,14 @@ class TransformersTrunk(TrunkAdapter):
     def visual_tokens(self, model: nn.Module, trunk: Any) -> VisualTokens:
         return visual_tokens(model, self.layout(trunk))
 
+    def savers(self, model: nn.Module, trunk: nn.Module) -> Sequence[nn.Module]:
+        return around(model, trunk, import_module("transformers").PreTrainedModel)
+
+    def config(self, trunk: Any) -> Mapping[str, Any]:
+        """Return the config without names, labels and how the model is run."""
+        values = trunk.config.to_dict()
+        return {name: value for name, value in values.items() if not name.startswith("_") and name not in _NOT_BASE}
+
     def entry_points(self) -> type:
         return TransformersEntryPoint
 
@@ -170,5 +180,19 @@ def _stored_size(stored: Mapping[str, Any]) -> tuple[int, int] | None:
     height, width = size.get("height", edge), size.get("width", edge)
     return None if height is None or width is None else (int(height), int(width))
 
+
+_NOT_BASE = (
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+)
+"""Entries of a config that say nothing about the trunk's weights or what it computes."""
 
 _PREPROCESSOR, _VIDEO_PREPROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"

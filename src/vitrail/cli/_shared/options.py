@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from vitrail.errors import VitrailError
+from vitrail.surgery.saving import Settings, read_settings
+
 MAX_SIDE = 4096
 
 
@@ -59,8 +62,20 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
+def parse_merge(text: str) -> Settings:
+    """Parse ``r=8``, the JSON of ``vitrail tune``, or a directory of ``merging.save``."""
+    try:
+        return read_settings(text)
+    except VitrailError as error:
+        raise typer.BadParameter(f"--merge: {error}") from error
+
+
+SOURCES = "Files or folders of images, clips or sounds, parquet files, shards, or hf:OWNER/NAME."
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, or vitrail:RUN.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="timm:NAME, hf:REPO-OR-FOLDER, torchvision:NAME, vitrail:RUN, or vitrail:tiny."
+    ),
 ]
 METHODS = "Merging method: a name of vitrail.list_methods(), or JSON with its name and options."
 Method = Annotated[Any, typer.Option(metavar="NAME", parser=parse_method, help=METHODS)]
@@ -78,6 +93,8 @@ Proportional = Annotated[
 ]
 SIZES = "Input size in pixels, if the model supports another one."
 Size = Annotated[Any, typer.Option(metavar="N or HxW", parser=parse_size, help=SIZES)]
+MERGES = "Merge tokens: r=8 or keep=0.5,method=energy, the JSON of vitrail tune, or a directory of merging.save."
+Merge = Annotated[Any, typer.Option("--merge", metavar="SETTINGS", parser=parse_merge, help=MERGES)]
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="Use random weights (always the same) instead of a download.")
 ]

@@ -54,14 +54,18 @@ class Source:
         return len(self.names)
 
     def files(self, rows: Sequence[int]) -> Sequence[Path]:
-        """Return the files that hold some samples; none where they are not in files."""
-        return [] if self.paths is None else [Path(self.paths[row]) for row in rows]
+        """Return the files on this machine that hold some samples."""
+        return [path for row in rows if self.paths and isinstance(path := self.paths[row], Path)]
 
     def labels(self, column: str | None) -> Labels:
         """Return a label column, or raise ``InvalidOption``; None for the one that is most likely the class."""
         if column is not None:
             raise InvalidOption(f"labels={column!r}: {type(self).__name__} has no label columns")
         return Labels([None] * len(self))
+
+    def values(self, column: str) -> Sequence[Any]:
+        """Return a column's values as they are (numbers, text, lists), None for none; or raise ``InvalidOption``."""
+        raise InvalidOption(f"labels={column!r}: {type(self).__name__} has no columns of values")
 
     def read(self, row: int) -> Sample:
         """Read one sample, or raise ``ImageError``."""

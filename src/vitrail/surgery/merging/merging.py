@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from vitrail._arguments import checked
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
-from vitrail.merging import Method, ModelShape, Schedule
+from vitrail.merging import Method, Schedule
 from vitrail.merging.foresight import Foresight, as_foresight
 from vitrail.merging.restoring import FitOptions, Restorer, as_restorer
 from vitrail.runtime.checks import (
     check_changeable,
     embedding,
     merged_trunk,
+    refuse_in_windows,
     refuse_merged,
     refuse_packed,
     refuse_replaced_forward,
@@ -29,11 +30,12 @@ from vitrail.runtime.checks import (
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.guide import guiding, present_maps
 from vitrail.runtime.install import install, uninstall
-from vitrail.runtime.layout import added_to, first_class_token
+from vitrail.runtime.layout import added_to, model_shape
 from vitrail.runtime.plan import Plan, parse_map
 from vitrail.runtime.shortening import Shortening
 from vitrail.runtime.trace import Trace, tracking
 from vitrail.surgery._handle import Handle, check_module
+from vitrail.surgery._pretrained import attach, detach
 from vitrail.surgery.merging.calibration import Calibration, calibrate
 from vitrail.surgery.merging.guidance import (
     By,
@@ -48,6 +50,7 @@ from vitrail.surgery.merging.guidance import (
 from vitrail.surgery.merging.payoff import Payoff, measure_payoff
 from vitrail.surgery.merging.prompts import Inputs, shorten_prompts
 from vitrail.surgery.merging.restoration import RestorationError, calibrate_restorer, restoration_error
+from vitrail.surgery.merging.saved import merge_options, saved_merge
 from vitrail.surgery.merging.trained_methods import read_method, save_method
 from vitrail.surgery.recording import Images, evaluating
 from vitrail.tokens import TokenLayout
@@ -134,7 +137,7 @@ def merge(
     _refuse_amounts(chosen, [name for name, value in given.items() if value is not None])
     required = chosen.budgeted and not chosen.decides
     wanted = Schedule.parse(depth, r, keep, gflops, schedule, required=required, layers=layers)
-    shape = _model_shape(found)
+    shape = model_shape(found)
     chosen.check(shape)
     resizes = found.adapter.resizes(found.trunk)
     mask = None if protect is None else parse_map("protect", protect, layout.grid, resizes).cpu()
@@ -142,10 +145,17 @@ def merge(
         raise InvalidOption(
             f"protect is a boolean mask over the patches; got {mask.dtype} of shape {tuple(mask.shape)}"
         )
+    if mask is not None and found.adapter.windows(found.trunk, layout):
+        raise InvalidOption(
+            "protect= is not supported for this model: tokens merge inside windows, each by the share of the image"
+        )
     cost = CostModel.of(model, found)
     added = added_to(found)
     plan = Plan(depth, layout, cost, resizes, wanted, True, proportional, order, unmerge, mask, added, chosen)  # type: ignore[arg-type]
-    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches)))
+    if plan.tiling is not None:
+        refused = {"protect": protect, "restore": restore, "foresight": foresight, "unmerge=False": not unmerge or None}
+        refuse_in_windows(found, chosen, [name for name, value in refused.items() if value is not None])
+    chosen.build(shape._replace(flops=plan.counter(layout.num_special, layout.num_patches, layout.grid)))
     if restorer is not None:
         restorer.check(shape)
         restorer.build(shape)
@@ -154,6 +164,7 @@ def merge(
     plan.restorer, plan.foresight, plan.shortening = restorer, ahead, shortening
     plan.change(wanted)
     install(found, plan)
+    attach(model, found)
     return Merging(model, found, plan)
 
 
@@ -174,29 +185,6 @@ def _shortening(model: nn.Module, found: Found, wanted: float) -> Shortening:
         )
     refuse_replaced_forward(tokens.owner, tokens.projector)
     return Shortening(tokens, wanted)
-
-
-def _model_shape(found: Found) -> ModelShape:
-    parts, block = found.block_adapters[0], found.blocks[0]
-    heads, head_width = parts.head_shape(block)
-    width = getattr(parts.feed_last(block), "out_features", heads * head_width)
-    layout, training = found.adapter.layout(found.trunk), found.trunk.training
-    weights = tuple(
-        (f"{index}.{name}", tuple(weight.shape))
-        for index, one in enumerate(found.blocks)
-        for name, weight in one.named_parameters()
-    )
-    return ModelShape(
-        len(found.blocks),
-        int(width),
-        heads,
-        head_width,
-        layout.num_special,
-        first_class_token(layout),
-        layout.grid,
-        training,
-        weights=weights,
-    )
 
 
 @dataclass(eq=False, repr=False)
@@ -286,14 +274,11 @@ class Merging(Handle):
     def tokens_per_layer(self, size: Size | None = None) -> list[int]:
         """Return the number of tokens that leave each block, special tokens included, for a size in pixels.
 
-        With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left.
+        With ``protect`` and ``order="original"`` the number depends on the images, and more tokens may be left. Where
+        attention runs inside windows, these are the tokens that each block's MLP works on, in all windows.
         """
         layout = self._layout_for(size)
-        lengths, length = [], layout.num_tokens
-        for merges, late in zip(self._planned(layout), self._plan.cost.late, strict=True):
-            length -= 0 if self.method.scope == "block" else merges
-            lengths.append(length + late)
-        return lengths
+        return self._plan.lengths(layout, self._planned(layout))
 
     def flops(self, size: Size | None = None, *, merged: bool = True) -> int:
         """Return the multiply-adds for one input of a size in pixels: with merging, or without (``merged=False``)."""
@@ -301,7 +286,7 @@ class Merging(Handle):
 
     def _flops(self, layout: TokenLayout, merged: bool = True) -> int:
         per_layer = self._planned(layout) if merged else (0,) * self._plan.depth
-        return self._plan.counter(layout.num_special, layout.num_patches)(per_layer)
+        return self._plan.counter(layout.num_special, layout.num_patches, layout.grid)(per_layer)
 
     @property
     def visual_tokens(self) -> int:
@@ -534,6 +519,13 @@ class Merging(Handle):
             target = Schedule.parse(self._plan.depth, keep=keep, gflops=gflops, schedule=shape, layers=layers)
         return calibrate(self.model, self.found, self._plan, target, images, batch_size, limit, tolerance)
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return saved_merge(self.config, self._plan)
+
+    @classmethod
+    def from_saved(cls, model: nn.Module, options: dict[str, Any], tensors: dict[str, Tensor]) -> Merging:
+        return merge(model, **merge_options(model, options, tensors))
+
     def save_method(self, path: str | Path) -> None:
         """Write the trained method, without the model, to a safetensors file.
 
@@ -543,31 +535,39 @@ class Merging(Handle):
 
     @torch.no_grad()
     def draw(self, images: Any) -> list[Image]:
-        """Draw each image as stained glass: one pane per kept token, in the mean color of its patches.
+        """Draw each sample as stained glass: one pane per kept token, in the mean color of its patches.
+
+        Clips are drawn as filmstrips, sounds as spectrograms; `vitrail.drawing.draw_groups` also makes films.
 
         Args:
             images: one image or several: PIL images, paths of files, arrays (H, W, 3) or tensors (3, H, W), in bytes
-                or from 0 to 1. The whole image is resized to the model's
-                input size for the model, and drawn at its own resolution.
+                or from 0 to 1. The whole image is resized to the model's input size for the model, and drawn at its
+                own resolution. For models of video or audio: clips or sounds, or paths of their files.
         """
-        from vitrail.data import to_tensor
         from vitrail.data.decode import read_images
-        from vitrail.drawing import stained_glass
+        from vitrail.data.media import MEDIA, read_recordings
+        from vitrail.data.spec import to_tensor
+        from vitrail.drawing import draw_groups
+        from vitrail.drawing.film import Film
 
         refuse_packed(self.found, "drawing")
-        originals = read_images(images)
-        channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
-        if channels != 3:
-            raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
-        batch = to_tensor(originals, self.found.adapter.input_spec(self.found.trunk))
+        spec = self.found.adapter.input_spec(self.found.trunk)
+        if spec.modality != "image" and spec.modality in MEDIA:
+            recordings = read_recordings(spec.modality, images)
+            originals: Sequence[Any] = recordings
+            batch = torch.stack([recording.tensor(spec) for recording in recordings])
+        else:
+            originals = read_images(images)
+            channels = next((part.in_channels for part in embedding(self.found) if isinstance(part, nn.Conv2d)), 3)
+            if channels != 3:
+                raise InvalidOption(f"draw needs a model that takes RGB images; this one takes {channels} channels")
+            batch = to_tensor(originals, spec)
         weight = next(self.found.trunk.parameters())
         with evaluating(self.model), self.track() as trace:
             self.found.trunk(batch.to(weight.device, weight.dtype))
-        grid = trace.layout.grid[1:]
-        groups = trace.groups.cpu()
-        return [
-            stained_glass(image, group.reshape(grid).numpy()) for image, group in zip(originals, groups, strict=True)
-        ]
+        groups = trace.groups.cpu().unflatten(1, trace.layout.grid).numpy()
+        drawn = (draw_groups(*pair, spec) for pair in zip(originals, groups, strict=True))
+        return [next(one for one in drawings.values() if not isinstance(one, Film)) for drawings in drawn]
 
     def remove(self) -> None:
         """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""
@@ -576,6 +576,7 @@ class Merging(Handle):
             uninstall(self.found)
         else:
             install(self.found, Plan.bare(self.found, self._plan.cost, self._plan.added))
+        detach(self.model)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -586,6 +587,7 @@ class Merging(Handle):
         finally:
             refuse_merged(self.model)
             install(self.found, self._plan)
+            attach(self.model, self.found)
 
     def _planned(self, layout: TokenLayout) -> tuple[int, ...]:
         """Return the merges per layer; raise where they depend on the images."""
@@ -595,7 +597,7 @@ class Merging(Handle):
                 "image; run the model inside `with merging.track() as trace:` and read trace.tokens_per_layer and "
                 "trace.flops"
             )
-        return self._plan.solve(layout.num_patches, layout.grid).per_layer
+        return self._plan.merges_of(self.found, layout)
 
     @property
     def method(self) -> Method:

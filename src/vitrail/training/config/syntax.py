@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vitrail._checks import is_int
 from vitrail.errors import InvalidOption
+from vitrail.surgery.saving.text import check_amounts, check_keys, parse_options
 from vitrail.tokens import Role, TokenSpec, check_specs
 from vitrail.training.config.options import suggest
 
@@ -97,51 +97,17 @@ def read_merge(value: Any) -> MergePlan | None:
     if value is None or isinstance(value, MergePlan):
         return value
     if isinstance(value, str):
-        value = _read_method_options(dict(_read_pair(part) for part in value.split(",") if part.strip()))
+        value = parse_options(value, _MERGE_KEYS)
     if not isinstance(value, Mapping):
         raise InvalidOption(f"merge={value!r}: expected text such as 'r=8,from_epoch=2', or a mapping")
-    for name in value:
-        if name not in _MERGE_KEYS:
-            raise InvalidOption(
-                f"merge: unknown key {name!r}; expected {', '.join(_MERGE_KEYS)}{suggest(str(name), _MERGE_KEYS)}"
-            )
-    amounts = [name for name in ("r", "keep", "gflops") if value.get(name) is not None]
-    if len(amounts) > 1 or not (amounts or value.get("method") is not None):  # some methods decide by themselves
-        raise InvalidOption(f"merge={dict(value)!r}: expected exactly one of r, keep and gflops")
+    check_keys(value, _MERGE_KEYS)
+    check_amounts(value)
     epochs = {name: value.get(name, 0) for name in ("from_epoch", "over_epochs")}
     for name, number in epochs.items():
         if not is_int(number, 0):
             raise InvalidOption(f"merge: {name}={number!r}: expected an integer of at least 0")
     options = {name: number for name, number in value.items() if name not in epochs and number is not None}
     return MergePlan(options, **epochs)
-
-
-def _read_method_options(pairs: dict[str, Any]) -> dict[str, Any]:
-    """Return the pairs with options such as ``method.reconstruction=0.1`` in the method."""
-    options = {name.removeprefix("method."): value for name, value in pairs.items() if name.startswith("method.")}
-    rest = {name: value for name, value in pairs.items() if not name.startswith("method.")}
-    if not options:
-        return rest
-    if "method" not in rest:
-        raise InvalidOption(f"merge: options of a method need its name too, such as method=dtem; got {list(pairs)}")
-    return {**rest, "method": {"name": rest["method"], **options}}
-
-
-def _read_pair(text: str) -> tuple[str, Any]:
-    name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals:
-        raise InvalidOption(f"merge: {text!r} has no value; expected name=value pairs separated by commas, as in r=8")
-    if name == "method":  # may be a path
-        return name, value
-    values = [_read_scalar(part) for part in value.split("/")]
-    return name, values if len(values) > 1 else values[0]
-
-
-def _read_scalar(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.title() if text.lower() in ("true", "false") else text)
-    except (SyntaxError, ValueError):
-        return text
 
 
 def read_interval(value: Any, steps_per_epoch: int) -> int:

@@ -148,6 +148,8 @@ def _fits(name: str, value: Any, kind: Any) -> bool:
         return value is None
     if kind is bool:
         return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+    if isinstance(value, Tensor) and kind in (int, float):  # a single number
+        return value.ndim == 0 and _fits(name, value.item(), kind)
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and abs(int(value)) <= MAX_INT
     if kind is float:

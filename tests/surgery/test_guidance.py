@@ -269,8 +269,8 @@ def test_wrong_options() -> None:
     model, images = vit(), torch.randn(4, 3, 32, 32)
     before = model(images)
     for options, words in (
-        ({"by": "norm"}, "by is 'class_attention'"),
-        ({"first": "third"}, "first is 'full'"),
+        ({"by": "norm"}, "'class_attention'"),
+        ({"first": "third"}, "'full'"),
         ({"scale": 0}, "scale is a share"),
         ({"first": "merged", "keep": 2}, "keep is a share"),
         ({"layers": 3}, "layers are integers"),

@@ -128,8 +128,11 @@ def _check(name: str, value: Any, kind: Any) -> None:
         raise InvalidOption(f"{name}={shown(value)}: expected no larger number than {MAX_INT}")
     if _fits(name, value, kind):
         return
-    if kind is nn.Module:
-        raise UnsupportedModel(f"expected a model, a torch.nn.Module; got {type(value).__name__}")
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        name = (
+            "model, a torch.nn.Module" if kind is nn.Module else f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+        )
+        raise UnsupportedModel(f"expected a {name}; got {type(value).__name__}")
     raise InvalidOption(f"{name}={shown(value)}: expected {_text(kind)}")
 
 

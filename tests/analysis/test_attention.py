@@ -179,7 +179,7 @@ def test_errors():
         role_mass(good[:, :, :2], LAYOUT)
     with pytest.raises(InvalidOption, match="one token"):
         role_mass(good, LAYOUT, queries=[0, 1, 15])
-    with pytest.raises(InvalidOption, match="mean, max, min"):
+    with pytest.raises(InvalidOption, match="'mean' or 'max' or 'min'"):
         rollout([rows(1, 1, 3, 3)], head="median")
     with pytest.raises(InvalidOption, match="residual"):
         rollout([rows(1, 1, 3, 3)], residual=1.5)

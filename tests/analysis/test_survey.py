@@ -103,5 +103,5 @@ def test_a_model_that_fails_is_reported(images: torch.Tensor) -> None:
 
 
 def test_models_have_names() -> None:
-    with pytest.raises(InvalidOption, match="by name"):
+    with pytest.raises(InvalidOption, match="models="):
         survey([checkpoint(1)], torch.zeros(1, 3, 128, 128))  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_derived_values() -> None:
     ("options", "words"),
     [
         ({"width": 25}, "width=25; expected a multiple of heads=2"),
-        ({"depth": 0}, "depth=0; expected an integer, 1 or more"),
+        ({"depth": 0}, "depth=0; expected an integer from 1"),
         ({"depth": True}, "depth=True"),
         ({"num_classes": -1}, "num_classes=-1"),
         ({"image_size": 17}, "not a whole number of patches"),
@@ -122,7 +122,7 @@ def test_options_of_timm_are_understood() -> None:
 
 def test_invalid_names_and_configs() -> None:
     for name in (None, 3):
-        with pytest.raises(InvalidOption, match="as a string"):
+        with pytest.raises(InvalidOption, match="expected text"):
             create_model(name)  # type: ignore[arg-type]
     with pytest.raises(InvalidOption, match="pattern must be a string"):
         list_models(3)  # type: ignore[arg-type]

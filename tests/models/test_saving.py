@@ -74,11 +74,11 @@ def test_invalid_directories(model: ViT, tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="no option deep"):
         ViT.from_pretrained(tmp_path)
     config.write_text(whole[:-20])
-    with pytest.raises(ModelLoadError, match="could not read"):
+    with pytest.raises(ModelLoadError, match=r"could not( be)? read"):
         ViT.from_pretrained(tmp_path)
     config.write_text(whole)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ModelLoadError, match="could not read"):
+    with pytest.raises(ModelLoadError, match=r"could not( be)? read"):
         ViT.from_pretrained(tmp_path)
 
 

@@ -282,7 +282,7 @@ def test_wrong_options() -> None:
     with pytest.raises(UnsupportedModel, match="needs a class token"):
         vitrail.look_ahead(vit(class_token=False, global_pool="avg"), images)
     for foresight, words in (
-        ("mlp", "dict of options"),
+        ("mlp", "foresight"),
         ({"depth": 3}, "does not take these"),
         ({"layer": -1}, "0 or more"),
         ({"name": ""}, "name is that of a guide"),

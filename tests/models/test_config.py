@@ -124,7 +124,7 @@ def test_invalid_names_and_configs() -> None:
     for name in (None, 3):
         with pytest.raises(InvalidOption, match="expected text"):
             create_model(name)  # type: ignore[arg-type]
-    with pytest.raises(InvalidOption, match="pattern must be a string"):
+    with pytest.raises(InvalidOption, match="pattern=3"):
         list_models(3)  # type: ignore[arg-type]
     for values in ([1], None, "vit"):
         with pytest.raises(InvalidOption, match="is a dict"):

@@ -43,7 +43,6 @@ def timm_state_dict(model: ViT) -> dict[str, Tensor]:
     return states
 
 
-@checked
 def load_timm_state_dict(model: ViT, states: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Fit:
     """Load weights of timm or of the original DeiT, CaiT or DINOv2; raise and load nothing if they do not fit.
 

@@ -109,6 +109,11 @@ class Recording:
         """The activations that each layer has, by name."""
         return {name: getattr(self, name) for name in BY_LAYER}
 
+    def _repr_html_(self) -> str:
+        from vitrail.surgery.cards import recording_card
+
+        return recording_card(self)
+
     def __len__(self) -> int:
         tensors = [self.embedding] if self.embedding is not None else []
         tensors += [tensor for layers in self.by_layer.values() for tensor in layers.values()]

@@ -554,6 +554,11 @@ class Merging(Handle):
             stained_glass(image, group.reshape(grid).numpy()) for image, group in zip(originals, groups, strict=True)
         ]
 
+    def _repr_html_(self) -> str:
+        from vitrail.surgery.cards import merging_card
+
+        return merging_card(self)
+
     def remove(self) -> None:
         """Restore the model exactly as it was; tokens added by ``vitrail.add_tokens`` stay."""
         self._check_active()

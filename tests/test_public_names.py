@@ -33,7 +33,7 @@ PUBLIC = {
         "check_image find_images open_dataset read_image samples to_tensor"
     ),
     "vitrail.embedding": "Column Embedder Embeddings Predictor Progress embed predict read_embeddings",
-    "vitrail.drawing": "contact_sheet stained_glass",
+    "vitrail.drawing": "contact_sheet draw_groups stained_glass",
     "vitrail.export": "Comparison ExportError ExportResult export",
     "vitrail.heads": "AttentionPool DecoderHead DenseHead Heads Output",
     "vitrail.merging": (

@@ -15,6 +15,7 @@ from vitrail.cli._shared.ranks import exit_at_once
 COMMANDS = {
     "merge": "Merge a model's tokens on your images, and draw the groups as stained glass.",
     "demo": "Show a trained model's predictions while its tokens merge; takes seconds, without a download.",
+    "web": "Open a page in the browser on which tokens merge under a slider, or write it as plain files.",
     "bench": "Measure how fast merging makes a model, and how much of the possible speed-up that is.",
     "export": "Export a merged model to a file that runs without Vitrail, and verify it.",
     "tune": "Find the largest merge within a tolerance, or the best within a budget, on your images.",

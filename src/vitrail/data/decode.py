@@ -174,7 +174,9 @@ def center_square(image: Image.Image, size: int) -> Tensor:
     return torch.from_numpy(np.array(center_crop(image, (size, size)))).permute(2, 0, 1).contiguous()
 
 
-def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def center_crop(
+    image: Image.Image, size: tuple[int, int], how: Image.Resampling = Image.Resampling.BICUBIC
+) -> Image.Image:
     """Return the largest centered part of an image of the aspect ratio of (height, width), resized to it."""
     width, height = image.size
     if (height, width) == size:
@@ -183,7 +185,8 @@ def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     across, down = size[1] * scale, size[0] * scale
     left, top = (width - across) / 2, (height - down) / 2
     box = (left, top, min(left + across, width), min(top + down, height))
-    return image.resize(size[::-1], Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    gap = None if how is Image.Resampling.NEAREST else 3.0
+    return image.resize(size[::-1], how, box=box, reducing_gap=gap)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitrail._wording import kind_of
 from vitrail.adapters.registry import named_classes
-from vitrail.adapters.saved import class_names
+from vitrail.adapters.saved import class_names, target_specs
 from vitrail.errors import ExportError, VitrailError, VitrailWarning
 from vitrail.heads import Output
 
@@ -38,7 +38,7 @@ class PlainModel(nn.Module):
         if len(self.names) > 1:
             from vitrail.training.objective.targets import assign_targets
 
-            self.tasks = assign_targets(model, self.names)
+            self.tasks = assign_targets(model, self.names, target_specs(model))
         self.eval()  # the model already is
 
     def forward(self, images: Tensor) -> Tensor | dict[str, Tensor]:
@@ -81,7 +81,7 @@ def named_tensors(result: Any) -> dict[str, Tensor]:
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Output):  # features are not exported
-        yield from _walk({"logits": value.logits, **value.by_role}, name)
+        yield from _walk({"logits": value.logits, **value.by_role, "dense": value.dense}, name)
     elif isinstance(value, Tensor):
         yield name or "output", value
     elif isinstance(value, Mapping):

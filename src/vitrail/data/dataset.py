@@ -571,6 +571,8 @@ def _labeled(
         return dataset  # without labels: what is there is no class
     table = torch.cat([part.float() for part in parts] if targets else parts, 1)
     dataset_with = dataset._with(labels=table, classes=found, targets=targets)
+    if dataset_with.is_dense != dataset.is_dense and dataset._cache is not None:
+        dataset_with = dataset_with._with(cache={})  # what is kept has no masks, or has them
     rows = complete.nonzero()[:, 0]
     if not required:
         return dataset_with if targets or (table >= 0).any() else dataset

@@ -174,7 +174,10 @@ class ModelViews:
 
     def _plan(self, by: str, value: float, schedule: str) -> list[int] | None:
         try:
-            with vitrail.merge(self.model, **Setting("tome", by, value, schedule).options) as merging:
+            with (
+                without_warnings(),
+                vitrail.merge(self.model, **Setting("tome", by, value, schedule).options) as merging,
+            ):
                 lengths = merging.tokens_per_layer(self.spec.size)
         except VitrailError:  # more than the model can merge
             return None
@@ -291,7 +294,13 @@ class ModelViews:
         watched = _Watched()
         options = {**setting.options, "method": watched}
         reference = vitrail.kernels.reference()
-        with self._locked(), reference, _quiet(), vitrail.merge(self.model, **options), self._states() as states:
+        with (
+            self._locked(),
+            reference,
+            without_warnings(),
+            vitrail.merge(self.model, **options),
+            self._states() as states,
+        ):
             self._run(batch)
         before = states[layer - 1] if layer else None
         entered = self.layout.num_tokens if before is None or before.size is None else before.size.shape[1]
@@ -358,7 +367,7 @@ class ModelViews:
 
     @contextmanager
     def _merged(self, setting: Setting) -> Iterator[vitrail.Merging]:
-        with self._locked(), _quiet(), vitrail.merge(self.model, **setting.options) as merging:
+        with self._locked(), without_warnings(), vitrail.merge(self.model, **setting.options) as merging:
             yield merging
 
     @contextmanager
@@ -454,7 +463,7 @@ class _Watched(ToMe):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Ignore warnings that fewer tokens merge than requested: the page shows how many are left."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

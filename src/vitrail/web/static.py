@@ -98,7 +98,7 @@ def verify(graph: bytes, views: ModelViews) -> None:
     most = views.layout.num_patches // depth
     for r in (0, most // 2, most, [most] * (depth // 2) + [0] * (depth - depth // 2)):
         with without_warnings(), vitrail.merge(model, r=r) as merging, merging.track() as trace:
-            expected = views._vector(views._run(image)).numpy()
+            expected = views.vector(views.run(image)).numpy()
             merges = merging.r
         given = {IMAGE: image.numpy(), MERGES: np.array(merges)}
         logits, groups, size = session.run(["logits", "groups", f"size.{depth - 1}"], given)

@@ -27,7 +27,7 @@ def test_static_needs_an_empty_directory_and_one_model(model: str, tmp_path: Pat
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     result = run(model, "--static", tmp_path / "full")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "not an empty directory" in one_line(result.output)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
     result = run(model, "vitrail:tiny", "--static", tmp_path / "new")

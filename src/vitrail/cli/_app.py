@@ -24,6 +24,7 @@ COMMANDS = {
     "embed": "Compute features of every image of a dataset, to a file; resumable, on one machine or a Ray cluster.",
     "predict": "Write the most likely classes of every image of a dataset to a file.",
     "train": "Train a model: labels, tasks, distillation, registers, merging, in one recipe.",
+    "serve": "Serve a model over HTTP: classes and embeddings of images, in shared batches, within limits.",
     "evaluate": "Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.",
 }
 """What each command does. Its file has the function of its name, whose docstring says more, and the examples."""

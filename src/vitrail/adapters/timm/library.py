@@ -16,6 +16,7 @@ from torch import nn
 from vitrail.adapters.base import Library, ModelRequest, TrunkAdapter
 from vitrail.adapters.timm.beit import TimmBeit
 from vitrail.adapters.timm.eva import TimmEva
+from vitrail.adapters.timm.relpos import TimmRelPos
 from vitrail.adapters.timm.vit import TimmVisionTransformer, declared
 from vitrail.data.spec import InputSpec
 from vitrail.errors import ModelLoadError
@@ -36,6 +37,7 @@ class Timm(Library):
             "timm.models.vision_transformer.VisionTransformer": TimmVisionTransformer(),
             "timm.models.eva.Eva": TimmEva(),
             "timm.models.beit.Beit": TimmBeit(),
+            "timm.models.vision_transformer_relpos.VisionTransformerRelPos": TimmRelPos(),
         }
 
     def load(self, name: str, pretrained: bool = True, **options: Any) -> nn.Module:

@@ -108,7 +108,7 @@ def dense_tasks_with_registers(
 def detector_power(norms: Tensor) -> dict[str, dict[str, float]]:
     """Return how often the detector finds artifacts planted into these norms, by share of tokens and norm ratio.
 
-    As in ``benchmarks/detector_power.py``, the norms of randomly chosen tokens are multiplied by the ratio.
+    As in ``benchmarks/detector.py``, the norms of randomly chosen tokens are multiplied by the ratio.
     """
     generator = torch.Generator().manual_seed(0)
     found: dict[str, dict[str, float]] = {}

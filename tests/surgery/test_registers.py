@@ -182,22 +182,26 @@ def test_each_image_has_its_own_activations() -> None:
     assert distance(torch.cat(apart), together) < 1e-12
 
 
-def test_activations_move_as_documented() -> None:
+@pytest.mark.parametrize("registers", [1, 2])
+@pytest.mark.parametrize("move", ["layer", "neuron"])
+def test_activations_move_as_documented(move: str, registers: int) -> None:
     model, images = planted()
     seen: dict[str, Tensor] = {}
     last = model.blocks[LAYER].mlp.fc2
-    hook = last.register_forward_pre_hook(lambda _, args: seen.update(before=args[0].clone()))
-    with test_time_registers(model, neurons={LAYER: NEURONS}):
+    hook = last.register_forward_pre_hook(lambda _, args: seen.update(before=args[0].detach().clone()))
+    with test_time_registers(model, neurons={LAYER: NEURONS}, registers=registers, move=move):
         after = last.register_forward_pre_hook(lambda _, args: seen.update(after=args[0]))
         model(images)
         after.remove()
     hook.remove()
     expected = seen["before"].clone()
     for image in range(len(images)):
-        for neuron in NEURONS:
+        of_layer = max(float(expected[image, :, neuron].max()) for neuron in NEURONS)
+        for number, neuron in enumerate(NEURONS):
             largest = max(expected[image, :, neuron].tolist(), key=abs)
-            expected[image, :, neuron] = 0
-            expected[image, 1, neuron] = largest  # behind the class token
+            first = 1 + registers if move == "layer" else 0  # the class token keeps its activations, or not
+            expected[image, first:, neuron] = 0
+            expected[image, 1 + number % registers, neuron] = of_layer if move == "layer" else largest
     assert torch.equal(seen["after"], expected)
 
 
@@ -262,6 +266,25 @@ def test_patches_keep_their_rotation(name: str) -> None:
     assert distance(rows / rows.sum(-1, keepdim=True), plain.attention[0]) < 1e-9
 
 
+def test_neurons_are_ranked_by_mean_absolute_activation_per_image() -> None:
+    """A neuron that is as often negative as positive counts; an image with many artifacts counts as any other."""
+    model, images = planted()
+    threshold = float(norms(model, images)[-1].quantile(0.8))
+    found = find_register_neurons(model, images, 128, threshold=threshold, layers=[0])
+    seen = vitrail.record(model, images, ("mlp", "norms"))
+    patches = seen.layout.patches
+    sums = torch.zeros(128).double()
+    concerned = 0
+    for image in range(len(images)):
+        outliers = (seen.norms[3][image, patches].double() > threshold).nonzero().flatten().tolist()
+        if outliers:
+            concerned += 1
+            sums += sum(seen.mlp[0][image, patches][place].abs() for place in outliers) / len(outliers)
+    scores = dict(zip(found.by_layer[0], found.scores[0], strict=True))
+    assert [scores[neuron] for neuron in range(128)] == pytest.approx((sums / concerned).tolist(), rel=1e-5)
+    assert list(found.scores[0]) == sorted(found.scores[0], reverse=True)
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no data": ({}, InvalidOption, "pass data"),
     "registers": ({"neurons": {0: (1,)}, "registers": 0}, InvalidOption, "registers must be"),
@@ -272,6 +295,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "layers": ({"data": torch.zeros(2, 3, 64, 64), "layers": [99]}, InvalidOption, "layers are integers from -4 to 3"),
     "threshold": ({"data": torch.zeros(2, 3, 64, 64), "threshold": "high"}, InvalidOption, "a finite number"),
     "half a register": ({"neurons": {0: (1,)}, "registers": 1.5}, InvalidOption, "registers must be"),
+    "move": ({"neurons": {0: (1,)}, "move": "all"}, InvalidOption, "move is one of layer, neuron"),
     "control": ({"neurons": {0: (1,)}, "control": "yes"}, InvalidOption, "control must be a random seed"),
     "half a neuron": ({"neurons": {0: (1.5,)}}, InvalidOption, "numbers by layer"),
     "layer in words": ({"neurons": {"first": (1,)}}, InvalidOption, "numbers by layer"),

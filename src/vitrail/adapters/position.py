@@ -51,6 +51,10 @@ class Position(ABC):
         """
         return None
 
+    def query_bias(self, layer: int, positions: Tensor | None, q: Tensor) -> Tensor | None:
+        """Return `bias`, where it may depend on the queries (B, H, N, d)."""
+        return self.bias(layer, positions)
+
 
 @dataclass(frozen=True)
 class Rotary(Position):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import nn
 
 from vitrail.analysis.norms import NormAccumulator, Norms
@@ -92,11 +91,9 @@ def _analyze(name: str, given: nn.Module | Callable[[], nn.Module], batches: Bat
         model = given if isinstance(given, nn.Module) else given()
         parameters = sum(weight.numel() for weight in model.parameters())
         norms = None
-        for recording in stream(model, batches, "norms", batch_size=batch_size, device="cpu"):
+        for recording in stream(model, batches, ("entry", "norms"), batch_size=batch_size, device="cpu"):
             depth = len(recording.layers)
-            norms = norms or NormAccumulator(depth)
-            patches = recording.layout.patches
-            norms.add(torch.stack([recording.norms[layer][:, patches] for layer in recording.layers]))
+            norms = (norms or NormAccumulator(depth)).add_recording(recording)
         if norms is None:
             raise UnsupportedInput("there are no images")
         return Entry(name, parameters, depth, norms.result())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,13 +31,12 @@ EXAMPLES = (
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Run or model directory.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="Labeled images, as for training.")],
-    merge: Annotated[
-        str | None, typer.Option(metavar="MERGE", help="Merge tokens, such as r=8 or keep=0.5,schedule=decreasing.")
-    ] = None,
+    merge: options.Merge = None,
     labels: Annotated[
         str | None,
         typer.Option("--labels", "--tasks", metavar="COLUMNS", help="Label columns; by default those of the training."),
     ] = None,
+    masks: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of masks for a folder of images.")] = None,
     size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Input size; by default the model's.")] = None,
     batch: options.Batch = 256,
     device: options.Device = None,
@@ -45,6 +45,11 @@ def evaluate(
         float, typer.Option("--max-unreadable", metavar="X", help="Fraction of images that may be unreadable.")
     ] = 0.01,
     confusion: Annotated[bool, typer.Option("--confusion", help="Print the confusion matrix.")] = False,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="This process, or actors of a Ray cluster.")
+    ] = "local",
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default a new one.")] = None,
+    actors: Annotated[int | None, typer.Option(min=1, metavar="N", help="Actors of Ray.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
     """Print the figures of all heads, of the model merged or not; with --json, write more of them."""
@@ -57,6 +62,7 @@ def evaluate(
                 checkpoint,
                 data,
                 labels=columns,
+                masks=masks,
                 merge=merge,
                 size=size,
                 batch=batch,
@@ -64,6 +70,9 @@ def evaluate(
                 dtype=dtype,
                 max_unreadable=max_unreadable,
                 progress=progress,
+                engine=engine,
+                address=address,
+                actors=actors,
             )
         if json_file is not None and not console.out.quiet:
             write_text(json_file, json.dumps(found.to_dict(), ensure_ascii=False, indent=2) + "\n", "--json")
@@ -76,11 +85,23 @@ def _print(found: Evaluation) -> None:
     settings = ", ".join(f"{name}={value}" for name, value in (found.merge or {}).items() if name != "protect")
     merged = "not merged" if found.merge is None else f"merged: {settings}"
     console.say(f"{counted(found.count, 'image')}, {merged}", style="bold")
-    table = console.table("head", "accuracy", "top 5", "calibration error")
-    for name, share in found.accuracy.items():
-        shares = (share, found.top5.get(name), found.calibration.get(name))
-        table.add_row(name, *("–" if value is None else f"{100 * value:.2f} %" for value in shares))
-    console.out.print(table)
+    others = {*found.mean_ap, *found.miou}
+    if classes := [name for name in found.accuracy if name not in others]:
+        table = console.table("head", "accuracy", "top 5", "calibration error")
+        for name in classes:
+            shares = (found.accuracy[name], found.top5.get(name), found.calibration.get(name))
+            table.add_row(name, *map(_percent, shares))
+        console.out.print(table)
+    if found.rmse:
+        table = console.table("head", "RMSE", "MAE", "R²")
+        for name, error in found.rmse.items():
+            r2 = found.r2.get(name)
+            table.add_row(name, f"{error:.4g}", f"{found.mae[name]:.4g}", "–" if r2 is None else f"{r2:.4f}")
+        console.out.print(table)
+    for name, mean in found.mean_ap.items():
+        _print_classes(found, name, ("mAP", mean, "average precision", found.ap[name]), "label accuracy")
+    for name, mean in found.miou.items():
+        _print_classes(found, name, ("mIoU", mean, "IoU", found.iou[name]), "pixel accuracy")
     console.say(f"Loss {found.loss:.4f}")
     if heads := found.disagreement:
         for i, j in combinations(range(len(heads.heads)), 2):
@@ -92,6 +113,23 @@ def _print(found: Evaluation) -> None:
         console.say(f"{found.images_per_s:,.0f} images/s, {found.dtype} on {found.device}, batch size {found.batch}")
     for text in found.notes:
         console.note(text)
+
+
+def _print_classes(
+    found: Evaluation, name: str, figures: tuple[str, float | None, str, Sequence[float | None]], accuracy: str
+) -> None:
+    """Print a mean figure, and that of each class where they are few."""
+    title, mean, each, values = figures
+    console.say(f"{name}: {title} {_percent(mean)}, {accuracy} {_percent(found.accuracy[name])}")
+    if len(values) <= MAX_CONFUSION:
+        table = console.table("class", each)
+        for one, value in zip(found.classes[name], values, strict=True):
+            table.add_row(one, _percent(value))
+        console.out.print(table)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.2f} %"
 
 
 def _print_confusion(found: Evaluation) -> None:

@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from vitrail.errors import ImageError, InvalidOption
+from vitrail.errors import ImageError, ImageTooLarge, InvalidOption
 
 MAX_PIXELS = 100_000_000
 """Larger images are refused before they are decoded; a small file can unpack to gigabytes."""
@@ -35,7 +35,7 @@ _EXPECTED = "expected an image file such as JPEG, PNG, WebP, TIFF, GIF or BMP"
 
 _CMS: Any = ImageCms  # Pillow's types for it differ between its versions
 
-SCALED_MARGIN = 2
+SCALED_MARGIN = 3
 """A scaled JPEG keeps this many times the height and width that it is resized to."""
 
 _scaled_to: ContextVar[tuple[int, int] | None] = ContextVar("scaled_to", default=None)
@@ -62,9 +62,9 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
     return decode_image(Path(path), path)
 
 
-def decode_image(source: Path | bytes, name: str | os.PathLike[str]) -> Image.Image:
+def decode_image(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode an image file or its bytes, as :func:`read_image` does; ``name`` is used in errors."""
-    with _opened(source, name) as image:
+    with _opened(source, name, max_pixels) as image:
         size = _scaled_to.get()
         if size is not None:
             image.draft(None, (SCALED_MARGIN * size[1], SCALED_MARGIN * size[0]))
@@ -76,8 +76,9 @@ def decode_image(source: Path | bytes, name: str | os.PathLike[str]) -> Image.Im
 def scaled_decoding(size: tuple[int, int] | None) -> Iterator[None]:
     """Decode JPEGs at 1/2, 1/4 or 1/8 of their size inside a ``with`` block, where they are then resized to a size.
 
-    The decoded image keeps at least twice the height and width, on either side for images that EXIF turns; resized
-    with antialiasing, it differs from the whole image's by about one step of 255. Other formats decode as always.
+    The decoded image keeps at least three times the larger of height and width. Resized with antialiasing, it differs
+    from the whole image's by a mean of about one step of 255, more at hard edges; docs/embedding.md has figures. Other
+    formats decode as always.
     """
     token = _scaled_to.set(None if size is None else (max(size), max(size)))
     try:
@@ -174,7 +175,9 @@ def center_square(image: Image.Image, size: int) -> Tensor:
     return torch.from_numpy(np.array(center_crop(image, (size, size)))).permute(2, 0, 1).contiguous()
 
 
-def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def center_crop(
+    image: Image.Image, size: tuple[int, int], how: Image.Resampling = Image.Resampling.BICUBIC
+) -> Image.Image:
     """Return the largest centered part of an image of the aspect ratio of (height, width), resized to it."""
     width, height = image.size
     if (height, width) == size:
@@ -183,7 +186,8 @@ def center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     across, down = size[1] * scale, size[0] * scale
     left, top = (width - across) / 2, (height - down) / 2
     box = (left, top, min(left + across, width), min(top + down, height))
-    return image.resize(size[::-1], Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+    gap = None if how is Image.Resampling.NEAREST else 3.0
+    return image.resize(size[::-1], how, box=box, reducing_gap=gap)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -290,7 +294,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _opened(source: Path | bytes, name: str | os.PathLike[str]) -> Iterator[Image.Image]:
+def _opened(source: Path | bytes, name: str | os.PathLike[str], max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
     """Open an image file or its bytes, and check its size; every error inside becomes an ImageError."""
     if isinstance(source, Path):
         _check_file(source)
@@ -298,10 +302,10 @@ def _opened(source: Path | bytes, name: str | os.PathLike[str]) -> Iterator[Imag
         raise ImageError(f"{name}: the image is empty; {_EXPECTED}. Fetch or export it again")
     with warnings.catch_warnings():  # Pillow warns about odd metadata
         warnings.simplefilter("ignore")
-        with _open(name, source if isinstance(source, Path) else io.BytesIO(source)) as image:
+        with _open(name, source if isinstance(source, Path) else io.BytesIO(source), max_pixels) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels")
+            if width * height > max_pixels:
+                raise _too_large(name, f"{width} × {height} = {width * height / 1e6:.0f} megapixels", max_pixels)
             if width * height == 0:
                 raise ImageError(f"{name}: the image has no pixels ({width} × {height}); export it again")
             try:
@@ -325,13 +329,13 @@ def _check_file(path: Path) -> None:
         raise ImageError(f"{path}: the file is empty; {_EXPECTED}. Fetch or export it again")
 
 
-def _open(name: str | os.PathLike[str], file: Path | IO[bytes]) -> Image.Image:
+def _open(name: str | os.PathLike[str], file: Path | IO[bytes], max_pixels: int) -> Image.Image:
     """Read the header of an image."""
     Image.init()
     try:
         return Image.open(file, formats=[kind for kind in _FORMATS if kind in Image.OPEN])
     except Image.DecompressionBombError as error:
-        raise _too_large(name, str(error)) from error
+        raise _too_large(name, str(error), max_pixels) from error
     except UnidentifiedImageError as error:
         raise ImageError(
             f"{name}: not an image, or its header is damaged; {_EXPECTED}. Convert it to one of these first"
@@ -364,9 +368,9 @@ def _missing(path: Path, expected: str = "") -> ImageError:
     )
 
 
-def _too_large(name: str | os.PathLike[str], size: str) -> ImageError:
-    return ImageError(
-        f"{name}: the image is too large ({size}); expected at most {MAX_PIXELS / 1e6:.0f} megapixels. Scale it down"
+def _too_large(name: str | os.PathLike[str], size: str, max_pixels: int) -> ImageTooLarge:
+    return ImageTooLarge(
+        f"{name}: the image is too large ({size}); expected at most {max_pixels / 1e6:g} megapixels. Scale it down"
     )
 
 

@@ -148,7 +148,7 @@ class Collector:
         self.model, self.spec, self.total, self.objects = model, spec, total, objects
         self.found = find(model)
         self.depth = len(self.found.blocks)
-        self.norms = watch(model, ("norms",))
+        self.norms = watch(model, ("entry", "norms"))
         self.collected = Collected(NormAccumulator(self.depth))
 
     @torch.no_grad()
@@ -159,12 +159,10 @@ class Collector:
         # Norms of all blocks, everything else of the last block: two sets of hooks, one forward pass.
         last = watch(self.model, ("embedding", "tokens", "k", "v", "attention"), [-1], queries)
         norms, recorded = run_hooked(self.model, batch.images, self.norms, last)
-        layout, by_layer = recorded.layout, norms.by_layer["norms"]
-        patch_norms = torch.stack([by_layer[layer][:, layout.patches] for layer in range(self.depth)])
-        self.collected.counts.add(patch_norms, batch.indices)
-        self.collected.queries[layout] = queries
+        self.collected.counts.add_recording(norms, batch.indices)
+        self.collected.queries[recorded.layout] = queries
         self.collected.seen += len(batch.indices)
-        self._keep(batch, recorded, by_layer[self.depth - 1].float().cpu())
+        self._keep(batch, recorded, norms.norms[self.depth - 1].float().cpu())
 
     def _keep(self, batch: Batch, recorded: Any, norms: Tensor) -> None:
         layout, embedding = recorded.layout, recorded.embedding

@@ -9,7 +9,15 @@ from vitrail.report.page.formatting import confidence, count, number, percent
 
 Values = Mapping[str, Any]
 
-BADGES = {"artifacts": "▲ artifact tokens found", "none": "✓ no artifact tokens", "uncertain": "? uncertain"}
+BADGES = {
+    "artifacts": "▲ artifact tokens found",
+    "content": "✓ no artifact tokens; high norms are content",
+    "none": "✓ no artifact tokens",
+    "uncertain": "? uncertain",
+}
+
+LIKELY = 0.9
+"""Artifacts that would have been found with this probability are said to be visible in a sample."""
 
 CLEAR_ANSWER = 50
 """Images that give a clear answer in most cases."""
@@ -26,6 +34,11 @@ def verdict_sentence(norms: Values) -> str:
         )
     if norms["verdict"] == "none":
         return "No artifact tokens were found: no small group of patch tokens has norms far above those of the rest."
+    if norms["verdict"] == "content":
+        return (
+            f"No artifact tokens were found: {percent(norms['outlier_share'])} of the patch tokens have a norm above "
+            f"{number(norms['threshold'])}, but the content of the images explains them."
+        )
     return f"There is no clear answer: {norms['reason']}."
 
 
@@ -34,12 +47,28 @@ def confidence_sentence(norms: Values) -> str:
     value = confidence(norms["confidence"])
     if norms["verdict"] == "artifacts":
         return f"Confidence: {value}, the probability that a model without artifacts shows no such gap by chance."
-    if norms["verdict"] == "none":
+    if norms["verdict"] in ("none", "content"):
+        if not norms.get("power"):  # a report from before power was part of it
+            return f"Confidence: {value}, the probability that typical artifacts would have been found in these images."
         return (
-            f"Confidence: {value}, the probability that typical artifacts (2 % of the tokens at five times the norm) "
-            "would have been found in these images."
+            f"Confidence: {value}, the probability that artifacts of an unknown kind (0.1 to 5 % of the tokens at 3 to "
+            f"10 times the norm) would have been found in these images. {visible_sentence(norms['power'])}"
         )
     return "Confidence: none. These images do not support either answer."
+
+
+def visible_sentence(power: Values) -> str:
+    """Return which artifacts a sample would have shown, and which it could not."""
+    least: dict[str, str | None] = {}
+    for share, row in power.items():
+        likely = [multiple for multiple, probability in row.items() if probability >= LIKELY]
+        least[share.replace("%", " %")] = min(likely, key=float) if likely else None
+    seen = [f"{share} of the tokens from {multiple} times the norm on" for share, multiple in least.items() if multiple]
+    hidden = [share for share, multiple in least.items() if multiple is None]
+    sentences = [f"It would have shown {', '.join(seen)}."] if seen else []
+    if hidden:
+        sentences.append(f"Artifacts of {', '.join(hidden)} of the tokens could not have been seen.")
+    return " ".join(sentences)
 
 
 def cure_sentence(cure: Values) -> str:
@@ -65,9 +94,14 @@ def comparison_sentence(a: Values, b: Values) -> str:
         more = "as many" if left == right else "A has more" if left > right else "B has more"
         return f"Both models have artifact tokens: {left:.2%} of A's patch tokens, {right:.2%} of B's; {more}."
     if a["verdict"] == b["verdict"]:
-        return "Neither model has artifact tokens." if a["verdict"] == "none" else "Neither model gives a clear answer."
+        return (
+            "Neither model gives a clear answer."
+            if a["verdict"] == "uncertain"
+            else "Neither model has artifact tokens."
+        )
     answers = {
         "artifacts": "has artifact tokens",
+        "content": "has no artifact tokens (its high norms are content)",
         "none": "has no artifact tokens",
         "uncertain": "gives no clear answer",
     }
@@ -85,8 +119,13 @@ def recommendations(norms: Values, registers: Values, cure: Values) -> list[str]
     num_registers = len(registers.get("tokens") or [])
     if norms["verdict"] == "artifacts":
         return advice + _against_artifacts(norms["onset"], num_registers, cure)
-    if norms["verdict"] == "none":
+    if norms["verdict"] in ("none", "content"):
         advice.append("Nothing needs to be done about artifacts: use patch tokens as they are.")
+        if norms["verdict"] == "content":
+            advice.append(
+                "The tokens with high norms are patches that were bright or contrasted from the embedding on, or "
+                "objects whose patches have high norms together. The norm maps show which."
+            )
         if num_registers:
             advice.append("The model has registers. Use `vitrail.ablate` to see whether they keep its patches clean.")
         return advice
@@ -122,8 +161,8 @@ def _against_artifacts(onset: int | None, num_registers: int, cure: Values) -> l
         advice.append("No cure without training was found: test-time registers did not help on these images.")
     if onset == 0:
         advice.append(
-            "The outliers are present from the first layer on, where published models have none. They may be due to "
-            "the images and not to the model: check whether they lie on flat or very bright patches."
+            "The outliers arise in the first layer already, where published models have none. Check on the norm maps "
+            "whether they lie on flat or very bright patches."
         )
     if onset:
         advice.append(f"For dense tasks, try features from layer {onset - 1}, the last one before the artifacts.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,9 @@ from vitrail.merging.attention import key_bias
 from vitrail.merging.method import Projections, check_amount
 from vitrail.runtime.dense_forward import dense_block, dense_forward
 from vitrail.runtime.layout import first_class_token
-from vitrail.runtime.plan import Plan
+from vitrail.runtime.plan import BlockPlan, Plan
 from vitrail.runtime.side_tokens import Reading, SideTokens, advance, prepare, widen
-from vitrail.runtime.trace import TracedPass
+from vitrail.runtime.trace import TracedPass, record
 from vitrail.tokens import TokenLayout, TokenSpan
 
 
@@ -41,6 +41,7 @@ class Carried:
         unmasked: whether the caller passed no mask.
         side: side tokens that have entered (B, E, D).
         tokens: the merged tokens, where the tensor that carries this is a full-length copy of them.
+        padding: number of keys of zeros behind the tokens, which nothing merges.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Carried:
     unmasked: bool = False
     side: Tensor | None = None
     tokens: Tensor | None = None
+    padding: int = 0
 
     def run(self, parts: BlockAdapter, block: nn.Module, x: Tensor, call: BlockCall) -> tuple[Tensor, Carried]:
         """Run one block; return the tokens, and the state for the next block."""
@@ -61,6 +63,10 @@ class Carried:
     def sent(self, tokens: Tensor | None) -> Carried:
         """Return the state as the outgoing tokens carry it; ``tokens`` as in the attribute."""
         return replace(self, r=self.state.r, tokens=tokens)
+
+    def ends(self, mine: BlockPlan) -> bool:
+        """Return whether tokens are restored behind a block."""
+        return mine.is_last
 
     def restore(self, x: Tensor) -> Tensor:
         """Return merged tokens at full length."""
@@ -74,9 +80,13 @@ class Carried:
         """Return the state after the added tokens of a layer entered."""
         return replace(self, side=added.enter(layer, self.side, x))
 
-    def passes(self, out: Tensor) -> list[TracedPass]:
-        """Return the record of a finished pass, from the full-length tokens ``out``."""
-        return [TracedPass(self.layout, self.state, out.shape[0], out.device)]
+    def unmerge(self, x: Tensor) -> Tensor:
+        """Return values of the present tokens (B, N, D) at full length, each group's for its members."""
+        return self.state.unmerge(x)
+
+    def record(self, out: Tensor) -> None:
+        """Add a finished pass to the traces of this thread, from the full-length tokens ``out``."""
+        record(self.plan, TracedPass(self.layout, self.state, out.shape[0], out.device))
 
     def with_tokens(self, places: Sequence[int], special: tuple[TokenSpan, ...]) -> Carried:
         """Return the state after tokens entered at these places among the special tokens, which are now ``special``."""
@@ -91,7 +101,7 @@ def merged_forward(
     side, added = carried.side, carried.plan.added
     call, state = prepare_block(parts, block, x, call, carried)
     gate = added.gate(state.layer) if added is not None and side is not None else None
-    if not parts.biased and call.mask is None and not call.causal and gate is None:
+    if not parts.biased and call.mask is None and not call.causal and gate is None and not carried.padding:
         dense = dense_block(parts, block, x, carried.plan, state)
         if dense is not None:
             carried = carried if state is carried.state else replace(carried, state=state)
@@ -284,6 +294,7 @@ class Attention(NamedTuple):
         size: sizes by which keys count (B, N), and their log₂ where known; None where all are 1.
         mask: mask of the present tokens, boolean or additive.
         bias: position bias (…, H, N, N).
+        padding: number of keys behind the tokens that are no tokens.
     """
 
     parts: BlockAdapter
@@ -295,6 +306,7 @@ class Attention(NamedTuple):
     log2_size: Tensor | None
     mask: Tensor | None
     bias: Tensor | None
+    padding: int = 0
 
     @classmethod
     def of(
@@ -311,7 +323,11 @@ class Attention(NamedTuple):
         k, v = repeat_heads(q, k, qkv[2])
         size = attention_size(carried.plan, state)
         log2_size = state.log2_size if carried.plan.proportional else None
-        return cls(parts, block, q, k, v, size, log2_size, call.mask, position_bias(carried.position, state))
+        bias, padding = position_bias(carried.position, state, qkv[0]), carried.padding
+        if padding:
+            k, v = pad_keys(parts, block, k, v, padding)
+            size, log2_size = None if size is None else F.pad(size, (0, padding), value=1.0), None
+        return cls(parts, block, q, k, v, size, log2_size, call.mask, bias, padding)
 
     def widened(self, reading: Reading, gate: Tensor) -> Attention:
         """Append side tokens to the keys: visible to all, without a position."""
@@ -323,7 +339,7 @@ class Attention(NamedTuple):
 
     def attend(self, causal: bool) -> Tensor:
         """Compute proportional attention; return (B, N, H·d)."""
-        parts, block, q, k, v, size, log2_size, mask, bias = self
+        parts, block, q, k, v, size, log2_size, mask, bias, _ = self
         scale, dropout = parts.attention_scale(block), parts.attention_dropout(block)
         mask = mask_with_bias(mask, bias)
         if parts.fused:
@@ -334,6 +350,10 @@ class Attention(NamedTuple):
 
     def weights(self, present: Tensor | None, queries: Sequence[int] | None) -> Tensor:
         """Compute attention rows (B, H, Q, N), or the mean attention that each token receives (B, H, N)."""
+        found = self._weights(present, queries)
+        return found[..., : found.shape[-1] - self.padding] if self.padding else found
+
+    def _weights(self, present: Tensor | None, queries: Sequence[int] | None) -> Tensor:
         parts, block = self.parts, self.block
         scale = parts.attention_scale(block) or self.q.shape[-1] ** -0.5
 
@@ -377,11 +397,22 @@ def attention_size(plan: Plan, state: MergeState) -> Tensor | None:
     return state.size if counts else state.presence
 
 
-def position_bias(position: Position | None, state: MergeState) -> Tensor | None:
-    """Return the position bias (…, H, N, N) of a layer's scores, between the tokens as they are merged now."""
+def pad_keys(parts: BlockAdapter, block: nn.Module, k: Tensor, v: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Append the keys and values (B, H, N, d) that a block computes from zeros."""
+    last: Any = parts.feed_last(block)
+    _, key, value = parts.qkv(block, k.new_zeros(1, 1, last.out_features))
+    key, value = (one.expand(k.shape[0], k.shape[1], padding, -1) for one in repeat_heads(k, key, value))
+    return torch.cat([k, key], 2), torch.cat([v, value], 2)
+
+
+def position_bias(position: Position | None, state: MergeState, q: Tensor) -> Tensor | None:
+    """Return the position bias (…, H, N, N) of a layer's scores, between the tokens as they are merged now.
+
+    ``q`` are the queries (B, H, N, d) before any rotation.
+    """
     if position is None:
         return None
-    return position.bias(state.layer, None if state.size is None else state.positions)
+    return position.query_bias(state.layer, None if state.size is None else state.positions, q)
 
 
 def mask_with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:

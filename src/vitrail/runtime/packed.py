@@ -19,7 +19,7 @@ from vitrail.adapters.forward_pass import Pass, Segments
 from vitrail.errors import UnsupportedInput
 from vitrail.runtime.block_forward import Attention, Carried, attend_block, feed_block, prepare_block
 from vitrail.runtime.side_tokens import SideTokens
-from vitrail.runtime.trace import TracedPass
+from vitrail.runtime.trace import TracedPass, record
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class PackedCarried(Carried):
     def sent(self, tokens: Tensor | None) -> Carried:
         return replace(self, batches=tuple(one.sent(None) for one in self.batches), tokens=tokens)
 
-    def passes(self, out: Tensor) -> list[TracedPass]:
-        pairs = zip(self.batches, self.segments, strict=True)
-        return [TracedPass(one.layout, one.state, len(segments.places), out.device) for one, segments in pairs]
+    def record(self, out: Tensor) -> None:
+        for one, segments in zip(self.batches, self.segments, strict=True):
+            record(self.plan, TracedPass(one.layout, one.state, len(segments.places), out.device))
 
     def _split(self, x: Tensor) -> list[Tensor]:
         """Return the present tokens (B, N, D) of each batch."""

@@ -25,6 +25,7 @@ from vitrail.merging.schedule import Capacity
 from vitrail.runtime.cost import CostModel
 from vitrail.runtime.shortening import Shortening
 from vitrail.runtime.side_tokens import SideTokens
+from vitrail.runtime.windows.tiling import Tiling
 from vitrail.tokens import TokenLayout
 
 Grid = tuple[int, int, int]
@@ -45,6 +46,8 @@ class Plan:
         restorer: keeps what merges lose, and restores it; None: the method restores.
         foresight: predicts a guide from the tokens of an early layer.
         shortening: merges the tokens that a language model receives.
+
+    Where attention runs inside windows, numbers of merges are those of the largest window (`Tiling`).
     """
 
     depth: int
@@ -134,11 +137,18 @@ class Plan:
         return tuple(sum(count * merges[layer] for merges, count in shares) for layer in range(self.depth))
 
     def _key(self, patches: int, grid: Grid) -> int | Grid:
-        return patches if self.method.any_count else grid
+        return patches if self.method.any_count and self.tiling is None else grid
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """The windows of the model's blocks; None where attention sees all tokens."""
+        return self.cost.tiling
 
     def room(self, patches: int, grid: Grid) -> Room:
         """Return how many tokens can merge when there are this many patches, in this grid."""
         special, method = self.layout.num_special, self.method
+        if self.tiling is not None:
+            return self.tiling.room(method, grid)
         restored = method.scope == "block"
         feasible: Capacity | None = None
         if not method.any_count:
@@ -159,12 +169,23 @@ class Plan:
         if self.method.decides:
             wanted = tuple(self.method.counts())
             return Solution(wanted, self.room(patches, grid).cap(wanted))
-        return schedule.solve(self.depth, self.room(patches, grid), self.counter(self.layout.num_special, patches))
+        counter = self.counter(self.layout.num_special, patches, grid)
+        return schedule.solve(self.depth, self.room(patches, grid), counter)
 
-    def counter(self, special: int, patches: int) -> Callable[[Sequence[int]], int]:
+    def counter(self, special: int, patches: int, grid: Grid) -> Callable[[Sequence[int]], int]:
         """Return the cost of one input as a function of the merges of each layer, added tokens included."""
         counts, is_open = ([], False) if self.added is None else (self.added.counts(), self.added.is_open)
-        return partial(self.cost.total, special, patches, counts, is_open, self.method)
+        return partial(self.cost.total, special, patches, counts, is_open, self.method, grid)
+
+    def lengths(self, layout: TokenLayout, per_layer: Sequence[int]) -> list[int]:
+        """Return the number of tokens that leave each block; inside windows, that its MLP works on."""
+        if self.tiling is not None:
+            return self.tiling.lengths(self.method, layout.grid, per_layer)
+        lengths, length = [], layout.num_tokens
+        for merges, late in zip(per_layer, self.cost.late, strict=True):
+            length -= 0 if self.method.scope == "block" else merges
+            lengths.append(length + late)
+        return lengths
 
     def report(self, solution: Solution, patches: int) -> None:
         """Warn, once for each input size, where fewer tokens merge than requested."""

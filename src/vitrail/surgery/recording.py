@@ -95,11 +95,19 @@ def join(recordings: Sequence[Recording]) -> Recording:
             "or resize them"
         )
     embeddings = [one.embedding for one in recordings if one.embedding is not None]
+    entries = [one.entry for one in recordings if one.entry is not None]
     layers = {
         name: {layer: torch.cat([one.by_layer[name][layer] for one in recordings]) for layer in by_layer}
         for name, by_layer in first.by_layer.items()
     }
-    return Recording(first.layout, first.layers, first.queries, torch.cat(embeddings) if embeddings else None, **layers)
+    return Recording(
+        first.layout,
+        first.layers,
+        first.queries,
+        torch.cat(embeddings) if embeddings else None,
+        torch.cat(entries) if entries else None,
+        **layers,
+    )
 
 
 @contextmanager

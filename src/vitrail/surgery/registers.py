@@ -1,9 +1,9 @@
 """``vitrail.test_time_registers``: move artifacts from the patches to appended tokens, without training.
 
 Jiang et al. (NeurIPS 2025) found that a few MLP neurons produce a model's artifacts. `find_register_neurons` finds the
-neurons with the largest activations at artifacts. `test_time_registers` moves their activations to appended tokens: for
-each neuron and image, the largest activation over all tokens; all other tokens get zero. The appended tokens start as
-zeros behind the model's own special tokens and are dropped after the last block.
+neurons with the largest activations at artifacts. `test_time_registers` moves their activations to appended tokens, in
+each image by itself, by one of two rules (see `MOVES`). The appended tokens start as zeros behind the model's own
+special tokens and are dropped after the last block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,18 @@ from vitrail._wording import counted
 from vitrail.adapters import Found, find
 from vitrail.data.batches import Batches, open_batches
 from vitrail.errors import InvalidOption, UnsupportedInput, UnsupportedModel
-from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged, refuse_packed
+from vitrail.runtime.checks import biased_layers, refuse_extended, refuse_merged, refuse_packed, refuse_windowed
 from vitrail.runtime.layout import MARK
 from vitrail.surgery._handle import HookHandle
 from vitrail.surgery._pretrained import attach, detach
 from vitrail.surgery.hooks import Recording, check_layers
 from vitrail.surgery.recording import Images, input_axes, stream
+
+Move = Literal["layer", "neuron"]
+MOVES: tuple[Move, ...] = get_args(Move)
+"""How activations move. "layer", as the authors' released code does: the neurons of a layer share one value, their
+largest activation over all tokens, and only patches get zero. "neuron", as the paper's text says: each neuron moves
+its own largest activation, by magnitude, and all other tokens get zero, the class token among them."""
 
 LEAST_FACTOR = 2.0
 """Smallest ratio between the mean norms of artifacts and of other patches."""
@@ -47,6 +53,7 @@ def test_time_registers(
     threshold: float | None = None,
     control: int | None = None,
     batch_size: int | None = None,
+    move: Move = "layer",
 ) -> TestTimeRegisters:
     """Move a model's artifacts to appended tokens, in place.
 
@@ -59,8 +66,11 @@ def test_time_registers(
         layers, threshold, batch_size: see :func:`find_register_neurons`.
         control: a random seed, to move as many random other neurons of the same layers instead. A control should
             remove no artifacts.
+        move: ``layer``, as the authors' code, or ``neuron``, as the paper's text; see :data:`MOVES`.
     """
     found = find(model)
+    if move not in MOVES:
+        raise InvalidOption(f"move is one of {', '.join(MOVES)}; got {move!r}")
     if not is_int(registers, 1) or registers > MOST_REGISTERS:
         raise InvalidOption(f"registers must be an integer from 1 to {MOST_REGISTERS}; got {registers!r}")
     if control is not None and not is_int(control):
@@ -69,6 +79,7 @@ def test_time_registers(
     refuse_merged(model)
     refuse_extended(model)
     refuse_packed(found, "adding test-time registers")
+    refuse_windowed(found, "adding test-time registers")
     if any(biased_layers(found)):
         raise UnsupportedModel("test-time registers have no position bias, which this model adds to all of its scores")
     if any(parts.rotates for parts in found.block_adapters):
@@ -81,7 +92,7 @@ def test_time_registers(
     by_layer, widths = _check_neurons(found, neurons if known is None else known.by_layer)
     if control is not None:
         by_layer = _random_neurons(by_layer, widths, control)
-    return TestTimeRegisters(model, found, by_layer, registers, known)
+    return TestTimeRegisters(model, found, by_layer, registers, known, move)
 
 
 test_time_registers.__test__ = False  # type: ignore[attr-defined]
@@ -95,6 +106,7 @@ class TestTimeRegisters(HookHandle):
         by_layer: the moved neurons of each block.
         registers: number of appended tokens.
         neurons: how the neurons were found; None if they were given by layer.
+        move: how activations move.
     """
 
     __test__ = False  # not a test class
@@ -104,6 +116,7 @@ class TestTimeRegisters(HookHandle):
     by_layer: Mapping[int, tuple[int, ...]]
     registers: int
     neurons: RegisterNeurons | None
+    move: Move = "layer"
 
     def __post_init__(self) -> None:
         found, blocks = self.found, self.found.blocks
@@ -120,7 +133,8 @@ class TestTimeRegisters(HookHandle):
 
     @property
     def config(self) -> dict[str, Any]:
-        return {"neurons": {layer: list(some) for layer, some in self.by_layer.items()}, "registers": self.registers}
+        neurons = {layer: list(some) for layer, some in self.by_layer.items()}
+        return {"neurons": neurons, "registers": self.registers, "move": self.move}
 
     def remove(self) -> None:
         """Remove the registers and stop moving activations."""
@@ -165,8 +179,12 @@ class TestTimeRegisters(HookHandle):
         h = args[0].clone()
         index = torch.tensor(neurons, device=h.device)
         values = h[..., index]
-        largest = values.gather(-2, values.abs().argmax(-2, keepdim=True)).squeeze(-2)
-        h[..., index] = 0
+        if self.move == "layer":
+            largest = values.amax((-2, -1)).unsqueeze(-1).expand(*values.shape[:-2], len(neurons))
+            h[..., self.place + self.registers :, index] = 0
+        else:
+            largest = values.gather(-2, values.abs().argmax(-2, keepdim=True)).squeeze(-2)
+            h[..., index] = 0
         h[..., torch.tensor(places, device=h.device), index] = largest
         return (h, *args[1:])
 
@@ -177,7 +195,7 @@ class RegisterNeurons:
 
     Attributes:
         by_layer: neurons in the MLP of each block, strongest first.
-        scores: their mean activations at artifacts.
+        scores: their mean absolute activations at artifacts, the mean over images.
         threshold: norm after the last block above which a patch counts as an artifact.
         outlier_share: share of patches above it.
         onset: first block after which the same patches are outliers; neurons are searched up to it.
@@ -201,7 +219,7 @@ class RegisterNeurons:
     def strongest(self, count: int) -> RegisterNeurons:
         """Return the ``count`` neurons with the largest scores; the earlier ones in case of a tie."""
         ranked = sorted(
-            (-abs(score), layer, place) for layer, scores in self.scores.items() for place, score in enumerate(scores)
+            (-score, layer, place) for layer, scores in self.scores.items() for place, score in enumerate(scores)
         )
         chosen: dict[int, list[int]] = {}
         for _, layer, place in ranked[:count]:
@@ -343,16 +361,18 @@ def _check_artifacts(found: _Norms, threshold: float, least: float) -> None:
 def _activations(
     model: nn.Module, batches: Batches, batch_size: int | None, threshold: float, layers: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Compute the mean activation (hidden,) of each neuron of some blocks at artifacts."""
+    """Compute the mean over images of each neuron's mean |activation| (hidden,) at the artifacts of an image."""
     last = len(find(model).blocks) - 1
     sums: dict[int, Tensor] = {}
     count = 0
     for recording in stream(model, batches, ("mlp", "norms"), sorted({*layers, last}), batch_size=batch_size):
         patches = recording.layout.patches
         outlier = recording.norms[last][:, patches].double() > threshold
-        count += int(outlier.sum())
+        several = outlier.sum(1)
+        count += int((several > 0).sum())
+        share = outlier.double() / several.clamp_min(1).unsqueeze(1)
         for layer in layers:
-            total = recording.mlp[layer][:, patches][outlier].double().sum(0).cpu()
+            total = (share[outlier] @ recording.mlp[layer][:, patches][outlier].double().abs()).cpu()
             sums[layer] = sums[layer] + total if layer in sums else total
     if not count:
         raise UnsupportedInput(

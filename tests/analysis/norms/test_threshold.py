@@ -82,7 +82,9 @@ def test_planted_artifacts_are_found_at_the_stated_rate_with_the_right_share(bul
 @pytest.mark.parametrize("family", HEAVY)
 @pytest.mark.parametrize("tokens", always([NUM_TOKENS], [588, NUM_TOKENS]))
 def test_clean_distributions_are_flagged_in_at_most_two_percent_of_draws(family, tokens, monkeypatch):
-    monkeypatch.setattr(threshold, "_power", lambda *given: 1.0)  # it tells "none" from "uncertain", when all is found
+    monkeypatch.setattr(
+        threshold, "_power", lambda *given: ((1.0,) * 4,) * 4
+    )  # it tells "none" from "uncertain", when all is found
     alarms = [
         find_threshold(tensor(HEAVY[family](np.random.default_rng(seed), tokens))).verdict == "artifacts"
         for seed in range(200)
@@ -95,7 +97,7 @@ def test_ordinary_bulks_have_no_artifacts(bulk):
     for seed in range(20):
         found = find_threshold(tensor(BULKS[bulk](np.random.default_rng(seed), NUM_TOKENS)))
         assert (found.verdict, found.threshold, found.outlier_share, found.method) == ("none", None, 0, "none")
-        assert found.confidence > 0.95
+        assert found.power["2%"]["5"] > 0.95
         assert math.isnan(found.ratio)
 
 
@@ -115,16 +117,53 @@ def test_the_p_value_holds_for_the_hardest_clean_tail(tokens, monkeypatch):
 
 
 @pytest.mark.parametrize(("width", "tokens"), [(0.1, 400), (0.15, 800), (0.2, 2000), (0.25, 4000)])
-def test_confidence_in_none_is_about_the_rate_at_which_usual_artifacts_are_found(width, tokens):
-    confidences, hits = [], []
+def test_power_is_about_the_rate_at_which_usual_artifacts_are_found(width, tokens):
+    powers, hits = [], []
     for seed in range(60):
         rng = np.random.default_rng(seed)
         clean = np.exp(width * rng.standard_normal(tokens))
         found = find_threshold(tensor(clean))
-        confidences.append(found.confidence if found.verdict == "none" else 0.0)
+        powers.append(found.power["2%"]["5"])
         hits.append(find_threshold(tensor(plant(clean, rng, 0.02, 5)[0])).verdict == "artifacts")
-    assert np.mean(confidences) <= np.mean(hits) + 0.1
+    assert np.mean(powers) <= np.mean(hits) + 0.1
     assert np.mean(hits) > 0.5
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), width=st.floats(0.02, 0.5), tokens=st.integers(64, 5000), share=st.floats(0, 0.05))
+def test_power_never_falls_with_share_or_multiple_and_is_the_confidence(seed, width, tokens, share):
+    rng = np.random.default_rng(seed)
+    norms, _ = plant(np.exp(width * rng.standard_normal(tokens)), rng, share, 6)
+    found = find_threshold(tensor(norms))
+    power = np.array([list(row.values()) for row in found.power.values()])
+    assert power.shape == (4, 4)
+    assert (np.diff(power, axis=0) >= 0).all()
+    assert (np.diff(power, axis=1) >= 0).all()
+    if found.verdict == "none":
+        assert found.confidence == pytest.approx(power[:, 1:].mean())
+
+
+def test_a_sample_too_small_for_rare_artifacts_says_that_they_could_not_have_been_seen():
+    found = find_threshold(tensor(np.exp(0.1 * np.random.default_rng(0).standard_normal(1000))))
+    assert found.verdict == "none"
+    assert set(found.power["0.1%"].values()) == {0.0}  # a single token
+    assert found.power["2%"]["5"] > 0.95
+    assert found.confidence < 0.75
+
+
+@pytest.mark.parametrize("tokens", [196, 196 * 5])
+def test_one_token_far_out_is_never_certainly_none(tokens):
+    """However far out the token is: the verdict must not go back to "none" as it moves."""
+    for width in (0.1, 0.2, 0.3):
+        said = np.zeros(4)
+        for seed in range(20):
+            clean = np.exp(width * np.random.default_rng(seed).standard_normal(tokens))
+            for place, multiple in enumerate((3, 5, 10, 30)):
+                norms = clean.copy()
+                norms[seed] = multiple * np.median(clean)
+                said[place] += find_threshold(tensor(norms)).verdict == "none"
+        assert (np.diff(said) <= 0).all(), (width, said)
+        assert said[-1] == 0
 
 
 def test_dinov2_like_norms():

@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.analysis.probes import linear
-from vitrail.analysis.probes.linear import LinearClassifier, Scaling, _logistic_loss, fit_classifier, fit_regressor
+from vitrail.analysis.probes.linear import (
+    PENALTIES,
+    LinearClassifier,
+    Scaling,
+    _hessian_product,
+    _logistic_loss,
+    fit_classifier,
+    fit_regressor,
+)
 from vitrail.errors import InvalidOption, UnsupportedInput
 
 
@@ -27,12 +34,10 @@ def standardized(x: Tensor) -> Tensor:
 class TestClassifier:
     @pytest.mark.parametrize("classes", [2, 3, 5])
     @pytest.mark.parametrize("penalty", [1e-3, 1e-1])
-    def test_equals_scikit_learn(self, classes: int, penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_equals_scikit_learn(self, classes: int, penalty: float) -> None:
         linear_model = pytest.importorskip("sklearn.linear_model", reason="compares with scikit-learn")
         x, y = blobs(classes)
         x = x.double()
-        monkeypatch.setattr(linear, "MAX_ITER", 1000)
-        monkeypatch.setattr(linear, "TOLERANCE", 1e-9)
         ours = fit_classifier(x, y, penalties=[penalty])
         strength = (2 if classes == 2 else 1) / (penalty * len(x))
         theirs = linear_model.LogisticRegression(C=strength, tol=1e-10, max_iter=10_000)
@@ -43,6 +48,31 @@ class TestClassifier:
         assert ours.converged
         assert (ours.predict(x).numpy() == theirs.predict(standardized(x).numpy())).all()
 
+    @pytest.mark.parametrize("penalty", PENALTIES)
+    def test_reaches_the_minimum_for_every_penalty_where_classes_are_separable(self, penalty: float) -> None:
+        """More channels than rows need, in float32: the gradient is small long before the minimum."""
+        linear_model = pytest.importorskip("sklearn.linear_model", reason="compares with scikit-learn")
+        rows = torch.randn(160, 40, generator=torch.Generator().manual_seed(0))
+        y = torch.arange(4).repeat(40)
+        x = rows + torch.nn.functional.one_hot(y, 40) + 3 * rows[:, :1]
+        new = x + 0.5 * torch.randn(160, 40, generator=torch.Generator().manual_seed(1))
+        ours = fit_classifier(x, y, penalties=[penalty])
+        theirs = linear_model.LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000, solver="newton-cg")
+        theirs.fit(ours.scaling(x).double().numpy(), y.numpy())
+        expected = theirs.predict_proba(ours.scaling(new).double().numpy())
+        found = ours.scores(new).double().softmax(1).numpy()
+        assert ours.converged
+        assert abs(found - expected).max() < 2e-3
+        assert (found.argmax(1) == expected.argmax(1)).all()
+
+    def test_hessian_is_the_derivative_of_the_gradient(self) -> None:
+        x, y = blobs(3)
+        x = x.double()
+        params, direction = torch.randn(2, 7, 3, dtype=torch.float64)
+        ahead, behind = (_logistic_loss(x, y, params + sign * 1e-5 * direction, 0.1)[1] for sign in (1, -1))
+        found = _hessian_product(x, params, direction, 0.1)
+        torch.testing.assert_close(found, (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-8)
+
     def test_gradient_is_the_derivative(self) -> None:
         x, y = blobs(3)
         x = x.double()
@@ -50,7 +80,7 @@ class TestClassifier:
         scores = x @ params[:-1] + params[-1]
         loss = torch.nn.functional.cross_entropy(scores, y) + 0.05 * params[:-1].square().sum()
         loss.backward()
-        ours, gradient = _logistic_loss(x, y, params.detach(), 0.1)
+        ours, gradient, _ = _logistic_loss(x, y, params.detach(), 0.1)
         torch.testing.assert_close(ours, loss.detach())
         torch.testing.assert_close(gradient, params.grad)
 

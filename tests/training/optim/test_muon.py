@@ -26,6 +26,26 @@ def test_singular_values_become_about_one_and_directions_stay(shape: tuple[int, 
     assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
 
 
+def test_muon_used_directly_takes_the_steps_of_our_optimizer() -> None:
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(5, 2))
+    direct = deepcopy(ours)
+    prepared = make_optimizer(ours, 0.02, 0.1, "muon")
+    first, *hidden = (layer.weight for layer in direct)
+    biases = [layer.bias for layer in direct]
+    groups = [{"params": hidden, "orthogonal": True}, {"params": [first]}, {"params": biases, "weight_decay": 0.0}]
+    alone = Muon(groups, lr=0.02, weight_decay=0.1)
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        for model, optimizer in ((ours, prepared), (direct, alone)):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    for one, other in zip(ours.parameters(), direct.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    Muon(direct.parameters(), lr=0.1).step()
+
+
 def test_hidden_layers_of_ours_and_of_others_are_known() -> None:
     blocks = [f"blocks.0.{part}.weight" for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
     assert hidden_weights(create_model("vit_tiny_patch16", depth=1, num_classes=3)) == set(blocks)

@@ -6,6 +6,7 @@
 from vitrail._deprecation import renamed_attributes
 from vitrail.analysis.norms._histogram import Histogram
 from vitrail.analysis.norms.accumulator import LayerNorms, NormAccumulator, Norms, NotFinite, analyze_norms
+from vitrail.analysis.norms.prominence import prominence
 from vitrail.analysis.norms.threshold import Threshold, Verdict, find_threshold
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Verdict",
     "analyze_norms",
     "find_threshold",
+    "prominence",
 ]
 
 __getattr__ = renamed_attributes(__name__, {"analyse_norms": "vitrail.analysis.norms:analyze_norms"})

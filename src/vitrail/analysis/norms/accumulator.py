@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vitrail.analysis._inputs import check_shape
 from vitrail.analysis.norms._histogram import (
+    EDGES,
     NUM_BINS,
     Counts,
     Floats,
@@ -27,12 +28,19 @@ from vitrail.analysis.norms._histogram import (
     count_norms,
     quantile,
 )
-from vitrail.analysis.norms.threshold import FALSE_ALARM, Threshold, check_false_alarm, threshold_from_counts
+from vitrail.analysis.norms.prominence import prominence
+from vitrail.analysis.norms.threshold import FALSE_ALARM, Finding, Threshold, check_false_alarm, examine, split
 from vitrail.analysis.result import Result
 from vitrail.errors import InvalidOption, UnsupportedInput
+from vitrail.surgery.hooks import Recording
 from vitrail.tokens.layout import TokenLayout
 
 QUANTILES = (1, 5, 25, 50, 75, 95, 99)
+MIN_IMAGES = 3
+"""Artifacts are in at least so many images: the tokens of one image are not independent of each other."""
+LEVELS: Floats = np.geomspace(1.0, 64.0, 33)
+COARSE = 8
+"""Prominences and norms are counted together in coarse bins: 14 % wide in prominence, eight bins (3.6 %) in norm."""
 MOST_NAMED = 100
 """How many places of non-finite norms are listed; all of them are counted."""
 
@@ -85,6 +93,7 @@ def analyze_norms(
     norms: Tensor,
     layout: TokenLayout,
     *,
+    entry: Tensor | None = None,
     layers: Sequence[int] | None = None,
     images: Sequence[int] | None = None,
     false_alarm: float = FALSE_ALARM,
@@ -93,15 +102,17 @@ def analyze_norms(
 
     Args:
         norms: (L, B, P), norms of patch tokens after each layer, before the final norm layer.
-        layout: layout of the tokens; its grid shapes the maps.
+        layout: layout of the tokens; its grid shapes the maps and says which patches are neighbors.
+        entry: (B, P), norms of the patches that enter the first block, as ``vitrail.record`` returns them. Without
+            these, high norms that the patch embedding gives are not told from artifacts.
         layers: indices of the L layers; by default 0 to L - 1. The verdict is that of the last one.
         images: indices of the B images, for ``not_finite``; by default 0 to B - 1.
         false_alarm: how often a clean layer may get the verdict "artifacts".
     """
-    counted = NormAccumulator(len(norms) if layers is None else layers, false_alarm=false_alarm).add(norms, images)
+    counted = NormAccumulator(len(norms) if layers is None else layers, false_alarm=false_alarm)
     hint = f", for a grid of {layout.grid}. Remove class and register tokens: tokens[:, layout.patches]"
     check_shape(norms, "norms", f"L B {layout.num_patches}", hint)
-    result = counted.result()
+    result = counted.add(norms, images, entry=entry, grid=layout.grid).result()
     last = norms[-1].detach().float()
     outliers = torch.zeros_like(last, dtype=torch.bool)
     if result.threshold is not None:
@@ -131,23 +142,46 @@ class NormAccumulator:
         self._counts = [_LayerCounts() for _ in self.layers]
         self._not_finite: dict[tuple[int, int], int] = {}
 
-    def add(self, norms: Tensor, images: Sequence[int] | None = None) -> Self:
+    def add(
+        self,
+        norms: Tensor,
+        images: Sequence[int] | None = None,
+        *,
+        entry: Tensor | None = None,
+        grid: tuple[int, int, int] | None = None,
+    ) -> Self:
         """Add a batch of norms (L, B, P); P may differ from batch to batch.
 
-        ``images`` are the indices of the images; by default they are numbered in order of arrival.
+        Args:
+            norms: norms of patches after each layer.
+            images: indices of the images; by default they are numbered in order of arrival.
+            entry: (B, P), norms of the patches that enter the first block.
+            grid: grid of the P patches. Without ``entry`` and ``grid``, content is told from artifacts less well; see
+                :func:`prominence`.
         """
         check_shape(norms, "norms", f"{len(self.layers)} B P")
+        if grid is not None and math.prod(grid) != norms.shape[2]:
+            raise UnsupportedInput(f"grid is {grid}, but the norms are of {norms.shape[2]} patches")
+        if entry is not None:
+            check_shape(entry, "entry", "{} {}".format(*norms.shape[1:]), ": one norm for each patch")
+            entry = entry.detach().float().cpu()
         number = norms.shape[1]
         indices = range(self.num_images, self.num_images + number) if images is None else images
         if len(indices) != number:
             raise UnsupportedInput(f"got {len(indices)} indices for {number} images; expected one per image")
         counted = [count_norms(layer.float()) for layer in norms]  # raises before anything is added
         for layer, values, state, (counts, _) in zip(self.layers, norms, self._counts, counted, strict=True):
-            missing = state.add(values.detach().float().cpu(), counts)
+            missing = state.add(values.detach().float().cpu(), counts, entry, grid)
             for image in missing.nonzero().flatten().tolist():
                 self._list_not_finite(int(indices[image]), layer, int(missing[image]))
         self.num_images += number
         return self
+
+    def add_recording(self, recording: Recording, images: Sequence[int] | None = None) -> Self:
+        """Add a recording of ``norms`` and ``entry``, of the layers of this accumulator."""
+        patches = recording.layout.patches
+        norms = torch.stack([recording.norms[layer][:, patches] for layer in self.layers])
+        return self.add(norms, images, entry=recording.entry, grid=recording.layout.grid)
 
     def merge(self, other: NormAccumulator) -> Self:
         """Add what another accumulator has counted; the other one does not change."""
@@ -189,24 +223,26 @@ class NormAccumulator:
 
 
 class _LayerCounts:
-    """Histograms and exact sums of one layer: tokens, each image's median (once per finite token) and maximum."""
+    """Histograms and exact sums of one layer: norms and prominences, of all tokens and the largest of each image."""
 
     def __init__(self) -> None:
-        self.tokens, self.medians, self.maxima = (np.zeros(NUM_BINS, np.int64) for _ in range(3))
+        self.tokens, self.maxima, self.prominence, self.peaks = (np.zeros(NUM_BINS, np.int64) for _ in range(4))
+        self.both = np.zeros((len(LEVELS) + 1, NUM_BINS // COARSE), np.int64)  # by prominence, then by norm
         self.largest = -math.inf
         self.total = self.squares = Fraction(0)
         self.not_finite = 0
 
-    def add(self, norms: Tensor, counts: Counts) -> Tensor:
+    def add(
+        self, norms: Tensor, counts: Counts, entry: Tensor | None = None, grid: tuple[int, int, int] | None = None
+    ) -> Tensor:
         """Add norms (B, P) and their counts; return how many are not finite in each image (B,)."""
         finite = norms.isfinite()
         per_image = finite.sum(1)
         usable = per_image > 0
         self.tokens += counts
-        medians = norms.where(finite, torch.nan).nanmedian(1).values[usable]
-        np.add.at(self.medians, bins_of(medians).numpy(), per_image[usable].numpy())
         largest = norms.where(finite, -math.inf).amax(1)[usable]
         np.add.at(self.maxima, bins_of(largest).numpy(), 1)
+        self._add_prominence(norms[usable], None if entry is None else entry[usable], grid)
         self.largest = max(self.largest, *largest.tolist(), -math.inf)
         values = norms[finite].double().numpy()
         self.total += exact_sum(values)
@@ -215,23 +251,52 @@ class _LayerCounts:
         self.not_finite += int(missing.sum())
         return missing
 
+    def _add_prominence(self, norms: Tensor, entry: Tensor | None, grid: tuple[int, int, int] | None) -> None:
+        values = prominence(norms, entry, grid)
+        finite = values.isfinite()
+        self.prominence += count_norms(values[finite])[0]
+        np.add.at(self.peaks, bins_of(values.where(finite, 0.0).amax(1)).numpy(), 1)
+        level = torch.bucketize(values[finite], torch.from_numpy(LEVELS)).numpy()
+        np.add.at(self.both, (level, bins_of(norms[finite]).numpy() // COARSE), 1)
+
     def merge(self, other: _LayerCounts) -> None:
         self.largest = max(self.largest, other.largest)
         self.tokens += other.tokens
-        self.medians += other.medians
         self.maxima += other.maxima
+        self.prominence += other.prominence
+        self.peaks += other.peaks
+        self.both += other.both
         self.total += other.total
         self.squares += other.squares
         self.not_finite += other.not_finite
 
     def threshold(self, false_alarm: float) -> Threshold:
-        """Find the layer's threshold; whole images above it are no artifacts."""
-        found = threshold_from_counts(self.tokens, self.not_finite, false_alarm=false_alarm)
-        outliers = count_above(self.tokens, found.threshold)
-        if found.verdict == "artifacts" and 2 * count_above(self.medians, found.threshold) >= outliers:
-            why = "the second mode consists of whole images: most of their tokens are above the threshold"
-            return replace(found, verdict="uncertain", confidence=0.0, reason=why)
-        return found
+        """Judge the layer by its prominences; then find the norm that separates outliers, or that content explains."""
+        found, at = examine(self.prominence, false_alarm=false_alarm), None
+        if found.at is not None:
+            images = int(self.peaks[found.at :].sum())
+            if found.verdict == "artifacts" and images < MIN_IMAGES:
+                found = found.doubt(
+                    f"tokens stand apart in {images} of the images only, and at least {MIN_IMAGES} are needed"
+                )
+            at = self._separating_edge(found.at)
+        elif found.verdict == "none":
+            high = examine(self.tokens, false_alarm=false_alarm)
+            if high.at is not None:
+                found, at = _explained(found, high, split(self.tokens, high.at)[0]), high.at
+        return found.describe(self.tokens, self.not_finite, at)
+
+    def _separating_edge(self, at: int) -> int:
+        """Return the norm, as an edge of the bins, that best separates tokens of high prominence from the others.
+
+        Both kinds count equally: the share of each on its own side is maximized. Of a gap it is the middle.
+        """
+        level = int(np.searchsorted(LEVELS, EDGES[at] * (1 + 1e-9), side="right"))
+        high, low = self.both[level:].sum(0), self.both[:level].sum(0)
+        right = np.cumsum(low) / max(low.sum(), 1) + 1 - np.cumsum(high) / max(high.sum(), 1)
+        best = np.flatnonzero(np.isclose(right, right.max(), rtol=0, atol=1e-12))
+        longest = max(np.split(best, np.flatnonzero(np.diff(best) > 1) + 1), key=len)
+        return COARSE * (int(longest[0] + longest[-1] + 2) // 2)
 
     def summary(self, layer: int, found: Threshold, last_threshold: float | None) -> LayerNorms:
         number = int(self.tokens.sum())
@@ -247,6 +312,15 @@ class _LayerCounts:
             share_above_last=None if last_threshold is None or not number else above / number,
             images_with_outliers=count_above(self.maxima, found.threshold),
         )
+
+
+def _explained(found: Finding, high: Finding, share: float) -> Finding:
+    """Return the verdict on high norms where no token is prominent."""
+    why = (
+        f"{share:.2%} of the tokens have a high norm, but content explains it: they had it when they entered the "
+        "model, share it with their neighbors, or are whole images"
+    )
+    return replace(found, verdict="content", method=high.method, reason=why)
 
 
 def exact_sum(values: Floats) -> Fraction:

@@ -70,6 +70,7 @@ def parse_merge(text: str) -> Settings:
         raise typer.BadParameter(f"--merge: {error}") from error
 
 
+SOURCES = "Files or folders of images, clips or sounds, parquet files, shards, or hf:OWNER/NAME."
 Model = Annotated[
     str,
     typer.Argument(

@@ -133,7 +133,7 @@ def _before(context: Context, images: Sequence[KeptImage]) -> Values:
 def _trial(context: Context, batches: SecondPass) -> Trial:
     """Run the model, which carries registers, and compare it with the features of the unchanged model."""
     model, depth, special = context.model, len(find(context.model).blocks), context.layout.num_special
-    every = watch(model, ("norms",))
+    every = watch(model, ("entry", "norms"))
     last = watch(model, ("tokens", "attention"), [-1], range(special) if special else [0])
     counts = NormAccumulator(depth)
     parts: list[tuple[Tensor, Tensor]] = []
@@ -141,10 +141,9 @@ def _trial(context: Context, batches: SecondPass) -> Trial:
     for batch in batches.batches():
         all_layers, last_layer = run_hooked(model, batch.images, every, last)
         patches = last_layer.layout.patches
-        norms = torch.stack([all_layers.by_layer["norms"][layer][:, patches] for layer in range(depth)])
-        counts.add(norms, batch.indices)
+        counts.add_recording(all_layers, batch.indices)
         attention, tokens = (last_layer.by_layer[name][depth - 1].cpu() for name in ("attention", "tokens"))
-        parts.append((norms[-1].float().cpu(), attention[..., patches].float()))
+        parts.append((all_layers.norms[depth - 1][:, patches].float().cpu(), attention[..., patches].float()))
         kept = batches.images[len(cosines) : len(cosines) + len(tokens)]
         own_tokens = torch.cat([tokens[:, :special], tokens[:, patches]], 1)
         cosines += [_cosines(context, *pair) for pair in zip(kept, own_tokens, strict=True)]

@@ -36,6 +36,8 @@ def compute(context: Context) -> Values:
     ).to_dict()
     if not outliers.any():
         values["note"] = "there are no outliers to compare with the other patches"
+    elif context.norms.verdict == "content":
+        values["note"] = "the patches above the threshold are no artifacts: content explains their norms"
     elif context.norms.verdict != "artifacts":
         values["note"] = (
             "it is uncertain whether the patches above the threshold are artifacts; they are compared anyway"

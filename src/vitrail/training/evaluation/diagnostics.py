@@ -35,9 +35,8 @@ def diagnose_tokens(model: nn.Module, images: Tensor) -> dict[str, Any]:
     notes = []
     try:
         found: NormAccumulator | None = None
-        for seen in stream(model, images, "norms", batch_size=BATCH, device="cpu"):
-            found = found or NormAccumulator(len(seen.layers))
-            found.add(torch.stack([seen.norms[layer][:, seen.layout.patches] for layer in seen.layers]))
+        for seen in stream(model, images, ("entry", "norms"), batch_size=BATCH, device="cpu"):
+            found = (found or NormAccumulator(len(seen.layers))).add_recording(seen)
         if found is not None:
             norms = found.result()
             fields |= {"norms": norms, "outliers": {name: getattr(norms, name) for name in NORM_FIGURES}}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail._checks import is_int
+from vitrail._checks import check_choice, is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
 from vitrail.adapters.registry import declared_spec
@@ -20,6 +20,7 @@ from vitrail.data.loading.loader import Keep, make_loader
 from vitrail.data.sampling import DEFAULTS
 from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
+from vitrail.data.targets import MASK_CLASSES, TargetSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
@@ -27,9 +28,9 @@ from vitrail.surgery.merging.trained_methods import load_method, method_file
 from vitrail.surgery.recording import evaluating
 from vitrail.surgery.saving import Settings, read_settings
 from vitrail.surgery.saving.changes import merge_arguments
-from vitrail.training.data import expected_of, prepares, unlabeled_note
+from vitrail.training.data import expected_of, prepares, split_masks, unlabeled_note
 from vitrail.training.evaluation.diagnostics import autocast, diagnose_tokens, throughput
-from vitrail.training.evaluation.metrics import make_metrics
+from vitrail.training.evaluation.metrics import Metrics, make_metrics
 from vitrail.training.evaluation.outputs import forward_output
 from vitrail.training.evaluation.result import Evaluation
 from vitrail.training.run_directory import Labels, load_trained
@@ -44,6 +45,7 @@ def evaluate(
     data: Any,
     *,
     labels: Sequence[str] = (),
+    masks: str | Path | None = None,
     merge: str | Path | Mapping[str, Any] | Settings | None = None,
     size: int | None = None,
     batch: int = 256,
@@ -55,6 +57,9 @@ def evaluate(
     progress: Callable[[str, int, int], None] | None = None,
     look: int = 256,
     seconds: float = 1.0,
+    engine: str = "local",
+    address: str | None = None,
+    actors: int | None = None,
 ) -> Evaluation:
     """Evaluate a trained model: accuracy of each head and fused, calibration, confusion, throughput.
 
@@ -65,6 +70,7 @@ def evaluate(
             the data.
         data: labeled images or arrays, as for training. Classes are matched by name.
         labels: columns of labels, among those that the model was trained with; all of them by default.
+        masks: for a folder of images and a model of masks, the folder of the masks.
         merge: options of `vitrail.merge`, text such as ``"r=8"``, the JSON of ``vitrail.tune``, or a directory of
             ``merging.save``; ``{"r": 0}`` disables merging. A model trained with a learned method is merged by that
             one, unless ``method`` names another.
@@ -74,7 +80,10 @@ def evaluate(
         progress: called with stage, done and total.
         look: number of images for token diagnostics; 0 disables them.
         seconds: time spent on measuring throughput; 0 disables it.
+        engine: ``local``, or ``ray`` for actors of a Ray cluster at ``address``, as for `vitrail.embed`; counts of all
+            shards are added up. Diagnostics of tokens and throughput are left out there.
     """
+    check_choice("engine", engine, ("local", "ray"))
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     chosen = None if merge is None else read_settings(merge)
@@ -82,13 +91,22 @@ def evaluate(
         loaded = load_trained(model) if isinstance(model, str | Path) else model
         net, known = (loaded, None) if isinstance(loaded, nn.Module) else loaded
         options = _with_trained_method(None if chosen is None else merge_arguments(chosen, net), known)
-        columns = tuple(labels)
+        columns, targets = tuple(labels), {} if known is None else known.targets
         if known is not None and known.classes and not columns and list(known.classes) != [LABEL]:
             columns = tuple(known.classes)
         takes = (known and known.preprocessing) or declared_spec(net)
         modality = takes.modality if takes is not None and takes.modality in DEFAULTS else None
+        classes = _known_classes(known, columns)
+        dense = [names for name, names in (classes or {}).items() if name in targets and targets[name].kind == "dense"]
         dataset = open_dataset(
-            data, labels=columns, classes=_known_classes(known, columns), labeled=True, modality=modality
+            data,
+            labels=columns,
+            classes=classes,
+            labeled=True,
+            modality=modality,
+            kind={name: target.kind for name, target in targets.items() if name in (classes or {})} or None,
+            masks=masks,
+            mask_classes=dense[0] if dense and dense[0] != MASK_CLASSES else None,
         )
         if modality is not None:
             assert takes is not None
@@ -101,18 +119,28 @@ def evaluate(
             if progress is not None and world.is_main:
                 progress(stage, min(done, total), total)
 
+        notes = [*_notes(known, options), f"input size {size} × {size} pixels" if size else ""]
+        notes.append(unlabeled_note("data", dataset))
+        several = known.classes if known is not None and len(known.classes) > 1 else None
+        targets = {**dataset.scaled_targets, **targets}
+        if engine == "ray":
+            from vitrail.training.evaluation.sharded import evaluate_shards
+
+            done = evaluate_shards(
+                net, dataset, expects, several, targets, options, batch, DTYPES[dtype], max_unreadable,
+                lambda done: report("evaluating", done, count), address, actors,
+            )  # fmt: skip
+            return replace(done, notes=tuple(text for text in (*notes, *done.notes) if text))
         loader = make_loader(
             dataset, image_size=expects.size[0] if expects.size else 1, device=world.device,
             rank=world.rank, world_size=world.world_size, keep=keep_data, workers=workers,
             max_unreadable=max_unreadable, progress=lambda done, total: report("reading", done, total),
         )  # fmt: skip
-        notes = [*_notes(known, options), f"input size {size} × {size} pixels" if size else ""]
-        notes.append(unlabeled_note("data", dataset))
-        several = known.classes if known is not None and len(known.classes) > 1 else None
         try:
             found = evaluate_model(
-                net.to(world.device), loader, known=several, prepare=prepares(expects).plain, merge=options,
-                batch=batch, dtype=DTYPES[dtype], look=look, seconds=seconds,
+                net.to(world.device), loader, known=several, targets=targets,
+                prepare=prepares(expects).plain, merge=options, batch=batch,
+                dtype=DTYPES[dtype], look=look, seconds=seconds,
                 progress=lambda done: report("evaluating", done * world.world_size, count),
             )  # fmt: skip
         finally:
@@ -126,6 +154,7 @@ def evaluate_model(
     *,
     classes: Mapping[str, Sequence[str]] | None = None,
     known: Mapping[str, Sequence[str]] | None = None,
+    targets: Mapping[str, TargetSpec] | None = None,
     prepare: Callable[[Tensor], Tensor] | None = None,
     merge: Mapping[str, Any] | None = None,
     batch: int = 256,
@@ -143,6 +172,7 @@ def evaluate_model(
         data: a data loader whose ``sweep`` yields every sample once, or batches of (images, labels).
         classes: class names by column of labels; a data loader has its own.
         known: the same for everything that the model predicts, if the data has labels for only some of it.
+        targets: what columns hold that hold no classes.
         prepare: turns images of a data loader, and integer images, into model inputs; others are taken as prepared.
         merge, batch, look, seconds: as for `evaluate`; without ``merge`` the model's own merging stays.
         dtype: autocast dtype; the model's own by default.
@@ -152,21 +182,16 @@ def evaluate_model(
     if names is None:
         raise InvalidOption("batches of (images, labels) need classes, such as {'label': ['cat', 'dog']}")
     weight = next(model.parameters())
-    metrics = make_metrics(model, names, weight.device, known)
+    metrics = make_metrics(model, names, weight.device, known, targets)
     kept: list[Tensor] = []
     with ExitStack() as stack:
         settings = stack.enter_context(merged_as(model, merge))
         stack.enter_context(evaluating(model))
-        with head_outputs(model) as by_token:
-            for images, labels in _batches(data, batch, prepare, weight.device):
-                images = images if dtype is not None else images.to(weight.dtype)
-                with torch.no_grad(), autocast(weight.device, dtype):
-                    output = forward_output(model, images)
-                metrics.add(output, labels, by_token)
-                if not kept or sum(map(len, kept)) < look:
-                    kept.append(images)
-                if progress is not None:
-                    progress(metrics.seen)
+        for images in count_predictions(model, metrics, data, batch=batch, prepare=prepare, dtype=dtype):
+            if not kept or sum(map(len, kept)) < look:
+                kept.append(images)
+            if progress is not None:
+                progress(metrics.seen)
         metrics.reduce()
         tokens = diagnose_tokens(model, torch.cat(kept)[:look]) if look and kept else {}
         timed = kept[0][: None if weight.is_cuda else TIMED_ON_CPU] if kept else weight[:0]
@@ -179,6 +204,27 @@ def evaluate_model(
         dtype=str(dtype or weight.dtype).removeprefix("torch."),
         merge=settings,
     )
+
+
+def count_predictions(
+    model: nn.Module,
+    metrics: Metrics,
+    data: Any,
+    *,
+    batch: int,
+    prepare: Callable[[Tensor], Tensor] | None,
+    dtype: torch.dtype | None,
+) -> Iterator[Tensor]:
+    """Run a model on data, count its predictions, and yield the inputs of each batch; as for `evaluate_model`."""
+    weight = next(model.parameters())
+    dense = bool(getattr(getattr(data, "dataset", None), "is_dense", False))
+    with head_outputs(model) as by_token:
+        for images, labels in _batches(data, batch, prepare, weight.device, dense):
+            images = images if dtype is not None else images.to(weight.dtype)
+            with torch.no_grad(), autocast(weight.device, dtype):
+                output = forward_output(model, images)
+            metrics.add(output, labels, by_token)
+            yield images
 
 
 @contextmanager
@@ -201,7 +247,7 @@ def merged_as(model: nn.Module, merge: Mapping[str, Any] | None) -> Iterator[dic
 
 
 def _batches(
-    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device
+    data: Any, batch: int, prepare: Callable[[Tensor], Tensor] | None, device: torch.device, dense: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield prepared images and labels (B, T) on the device."""
     if batch < 1:
@@ -215,14 +261,14 @@ def _batches(
             if prepare is None:
                 raise InvalidOption(f"images are {x.dtype}; give prepare, which turns them into model inputs")
             x = prepare(x)
-        yield x, labels.to(device, non_blocking=True).reshape(len(labels), -1)
+        yield split_masks(x, labels.to(device, non_blocking=True).reshape(len(labels), -1), dense=dense)
 
 
 def _known_classes(known: Labels | None, columns: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
     """Return the model's class names by column of the data."""
     if known is None or not known.classes:
         return None
-    if len(columns) == len(known.classes) == 1:
+    if len(columns) == len(known.classes) == 1 and not known.targets:
         return {columns[0]: next(iter(known.classes.values()))}
     if unknown := [name for name in columns if name not in known.classes]:
         raise InvalidOption(

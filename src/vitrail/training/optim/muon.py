@@ -65,7 +65,7 @@ class Muon(torch.optim.AdamW):
         lr, decay = group["lr"], group["weight_decay"]
         for (rows, columns), both in alike.items():
             parameters, gradients = (list(ones) for ones in zip(*both, strict=True))
-            momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+            momenta = [self._momentum(parameter) for parameter in parameters]
             torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
             ahead = torch._foreach_lerp(gradients, momenta, MOMENTUM)
             updates = orthogonal(torch.stack([one.flatten(1) for one in ahead])) * (lr * RMS * sqrt(max(rows, columns)))
@@ -75,6 +75,12 @@ class Muon(torch.optim.AdamW):
             )
             for parameter in parameters:
                 parameter.grad = None
+
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        state: dict[str, Tensor] = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state["momentum"]
 
 
 def orthogonal(matrices_BMN: Tensor) -> Tensor:

@@ -211,13 +211,13 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_hooks_see_tokens_and_a_lost_state_is_an_error() -> None:
     model, images = small("hiera")
-    vitrail.merge(model, r=(0, 0, 0, 0, 0, 2, 2, 0))
+    vitrail.merge(model, r=(2, 2, 0, 0, 0, 0, 0, 0))
     plain = run(model, images)
-    handle = model.blocks[5].register_forward_hook(lambda _, __, out: out.clone())
+    handle = model.blocks[0].register_forward_hook(lambda _, __, out: out.clone())
     assert torch.equal(run(model, images), plain)
     handle.remove()
     with pytest.raises(BrokenPass, match="without the state"):
-        model.blocks[6](torch.zeros(2, 14, model.blocks[6].dim))
+        model.blocks[1](torch.zeros(2, 248, model.blocks[1].dim))
 
 
 @torch.no_grad()
@@ -317,7 +317,7 @@ def test_tokens_are_recorded_row_by_row() -> None:
 @torch.no_grad()
 def test_attention_is_recorded_inside_windows(name: str) -> None:
     model, images = small(name, torch.float64)
-    seen = vitrail.record(model, images, ("attention", "v", "tokens"), queries=[0, 13, 57])
+    seen = vitrail.record(model, images, ("attention", "v", "tokens"), queries=[0, 13, 21])
     block, layer = trunk_blocks(model)[1], 1
     outputs: list[Tensor] = []
     handle = block.attn.proj.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
@@ -334,6 +334,15 @@ def test_attention_is_recorded_inside_windows(name: str) -> None:
     nearest = (mixed.unsqueeze(2) - every.reshape(2, 1, -1, mixed.shape[2])).norm(dim=-1).amin(-1)
     assert bool(inside.all())
     assert float(nearest.max()) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["swin", "sam2"])
+def test_reports_are_of_the_last_grid(name: str) -> None:
+    model, images = small(name)
+    report = vitrail.inspect(model, images.sigmoid().repeat(2, 1, 1, 1))
+    grids = _grids(model, CASES[name].size)
+    layers = [layer for layer, grid in enumerate(grids) if grid == grids[-1]]
+    assert [one["layer"] for one in report.to_dict()["norms"]["per_layer"]] == layers
 
 
 def test_unknown_variants_are_refused_and_untouched() -> None:

@@ -87,12 +87,13 @@ class Recording:
         layers: the recorded blocks.
         queries: positions of the tokens that attention rows belong to.
         embedding: patches after the patch embedding, before positions (B, P, D).
-        entry: L2 norms in float32 of the patches that enter the first block, with their positions (B, P).
+        entry: L2 norms in float32 of the patches that enter the first block, with their positions (B, P); where blocks
+            have grids of their own, of those that enter the first block with the last grid.
         tokens: outputs of each block, before the final norm (B, N, D).
         norms: their L2 norms in float32 (B, N).
         q: queries (B, H, N, d) after their norm and before rotary position; ``k`` and ``v`` likewise.
-        attention: attention rows of the queries (B, H, Q, N); each sums to one. Inside windows a query is a patch, the
-            row is that of the block's token there, 0 outside its window, and padding has the rest.
+        attention: attention rows of the queries (B, H, Q, N); each sums to one. Inside windows a row is 0 outside the
+            query's window, padding has what is missing to one, and in a finer grid the query is the first token there.
         mlp: inputs of the MLP's last linear layer (B, N, hidden).
     """
 
@@ -155,7 +156,8 @@ class Recorder:
             if "embedding" in self.what:
                 handles.append(adapter.patch_embedding(trunk).register_forward_hook(self._record_embedding))
             if "entry" in self.what:
-                handles.append(self.found.blocks[0].register_forward_pre_hook(self._record_entry, with_kwargs=True))
+                block = self.found.blocks[self._entered]
+                handles.append(block.register_forward_pre_hook(self._record_entry, with_kwargs=True))
             for layer in self.layers:
                 handles += self._hook_block(layer)
             with eagerly():
@@ -168,19 +170,20 @@ class Recorder:
         size, changed = self.found.adapter.read_images(self.found.trunk, args, kwargs)
         layout = layout_of(self.found, size)
         self.patches = self.found.adapter.layout(self.found.trunk, size).grid
-        asked = layout.with_grid(self.patches) if self._windows(0) is not None else layout
-        queries = asked.find(self.queries) if "attention" in self.what else ()
+        queries = layout.find(self.queries) if "attention" in self.what else ()
         self.passes.append(Recording(layout, self.layers, queries))
         return None if changed is None else ((), {**kwargs, **changed})
 
     def _record_embedding(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         now = self.passes[-1]
-        tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, now.layout)
+        tokens = _as_tokens(output[0] if isinstance(output, tuple) else output, now.layout.with_grid(self._patches))
         self.passes[-1] = replace(now, embedding=self.keep(tokens))
 
     def _record_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = self._current(0)
         x = args[0] if args else kwargs[self.found.block_adapters[0].input_name]
+        windows = self._windows(self._entered)
+        x = x if windows is None else self._by_rows(windows, x)
         patches = x[:, x.shape[1] - now.layout.num_patches :]  # added and late special tokens may not be there yet
         self.passes[-1] = replace(now, entry=self.keep(patches.float().norm(dim=-1)))
 
@@ -275,7 +278,8 @@ class Recorder:
             if name in self.what:
                 self._store(name, layer, part)
         if "attention" in self.what:
-            rows = attention_in_windows(parts, block, windows, self._patches, qkv, self._current(layer).queries)
+            now = self._current(layer)
+            rows = attention_in_windows(parts, block, windows, self._patches, qkv, now.queries, now.layout.grid)
             self._store("attention", layer, rows)
 
     def _attention_rows(
@@ -350,6 +354,18 @@ class Recorder:
         tokens = flat_tokens(tokens)
         sequence = windows.sequence(windows.grid(self._patches), tokens.device)
         return tokens if sequence is None else tokens[:, sequence]
+
+    @property
+    def _entered(self) -> int:
+        """The first block with the grid of the last one, that does not pool."""
+        adapter, trunk = self.found.adapter, self.found.trunk
+        windows, last = adapter.layer_windows(trunk), adapter.layout_in(trunk, -1).grid
+        fit = (
+            layer
+            for layer in range(len(self.found.blocks))
+            if adapter.layout_in(trunk, layer).grid == last and not (windows and windows[layer].pooling)
+        )
+        return next(fit, 0)
 
     @property
     def _patches(self) -> tuple[int, int, int]:

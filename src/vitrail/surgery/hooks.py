@@ -35,6 +35,9 @@ from vitrail.tokens import TokenLayout
 BY_LAYER = ("tokens", "norms", "q", "k", "v", "attention", "mlp")
 """Activations that each layer has."""
 
+ATTENDING = frozenset(("q", "k", "v", "attention"))
+"""Those of them that blocks which pool their queries (Hiera) do not have."""
+
 WHAT = ("embedding", "entry", *BY_LAYER)
 
 
@@ -138,7 +141,12 @@ class Recorder:
         passes, self.passes = self.passes, []
         wanted = [name for name in BY_LAYER if name in self.what]
         for one in passes:
-            missing = [layer for layer in self.layers for name in wanted if layer not in one.by_layer[name]]
+            missing = [
+                layer
+                for layer in self.layers
+                for name in wanted
+                if layer not in one.by_layer[name] and not (name in ATTENDING and self._pools(layer))
+            ]
             if missing:
                 raise BrokenPass(
                     f"layer {missing[0]} of {len(self.found.blocks)} did not run, so nothing was recorded; call the "
@@ -190,7 +198,7 @@ class Recorder:
     def _hook_block(self, layer: int) -> list[RemovableHandle]:
         block, parts = self.found.blocks[layer], self.found.block_adapters[layer]
         handles = []
-        if self.what & {"q", "k", "v", "attention"}:
+        if self.what & ATTENDING:
 
             def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 self._record_attention(layer, block, parts, args, dict(kwargs))
@@ -267,12 +275,9 @@ class Recorder:
     def _record_in_windows(
         self, layer: int, windows: LayerWindows, block: nn.Module, parts: BlockAdapter, x: Tensor
     ) -> None:
-        """Record queries, keys, values and attention of a block whose attention runs inside windows."""
+        """Record queries, keys, values and attention of a block whose attention runs inside windows, if it fits."""
         if windows.windows is None:
-            raise InvalidOption(
-                f"q, k, v and attention of block {layer} cannot be recorded: it pools its queries, so fewer tokens "
-                "leave it than enter; choose other layers"
-            )
+            return
         qkv = parts.qkv(block, parts.attend_norm(block, self._by_rows(windows, x)))
         for name, part in zip(("q", "k", "v"), qkv, strict=True):
             if name in self.what:
@@ -348,6 +353,10 @@ class Recorder:
         """Return the windows of a block; None where attention sees all tokens."""
         windows = self.found.adapter.layer_windows(self.found.trunk)
         return windows[layer] if windows else None
+
+    def _pools(self, layer: int) -> bool:
+        windows = self._windows(layer)
+        return windows is not None and windows.windows is None
 
     def _by_rows(self, windows: LayerWindows, tokens: Tensor) -> Tensor:
         """Return the tokens of a grid (B, N, D), row by row."""

@@ -21,6 +21,7 @@ from vitrail.adapters.windows import (
     WindowedNamedBlock,
     WindowedTrunk,
     Windows,
+    network_cost,
     relative_index,
 )
 from vitrail.data.spec import MEAN, STD, InputSpec
@@ -85,6 +86,9 @@ class SwinV2Block(SwinBlock):
         q, k, v = super().qkv(block, h)
         scale = block.attn.logit_scale.clamp(max=math.log(100)).exp()
         return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1), v
+
+    def position_network(self, block: Any) -> int:
+        return network_cost(block.attn)
 
     def attention_scale(self, block: nn.Module) -> float:
         return 1.0

@@ -152,7 +152,10 @@ def test_norms_from_the_command_line(cluster: Any, photos: Path, tmp_path: Path)
     result = CliRunner().invoke(app, [*args, "-o", str(tmp_path / "norms.json")])
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "norms.json").read_text())
-    assert found == survey_norms(vitrail.load_model("vitrail:tiny"), str(photos), batch=16).to_dict()
+    expected = survey_norms(vitrail.load_model("vitrail:tiny"), str(photos), batch=16)
+    assert (found["num_images"], found["verdict"]) == (18, expected.verdict)
+    means = [one["mean"] for one in found["per_layer"]]  # an actor may have another number of threads
+    assert means == pytest.approx([one.mean for one in expected.per_layer], rel=1e-6)
     result = CliRunner().invoke(app, [*args, "-o", str(tmp_path / "a.html")])
     assert result.exit_code == 2
     assert "norms.json" in result.output

@@ -92,6 +92,7 @@ class SwinV2Block(SwinBlock):
 class TimmSwin(WindowedTrunk):
     """``SwinTransformer``; inputs of one size, unless ``strict_img_size=False``."""
 
+    norm = "norm"
     block_classes: Mapping[type | str, BlockAdapter] = MappingProxyType(
         {"timm.models.swin_transformer.SwinTransformerBlock": SwinBlock(_SWIN)}
     )

@@ -104,6 +104,8 @@ _ATTENTION = {"SwinTransformerBlock": "ShiftedWindowAttention", "SwinTransformer
 class TorchvisionSwin(WindowedTrunk):
     """``SwinTransformer``: no class token, and inputs of any size."""
 
+    norm = "norm"
+
     def blocks(self, trunk: Any) -> Sequence[nn.Module]:
         return [block for blocks, _ in self.stages(trunk) for block in blocks]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,9 +31,7 @@ EXAMPLES = (
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Run or model directory.")],
     data: Annotated[str, typer.Argument(metavar="DATA", help="Labeled images, as for training.")],
-    merge: Annotated[
-        str | None, typer.Option(metavar="MERGE", help="Merge tokens, such as r=8 or keep=0.5,schedule=decreasing.")
-    ] = None,
+    merge: options.Merge = None,
     labels: Annotated[
         str | None,
         typer.Option("--labels", "--tasks", metavar="COLUMNS", help="Label columns; by default those of the training."),
@@ -47,6 +45,11 @@ def evaluate(
         float, typer.Option("--max-unreadable", metavar="X", help="Fraction of images that may be unreadable.")
     ] = 0.01,
     confusion: Annotated[bool, typer.Option("--confusion", help="Print the confusion matrix.")] = False,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="This process, or actors of a Ray cluster.")
+    ] = "local",
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default a new one.")] = None,
+    actors: Annotated[int | None, typer.Option(min=1, metavar="N", help="Actors of Ray.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")] = None,
 ) -> None:
     """Print the figures of all heads, of the model merged or not; with --json, write more of them."""
@@ -67,6 +70,9 @@ def evaluate(
                 dtype=dtype,
                 max_unreadable=max_unreadable,
                 progress=progress,
+                engine=engine,
+                address=address,
+                actors=actors,
             )
         if json_file is not None and not console.out.quiet:
             write_text(json_file, json.dumps(found.to_dict(), ensure_ascii=False, indent=2) + "\n", "--json")

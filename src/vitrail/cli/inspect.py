@@ -97,7 +97,8 @@ def open_images(given: Mapping[str, Any]) -> Dataset:
             return dataset
         except ImageError as error:
             reason = reason or error
-    raise ImageError(f"none of the {counted(len(dataset), 'image')} could be read. The first: {reason}")
+    number = counted(len(dataset), dataset.noun.removesuffix("s"))
+    raise ImageError(f"none of the {number} could be read. The first: {reason}")
 
 
 def _data_options(given: Mapping[str, Any]) -> dict[str, Any]:

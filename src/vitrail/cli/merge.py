@@ -20,7 +20,7 @@ from vitrail.cli._shared.summary import Cost, Result, Summary, markdown_table, w
 from vitrail.data import open_dataset
 from vitrail.errors import ImageError
 
-COLUMNS = ("image", "panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
+COLUMNS = ("panes", "tokens", "GFLOPs", "cosine", "top-1", "ms")
 LEGEND = (
     "Panes: groups of patches in the image. Tokens: output of the last block, without → with merging. GFLOPs: 10⁹ "
     "multiply-adds for one image. Cosine: between the model's outputs without and with merging. Top-1: whether the "
@@ -126,18 +126,19 @@ def _conclude(summary: Summary, costs: Sequence[Cost], folder: Path, noun: str) 
         )
         for result, cost in zip(summary.pictures, costs, strict=True)
     ]
+    columns = (noun.removesuffix("s"), *COLUMNS)
     size, config = " × ".join(map(str, summary.input_size)), summary.merging
     model = f"{summary.model} ({summary.weights} weights, {summary.device})"
     settings = ", ".join(f"{name}={value}" for name, value in config.items())
     details = f"- {model}, input {size}, merged with {settings}: {tokens} tokens after each block, instead of "
-    lines = [f"# {summary.model}, merged", "", *markdown_table(COLUMNS, rows), "", LEGEND, ""]
+    lines = [f"# {summary.model}, merged", "", *markdown_table(columns, rows), "", LEGEND, ""]
     lines += [
         f"{details}{summary.cost.tokens_before[-1]}.",
         *(f"- Skipped: {one['reason']}" for one in summary.skipped),
     ]
     write_summary(folder, asdict(summary), "\n".join(lines))
 
-    table = console.table(*COLUMNS, title=model)
+    table = console.table(*columns, title=model)
     for row in rows:
         table.add_row(*row)
     console.out.print(table)

@@ -103,9 +103,8 @@ def _serve(loaded: list[Loaded], host: str, port: int, opens: bool) -> None:
 def _views(loaded: Loaded, **more: Any) -> Any:
     from vitrail.web.model_views import ModelViews
 
-    return ModelViews(
-        loaded.name, loaded.model.eval(), loaded.spec, loaded.layout, loaded.device, loaded.questions, **more
-    )
+    questions = tuple(one for one in loaded.questions if one.kind == "classification")
+    return ModelViews(loaded.name, loaded.model.eval(), loaded.spec, loaded.layout, loaded.device, questions, **more)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -174,6 +174,11 @@ class Dataset:
         return self._source.tensor_spec
 
     @property
+    def noun(self) -> str:
+        """What samples are called: images, video clips or sounds."""
+        return {"video": "video clips", "audio": "sounds"}.get(self.modality, "images")
+
+    @property
     def modality(self) -> str:
         """What samples are: ``image``, ``video``, ``audio`` or ``array``."""
         return self._source.modality
@@ -301,7 +306,8 @@ class Dataset:
         if ready:
             yield _collate(ready)
         if not any_read and world_size == 1:
-            raise ImageError(f"none of the {counted(len(indices), 'image')} could be read. The first: {reason}")
+            number = counted(len(indices), self.noun.removesuffix("s"))
+            raise ImageError(f"none of the {number} could be read. The first: {reason}")
 
     def _prepare(self, index: int, spec: InputSpec) -> Batch:
         """Read one sample as a batch, preprocessed; the original, which may be large, is gone."""
@@ -565,6 +571,8 @@ def _labeled(
         return dataset  # without labels: what is there is no class
     table = torch.cat([part.float() for part in parts] if targets else parts, 1)
     dataset_with = dataset._with(labels=table, classes=found, targets=targets)
+    if dataset_with.is_dense != dataset.is_dense and dataset._cache is not None:
+        dataset_with = dataset_with._with(cache={})  # what is kept has no masks, or has them
     rows = complete.nonzero()[:, 0]
     if not required:
         return dataset_with if targets or (table >= 0).any() else dataset

@@ -35,7 +35,7 @@ _EXPECTED = "expected an image file such as JPEG, PNG, WebP, TIFF, GIF or BMP"
 
 _CMS: Any = ImageCms  # Pillow's types for it differ between its versions
 
-SCALED_MARGIN = 2
+SCALED_MARGIN = 3
 """A scaled JPEG keeps this many times the height and width that it is resized to."""
 
 _scaled_to: ContextVar[tuple[int, int] | None] = ContextVar("scaled_to", default=None)
@@ -76,8 +76,9 @@ def decode_image(source: Path | bytes, name: str | os.PathLike[str], max_pixels:
 def scaled_decoding(size: tuple[int, int] | None) -> Iterator[None]:
     """Decode JPEGs at 1/2, 1/4 or 1/8 of their size inside a ``with`` block, where they are then resized to a size.
 
-    The decoded image keeps at least twice the height and width, on either side for images that EXIF turns; resized
-    with antialiasing, it differs from the whole image's by about one step of 255. Other formats decode as always.
+    The decoded image keeps at least three times the larger of height and width. Resized with antialiasing, it differs
+    from the whole image's by a mean of about one step of 255, more at hard edges; docs/embedding.md has figures. Other
+    formats decode as always.
     """
     token = _scaled_to.set(None if size is None else (max(size), max(size)))
     try:

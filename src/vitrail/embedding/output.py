@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from vitrail.embedding.embedder import Column
-from vitrail.embedding.storage import Storage, open_storage, split
+from vitrail.embedding.storage import Storage, absolute, open_storage, split
 from vitrail.embedding.table import (
     INDEX,
     NAME,
@@ -83,7 +83,7 @@ class Output:
     @classmethod
     def of(cls, path: Any) -> Output:
         """Return the output of a path, by its ending."""
-        text = str(path)
+        text = absolute(str(path))
         folder, name = split(text)
         endings = {".parquet": "parquet", ".pq": "parquet", ".npy": "npy", ".csv": "csv"}
         kind = next((kind for ending, kind in endings.items() if name.lower().endswith(ending)), None)

@@ -79,9 +79,10 @@ class ServedModel:
         self._call: Callable[[Tensor], Any] = partial(forward_output, model) if is_classifier else found.trunk
         example, output = self._run([torch.zeros((3, *self.spec.size), dtype=torch.uint8)])
         outputs = getattr(output, "logits", None)
-        self._targets: tuple[Target, ...] = ()
+        targets: tuple[Target, ...] = ()
         if is_classifier:
-            self._targets = find_targets(model, None if outputs is None else outputs.shape[1], None)
+            targets = find_targets(model, None if outputs is None else outputs.shape[1], None)
+        self._targets = tuple(one for one in targets if one.kind in ("classification", "multilabel"))
         self.classes = {target.name: target.classes for target in self._targets}
         self.width = example.shape[1]
 
@@ -94,8 +95,8 @@ class ServedModel:
         embeddings, output = self._run(images)
         columns: dict[str, Tensor] = {}
         for target in self._targets:
-            logits = output.logits if target.own else output.by_role[target.name]
-            columns[target.name] = target.read(logits).float().softmax(1).cpu()
+            scores = target.prediction(output).float()
+            columns[target.name] = (scores.sigmoid() if target.kind == "multilabel" else scores.softmax(1)).cpu()
         rows = embeddings.float().cpu()
         return [Answer({name: scores[i] for name, scores in columns.items()}, rows[i]) for i in range(len(images))]
 

@@ -50,8 +50,8 @@ class Loop:
         self.config, self.world, self.models, self.on_event = config, world, models, on_event
         self.folder = config.folder
         schedule = {"batch": config.batch_size or 1, "seed": config.seed, "repeats": config.repeats or 1}
-        self.loader = self._open_loader(dataset, "training images", **schedule)
-        self.held_out = None if held is None else self._open_loader(held, "held-out images")
+        self.loader = self._open_loader(dataset, f"training {dataset.noun}", **schedule)
+        self.held_out = None if held is None else self._open_loader(held, f"held-out {dataset.noun}")
         self.classes = dict(self.loader.classes)
         self.dense = dataset.is_dense
         self.fingerprint = dataset.fingerprint()
@@ -217,7 +217,8 @@ class Loop:
         if len(skipped) > self._unreadable:
             self._unreadable = len(skipped)
             self.log.write("unreadable", step=done, count=len(skipped), names=[name for name, _ in skipped[:100]])
-            self.note(f"Skipped {len(skipped)} unreadable images: {'; '.join(why for _, why in skipped[:3])}")
+            reasons = "; ".join(why for _, why in skipped[:3])
+            self.note(f"Skipped {len(skipped)} unreadable {self.loader.dataset.noun}: {reasons}")
 
     def _evaluate(self, done: int) -> None:
         """Evaluate on the held-out data, and write the model if it is the best so far."""

@@ -144,9 +144,9 @@ def _introduce(loop: Loop, start: int) -> None:
     }
     classes = ", ".join(f"{name}: {text}" for name, text in described.items()) or "no labels"
     text = (
-        f"{count:,} training images{f', {held:,} held out' if held else ''} ({classes}); {config.model} with "
-        f"{parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {loop.per_epoch} steps, batch size "
-        f"{config.batch_size}"
+        f"{count:,} training {loop.loader.dataset.noun}{f', {held:,} held out' if held else ''} ({classes}); "
+        f"{config.model} with {parameters / 1e6:.3g} M parameters; {config.epochs} epochs of {loop.per_epoch} "
+        f"steps, batch size {config.batch_size}"
     )
     loop.on_event(Event("start", text=text))
     if start >= total:

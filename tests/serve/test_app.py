@@ -359,7 +359,8 @@ def test_stopping_ends_after_the_grace_period() -> None:
         service = client.app.state.service
         model.free.clear()
         inside = [asyncio.ensure_future(client.post("/embed", png())) for _ in range(3)]
-        await until(lambda: model.entered.acquire(blocking=False) and len(service.batcher) == 2)
+        await until(lambda: model.entered.acquire(blocking=False))
+        await until(lambda: len(service.batcher) == 2)
         await service.stop()
         assert service.lost == 3
         model.free.set()

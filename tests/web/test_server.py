@@ -24,7 +24,7 @@ SETTING = {"method": "tome", "by": "r", "value": 5, "schedule": "constant"}
 
 @pytest.fixture(scope="module")
 def cache() -> Cache:
-    return Cache(2**21)
+    return Cache(2**20)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_other_sites_and_names_are_refused(client: Any) -> None:
 
 def test_memory_does_not_grow_with_images(client: Any, cache: Cache) -> None:
     first = upload(client, png(picture(seed=99))).json()["image"]
-    for seed in range(40):
+    for seed in range(15):
         image = upload(client, png(picture((500, 400), seed))).json()["image"]
         given = {"model": "one", "image": image, "setting": {**SETTING, "value": seed % 3}}
         assert client.post("/api/view/result", json=given).status_code == 200

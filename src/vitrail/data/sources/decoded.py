@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class DecodedSource(Source):
         self.tensor_spec: TensorSpec = TensorSpec(
             (3 if video else 1, *spec.size), torch.uint8 if video else torch.float32
         )
+
+    def files(self, rows: Sequence[int]) -> Sequence[Path]:
+        return self._source.files(rows)
 
     def labels(self, column: str | None) -> Labels:
         return self._source.labels(column)

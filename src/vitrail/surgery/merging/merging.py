@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail.adapters import Found, find
 from vitrail.errors import InvalidOption
 from vitrail.merging import Method, Schedule
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 Size = int | tuple[int, ...]
 
 
+@checked
 def merge(
     model: nn.Module,
     r: int | Sequence[int] | None = None,

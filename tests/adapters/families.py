@@ -11,6 +11,7 @@ from tests.parity import (
     models_open_clip,
     models_timm_beit,
     models_timm_eva,
+    models_timm_relpos,
     models_timm_vit,
     models_torchvision,
     models_transformers,
@@ -62,6 +63,14 @@ FAMILIES: dict[str, Family] = {
         False,
     ),
     "BEiT, BEiT v2 (timm)": Family(models_timm_beit.CASES["own"], "timm:beit_base_patch16_224", False),
+    "ViT with relative position (timm)": Family(
+        models_timm_relpos.CASES["table"], "timm:vit_relpos_base_patch16_224", False
+    ),
+    "ViT with attention beside the MLP (timm)": Family(_VIT["parallel-no-biases"], "timm:vit_base_patch16_xp_224"),
+    "ViT with parallel attentions and MLPs (timm)": Family(
+        _VIT["several-things"], "timm:vit_small_patch16_18x2_224", False
+    ),
+    "ViT with differential attention (timm)": Family(_VIT["differential"], "timm:vit_dwee_patch16_reg1_gap_256"),
     "ViT, DeiT (transformers)": Family(_HF["deit-head"], "hf:facebook/deit-base-distilled-patch16-224", False),
     "DINOv2, with registers (transformers)": Family(_HF["registers-head"], "hf:facebook/dinov2-with-registers-base"),
     "DINOv3 (transformers)": Family(

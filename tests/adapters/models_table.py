@@ -92,7 +92,7 @@ def tried(family: Family, columns: Iterable[str]) -> dict[str, str]:
             with torch.no_grad():
                 COLUMNS[column](family.case.model(torch.float32), family.case.images(torch.float32, 4))
         except VitrailError as error:
-            reason = re.split(r"[;:.] ", str(error).replace("|", "/"))[0].rstrip(".")
+            reason = re.split(r"[;:.] | \(", str(error).replace("|", "/"))[0].rstrip(".")
             found[column] = reason[0].upper() + reason[1:]
         else:
             found[column] = "yes"

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import vitrail
 from tests.adapters.families import FAMILIES
+from tests.adapters.models_table import PAGE, read
 from tests.surgery.models import distance, main_output, run
 from vitrail.export import export
 
@@ -71,6 +72,8 @@ def test_compiles_as_one_graph(family: str) -> None:
 @pytest.mark.slow
 @every_kind
 def test_exports(family: str, tmp_path: Path) -> None:
+    if read(PAGE.read_text(encoding="utf-8"))[family]["export"] != "yes":
+        pytest.skip("docs/models.md says why not")
     case = FAMILIES[family].case
     model, images = case.model(torch.float32), case.images(torch.float32)
     vitrail.merge(model, r=2)

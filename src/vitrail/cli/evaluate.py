@@ -15,6 +15,7 @@ from vitrail._wording import counted
 from vitrail.cli._shared import console, options
 from vitrail.cli._shared.output import check_writable, write_text
 from vitrail.cli._shared.ranks import command
+from vitrail.cli._shared.summary import plain
 from vitrail.training import Evaluation
 
 MAX_CONFUSION = 30
@@ -74,11 +75,12 @@ def evaluate(
                 address=address,
                 actors=actors,
             )
-        if json_file is not None and not console.out.quiet:
-            write_text(json_file, json.dumps(found.to_dict(), ensure_ascii=False, indent=2) + "\n", "--json")
         _print(found)
         if confusion:
             _print_confusion(found)
+        if json_file is not None and not console.out.quiet:  # last: what was measured is printed in any case
+            text = json.dumps(plain(found.to_dict()), ensure_ascii=False, indent=2, allow_nan=False)
+            write_text(json_file, f"{text}\n", "--json")
 
 
 def _print(found: Evaluation) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail import report as reports
+from vitrail._atomic_files import resolved
 from vitrail._distributed import World, distributed
 from vitrail._wording import counted
 from vitrail.cli._shared import console, options
@@ -115,7 +116,7 @@ def inspect_model(name: str, dataset: Dataset, given: Mapping[str, Any], world: 
             predict(loaded, torch.zeros(1, *loaded.spec.shape))
         return loaded
 
-    with console.err.status(f"Loading {name}"):
+    with console.status(f"Loading {name}"):
         loaded = world.run(load_checked)
     fitting = world.run(lambda: open_for(dataset, given["images"] or None, loaded.spec, **_data_options(given)))
     if given["random_weights"]:
@@ -158,7 +159,7 @@ def check_output(out: Path, inputs: Sequence[Path]) -> None:
         check_jinja()
     for path in (out, out.with_suffix(".json")):
         check_writable(path, "-o")
-        if any(path.resolve() == read.resolve() for read in inputs):
+        if any(resolved(path) == resolved(read) for read in inputs):
             raise OutputError(f"-o {out}: {path} is an input and would be overwritten. Name another file.")
 
 

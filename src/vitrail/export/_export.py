@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import vitrail
+from vitrail._arguments import checked
 from vitrail._atomic_files import rename_all
-from vitrail._checks import is_int, is_number
+from vitrail._checks import as_path, is_int, is_number
 from vitrail.adapters import input_spec
 from vitrail.adapters.registry import declared_spec
 from vitrail.errors import ExportError, InvalidOption, NotApplied, UnsupportedModel
@@ -69,6 +70,7 @@ class ExportResult:
         return sum(file.stat().st_size for file in self.files)
 
 
+@checked
 @torch.no_grad()
 def export(
     model: nn.Module,
@@ -103,7 +105,8 @@ def export(
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(f"expected a torch.nn.Module; got {type(model).__name__}")
-    path, kind = Path(path), find_format(path, format)
+    path = as_path("path", path)
+    kind = find_format(path, format)
     if batch != "dynamic" and not is_int(batch, 1):
         raise InvalidOption(f"batch must be 'dynamic' or an integer of at least 1; got {batch!r}")
     model = _prepare(model, dtype)

@@ -114,6 +114,11 @@ class Recording:
         """The activations that each layer has, by name."""
         return {name: getattr(self, name) for name in BY_LAYER}
 
+    def _repr_html_(self) -> str:
+        from vitrail.surgery.cards import recording_card
+
+        return recording_card(self)
+
     def __len__(self) -> int:
         tensors = [one for one in (self.embedding, self.entry) if one is not None]
         tensors += [tensor for layers in self.by_layer.values() for tensor in layers.values()]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail._arguments import checked
 from vitrail._checks import check_choice, is_int
 from vitrail._distributed import distributed
 from vitrail.adapters import head_outputs
@@ -22,6 +23,7 @@ from vitrail.data.sources.base import LABEL
 from vitrail.data.spec import InputSpec
 from vitrail.data.targets import MASK_CLASSES, TargetSpec
 from vitrail.errors import InvalidOption, NotApplied, UnsupportedInput
+from vitrail.heads import Output
 from vitrail.surgery import Merging
 from vitrail.surgery import merge as apply_merge
 from vitrail.surgery.merging.trained_methods import load_method, method_file
@@ -40,6 +42,7 @@ TIMED_ON_CPU = 32
 """Largest batch for throughput on a CPU; larger ones are not faster and take long."""
 
 
+@checked
 def evaluate(
     model: str | Path | nn.Module | tuple[nn.Module, Labels],
     data: Any,
@@ -206,6 +209,17 @@ def evaluate_model(
     )
 
 
+def _check_finite(output: Output, seen: int) -> None:
+    """Raise if outputs are not finite: the first class would be counted as their answer."""
+    for name, values in {"logits": output.logits, **output.by_role}.items():
+        if values is not None and not values.isfinite().all():
+            first = seen + int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
+            raise UnsupportedInput(
+                f"the model's output ({name}) is NaN or infinite, first for sample {first} (counted from 0); check its "
+                "weights, and evaluate with dtype='fp32'"
+            )
+
+
 def count_predictions(
     model: nn.Module,
     metrics: Metrics,
@@ -223,6 +237,7 @@ def count_predictions(
             images = images if dtype is not None else images.to(weight.dtype)
             with torch.no_grad(), autocast(weight.device, dtype):
                 output = forward_output(model, images)
+            _check_finite(output, metrics.seen)
             metrics.add(output, labels, by_token)
             yield images
 

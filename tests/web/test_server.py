@@ -144,7 +144,9 @@ def test_other_sites_and_names_are_refused(client: Any) -> None:
     assert (
         client.post("/api/model", json={"model": "one"}, headers={"origin": "http://127.0.0.1:8765"}).status_code == 200
     )
-    for host in ("evil.example", "evil.example:8765", "127.0.0.1.evil.example", ""):
+    for origin in ("null", "", "http://[", "http://127.0.0.1:9", "http://127.0.0.1:8765.evil.example"):
+        assert client.get("/api/models", headers={"origin": origin}).status_code == 403
+    for host in ("evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[", "x@localhost"):
         assert client.get("/api/models", headers={"host": host}).status_code == 403
     for host in ("localhost", "localhost:9", "127.0.0.1", "[::1]:8765"):
         assert client.get("/api/models", headers={"host": host}).status_code == 200

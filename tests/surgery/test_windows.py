@@ -57,9 +57,9 @@ def test_a_batch_equals_its_single_images(name: str) -> None:
 def test_costs_are_those_that_run(name: str) -> None:
     model, images = small(name)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as mode:
-        model(images)
+        model(images[:1])
     counted = vitrail.count(model, images)
-    rest = mode.get_total_flops() / 2 / len(images) - counted.flops
+    rest = mode.get_total_flops() / 2 - counted.flops
     assert abs(rest) <= 0.02 * counted.flops  # SAM 2 computes products that it does not use
     with vitrail.merge(model, keep=0.7) as merging:
         assert vitrail.count(model, images).flops < counted.flops

@@ -10,6 +10,7 @@ for batch in dataset.batches(spec, 32): ...  # preprocessed for a model
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -398,7 +399,9 @@ def open_dataset(
     if columns is None:
         dataset = dataset._with(labels=dataset.labels[:, :0], classes={})
     else:
-        dataset = _labeled(dataset, columns, dict(classes or {}), labeled)
+        is_folder = isinstance(source, str | os.PathLike) and Path(source).is_dir()
+        where = f"{source} is an unlabeled folder: " if is_folder else ""
+        dataset = _labeled(dataset, columns, dict(classes or {}), labeled, where)
     if limit is not None and limit < len(dataset):
         dataset = dataset.select(number * len(dataset) // limit for number in range(limit))
     return dataset._with(size=size) if size is not None else dataset
@@ -420,8 +423,13 @@ def fingerprint_difference(
     return None
 
 
-def _labeled(dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequence[str]], required: bool) -> Dataset:
-    """Return a dataset with these label columns, or with the one that is most likely the class."""
+def _labeled(
+    dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequence[str]], required: bool, where: str = ""
+) -> Dataset:
+    """Return a dataset with these label columns, or with the one that is most likely the class.
+
+    ``where`` names an unlabeled folder in the error.
+    """
     if columns and known and set(columns) != set(known):
         raise InvalidOption(f"labels={','.join(columns)}: the known classes are those of {','.join(known)}")
     if len(set(columns)) < len(columns):
@@ -446,8 +454,8 @@ def _labeled(dataset: Dataset, columns: tuple[str, ...], known: dict[str, Sequen
     if not len(rows):
         part, recipe = ("val", "") if known else ("train", "; a recipe that needs no labels takes labels='none'")
         raise ImageError(
-            f"none of the {counted(len(table), 'sample')} has a label ({', '.join(chosen)}). Expected a folder that "
-            f"holds two or more class folders and nothing else (name PATH/{part} if they are there), or a label "
+            f"{where}none of the {counted(len(table), 'sample')} has a label ({', '.join(chosen)}). Expected a folder "
+            f"that holds two or more class folders and nothing else (name PATH/{part} if they are there), or a label "
             f"column{recipe}"
         )
     missing = len(table) - len(rows) + dataset.num_unlabeled
@@ -475,13 +483,35 @@ def _number(column: str, given: Labels, known: Sequence[str] | None) -> tuple[tu
         raise InvalidOption(f"{column}: a class has the number {top - 1}, and {len(known)} classes are known")
     if not names or names == known:
         return known, numbers
-    places = {name: number for number, name in enumerate(known)}
+    places = _places(known, names)
     unknown = [names[number] for number in numbers[numbers >= 0].unique().tolist() if names[number] not in places]
-    if unknown or len(places) < len(known):
+    if unknown or len(set(known)) < len(known):
         shown = f"{_shortened(unknown)} {'is' if len(unknown) == 1 else 'are'}" if unknown else "a repeated name is"
         raise InvalidOption(f"{column}: {shown} not among the {len(known)} known classes ({_shortened(known)})")
     table = torch.tensor([places.get(name, UNLABELED) for name in names] + [UNLABELED])
     return known, table[numbers]  # the last entry is for -1
+
+
+def _places(known: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Return the place of known classes, by their own names and by the given names that differ only in spelling."""
+    places = {name: number for number, name in enumerate(known)}
+    spelled: dict[str, list[int]] = {}
+    for number, name in enumerate(known):
+        spelled.setdefault(plain_name(name), []).append(number)
+    for name in names:
+        alike = spelled.get(plain_name(name), [])
+        if name not in places and len(alike) == 1:
+            places[name] = alike[0]
+    return places
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a class without case, and with single blanks for ``_`` and other blanks.
+
+    >>> plain_name("English_springer ") == plain_name("english  springer")
+    True
+    """
+    return " ".join(name.replace("_", " ").casefold().split())
 
 
 def _shortened(names: Sequence[str]) -> str:

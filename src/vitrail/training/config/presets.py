@@ -13,7 +13,7 @@ _NAMES = ("tiny", "small", "full", "finetune")
 _VALUES: dict[str, tuple[Any, Any, Any, Any]] = {
     "epochs": (10, 100, 300, 5),  # tiny: minutes, enough to see that it learns
     "batch_size": (64, 256, 960, 64),  # many steps from few images; DeiT's 1024, rounded to a multiple of the repeats
-    "lr": (5e-4, 1e-3, 9.4e-4, 2e-5),  # at this batch size; DeiT's 5e-4 per 512 images
+    "lr": (5e-4, 1e-3, 9.4e-4, 5e-5),  # at this batch size; DeiT's 5e-4 per 512 images
     "weight_decay": (0.05, 0.05, 0.05, 0.05),
     "warmup_epochs": (1, 5, 5, 1),
     "drop_path": (0.0, 0.1, 0.1, 0.0),  # ten epochs do not overfit
